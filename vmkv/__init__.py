@@ -3,7 +3,7 @@
 Layers; imports point left only, and a test proves it:
 
     errors, units, interrupts <- core (_native <- backend <- memory <- cache) <- viz <- attention
-        <- step <- hf <- serve <- cli
+        <- step <- hf <- options <- serve <- cli
 
 Public names are imported when first used: the layers up to `memory` need no torch, and
 `vmkv.KVCache` does not load transformers. `testing` is a kit for authors of backends.
@@ -50,34 +50,16 @@ if TYPE_CHECKING:
     from .serve import SamplingParams as SamplingParams
 
 _HOMES = {
-    "core.backend": ("Backend", "BackendUsage", "HostBackend", "open_backend"),
-    "core.memory": ("ExtentPool", "Scrub"),
-    "core.cache": ("CacheStats", "CostModel", "KVCache", "Sequence", "call_with_room"),
-    "hf": (
-        "KVScales",
-        "RaggedCache",
-        "VMKVCache",
-        "calibrate_kv_scales",
-        "capture_decoding",
-        "generate",
-        "ragged_generate",
-    ),
-    "serve": ("AsyncEngine", "Engine", "RequestOutput", "SamplingParams"),
-    "errors": (
-        "CapacityError",
-        "ClosedError",
-        "ConfigError",
-        "DriverError",
-        "InternalError",
-        "LostError",
-        "OutOfAddressSpaceError",
-        "OutOfPagesError",
-        "RankError",
-        "SequenceFullError",
-        "VMKVError",
-    ),
+    "core.backend": "Backend BackendUsage HostBackend open_backend",
+    "core.cache": "CacheStats CostModel KVCache Sequence call_with_room",
+    "core.memory": "ExtentPool Scrub",
+    "errors": "CapacityError ClosedError ConfigError DriverError InternalError LostError "
+    "OutOfAddressSpaceError OutOfPagesError RankError SequenceFullError VMKVError",
+    "hf": "KVScales RaggedCache VMKVCache calibrate_kv_scales capture_decoding generate "
+    "ragged_generate",
+    "serve": "AsyncEngine Engine RequestOutput SamplingParams",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = sorted(_HOME_OF)
 __version__ = "0.1.0"

@@ -9,14 +9,15 @@ A row is a line, a page a cell. A shared extent has the same letter or colour in
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Iterator
 from collections.abc import Sequence as List_
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .core.backend import Access, MemoryLocation
-from .core.cache import KVCache, LayerGroup, Sequence
+from .core.cache import KVCache, LayerGroup
 from .core.memory import Extent
 from .errors import ConfigError
 from .units import div_ceil, format_bytes
@@ -39,30 +40,28 @@ _SHARED_COLOURS = (
 _OWN_COLOUR, _HOST_COLOUR, _LINE_COLOUR = "#C8C8C8", "#8A8A8A", "#222222"
 _LABELLED_ROWS_MAX = 24
 
+_State = Literal["live", "parked", "swapped"]
+#: An extent, the page of a row where it lies, and the access there.
+_Place = tuple[Extent, int, Access]
+
 
 @dataclass(frozen=True)
 class MappedExtent:
-    """An extent at its place in a row. `handle` is equal only for mappings of the same extent."""
+    """An extent at its place in a row.
+
+    `share` numbers the shared extents of a layer group, in order of appearance; None for others.
+    """
 
     first_page: int
     num_pages: int
-    num_bytes: int
-    handle: int
+    share: int | None
     access: Access
-    is_shared: bool
     location: MemoryLocation
 
     @property
     def end_page(self) -> int:
         """Page after the last."""
         return self.first_page + self.num_pages
-
-    @classmethod
-    def of(cls, extent: Extent, first_page: int, access: Access) -> MappedExtent:
-        """Describe `extent`, mapped at `first_page` of a row."""
-        pages, size = extent.num_pages, extent.num_bytes
-        location = extent.location
-        return cls(first_page, pages, size, extent.handle, access, extent.is_shared, location)
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class RowMap:
     """
 
     row: int
-    state: Literal["live", "parked", "swapped"]
+    state: _State
     num_tokens: int
     extents: tuple[MappedExtent, ...]
 
@@ -106,11 +105,6 @@ class GroupMap:
         """Pages that the first `num_tokens` tokens of a row reach into."""
         return div_ceil(num_tokens * self.token_bytes, self.page_bytes)
 
-    def shared_handles(self) -> dict[int, int]:
-        """Shared extents by handle, numbered in order of appearance."""
-        found = (each.handle for row in self.rows for each in row.extents if each.is_shared)
-        return {handle: number for number, handle in enumerate(dict.fromkeys(found))}
-
 
 @dataclass(frozen=True)
 class PageMap:
@@ -137,18 +131,27 @@ class PageMap:
             f"it: sharing saves {format_bytes(mapped_bytes - resident_bytes)}"
         )
 
-    def _device_extents(self) -> Iterator[tuple[int, int]]:
+    @property
+    def alike(self) -> list[list[GroupMap]]:
+        """Neighbouring layer groups, together if their drawings are equal."""
+        looks = operator.attrgetter("token_bytes", "page_bytes", "rows")
+        return [list(alike) for _, alike in itertools.groupby(self.groups, looks)]
+
+    def _device_extents(self) -> Iterator[tuple[object, int]]:
+        """Yield each extent's identity and size, as often as it is mapped."""
         for group in self.groups:
             for row in group.rows:
                 for each in row.extents:
                     if each.location is MemoryLocation.DEVICE:
-                        yield each.handle, each.num_bytes
+                        own = id(each) if each.share is None else None
+                        key = (id(group), each.share, own)
+                        yield key, each.num_pages * group.page_bytes
 
     def __str__(self) -> str:
         if not self.groups:
             return "no layers yet"
         parts = []
-        for alike in _alike(self.groups):
+        for alike in self.alike:
             parts += [_title(alike), *_lines(alike[0])]
         return "\n".join([*parts, self.summary, _TEXT_LEGEND])
 
@@ -167,60 +170,40 @@ def page_map(cache: KVCache) -> PageMap:
 
 
 def _group_map(cache: KVCache, group: LayerGroup) -> GroupMap:
-    rows = []
+    found: list[tuple[int, _State, int, list[_Place]]] = []
     for sequence in cache.sequences:
-        state: Literal["live", "swapped"] = "live" if sequence.swapped is None else "swapped"
-        extents = _mapped(group, sequence.row) + _swapped(group, sequence)
-        rows.append(RowMap(sequence.row, state, sequence.num_tokens, extents))
+        swapped = () if sequence.swapped is None else sequence.swapped.extents
+        # Host memory, at the pages that the sequence had.
+        places = [(each.extent, each.page, Access.NONE) for each in swapped if each.group is group]
+        state: _State = "live" if sequence.swapped is None else "swapped"
+        places = _mapped(group, sequence.row) + places
+        found.append((sequence.row, state, sequence.num_tokens, places))
     for row in cache.rows.parked():
-        extents = _mapped(group, row)
-        if extents:
-            rows.append(RowMap(row, "parked", cache.prefixes.num_recorded(row), extents))
+        if places := _mapped(group, row):
+            found.append((row, "parked", cache.prefixes.num_recorded(row), places))
+    shares: dict[int, int] = {}
+
+    def shown(extent: Extent, first_page: int, access: Access) -> MappedExtent:
+        share = shares.setdefault(extent.handle, len(shares)) if extent.is_shared else None
+        return MappedExtent(first_page, extent.num_pages, share, access, extent.location)
+
     return GroupMap(
         tuple(layer for layer in cache.layers if cache.place(layer)[0] is group),
         group.geometry.token_bytes,
         group.geometry.page_bytes,
-        tuple(sorted(rows, key=lambda each: each.row)),
+        tuple(
+            RowMap(row, state, num_tokens, tuple(itertools.starmap(shown, places)))
+            for row, state, num_tokens, places in sorted(found, key=operator.itemgetter(0))
+        ),
     )
 
 
-def _mapped(group: LayerGroup, row: int) -> tuple[MappedExtent, ...]:
+def _mapped(group: LayerGroup, row: int) -> list[_Place]:
     mappings = group.table.rows[row].mappings
-    return tuple(MappedExtent.of(each.extent, each.first_page, each.access) for each in mappings)
-
-
-def _swapped(group: LayerGroup, sequence: Sequence) -> tuple[MappedExtent, ...]:
-    """Host memory of a swapped-out `sequence`, at the pages that it had in `group`."""
-    if sequence.swapped is None:
-        return ()
-    return tuple(
-        MappedExtent.of(each.extent, each.page, Access.NONE)
-        for each in sequence.swapped.extents
-        if each.group is group
-    )
+    return [(each.extent, each.first_page, each.access) for each in mappings]
 
 
 # ---- text -------------------------------------------------------------------------------------
-
-
-def _alike(groups: Iterable[GroupMap]) -> list[list[GroupMap]]:
-    """Group neighbouring layer groups whose drawings are equal."""
-    return [list(alike) for _, alike in itertools.groupby(groups, _looks)]
-
-
-def _looks(group: GroupMap) -> object:
-    """Key of a group's drawing: shared extents are numbered by order of appearance."""
-    numbers = group.shared_handles()
-    rows = [
-        replace(
-            row,
-            extents=tuple(
-                replace(each, handle=numbers.get(each.handle, -1)) for each in row.extents
-            ),
-        )
-        for row in group.rows
-    ]
-    return group.token_bytes, group.page_bytes, rows
 
 
 def _title(alike: List_[GroupMap]) -> str:
@@ -244,14 +227,13 @@ def _ranges(numbers: List_[int]) -> str:
 
 def _lines(group: GroupMap) -> list[str]:
     pages_per_cell = max(1, div_ceil(group.end_page, _TEXT_CELLS_MAX))
-    numbers = group.shared_handles()
     lines = [] if pages_per_cell == 1 else [f"(a cell is {pages_per_cell} pages; the first shows)"]
     for row in group.rows:
         used_end_page = group.pages_for(row.num_tokens)
         pages = [_UNMAPPED] * group.end_page
         for each in row.extents:
             for page in range(each.first_page, each.end_page):
-                pages[page] = _symbol(row, each, numbers, is_empty=page >= used_end_page)
+                pages[page] = _symbol(row, each, is_empty=page >= used_end_page)
         cells = "".join(
             next((page for page in pages[at : at + pages_per_cell] if page != _UNMAPPED), _UNMAPPED)
             for at in range(0, group.end_page, pages_per_cell)
@@ -260,9 +242,9 @@ def _lines(group: GroupMap) -> list[str]:
     return lines
 
 
-def _symbol(row: RowMap, each: MappedExtent, numbers: dict[int, int], *, is_empty: bool) -> str:
-    if each.is_shared:
-        return _SHARED_LETTERS[numbers[each.handle] % len(_SHARED_LETTERS)]
+def _symbol(row: RowMap, each: MappedExtent, *, is_empty: bool) -> str:
+    if each.share is not None:
+        return _SHARED_LETTERS[each.share % len(_SHARED_LETTERS)]
     if each.location is MemoryLocation.HOST:
         return _HOST
     if row.state == "parked":
@@ -296,14 +278,10 @@ def draw(cache: KVCache | PageMap, path: str | Path) -> None:
             'drawing a page map needs matplotlib; pip install "vmkv[bench]", or print page_map()'
         ) from error
     shown = cache if isinstance(cache, PageMap) else page_map(cache)
-    path = Path(path)
-    endings = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix[1:].lower() not in endings:
-        raise ConfigError(
-            f"cannot draw to {path.name!r}; its name must end in one of "
-            f"{', '.join(sorted(endings))}"
-        )
-    panels = _alike(shown.groups)
+    kind, kinds = Path(path).suffix[1:].lower(), FigureCanvasAgg.get_supported_filetypes()
+    if kind not in kinds:
+        raise ConfigError(f"cannot draw to {path}; its name must end in {', '.join(sorted(kinds))}")
+    panels = shown.alike
     heights = [0.9 + 0.26 * max(1, min(len(alike[0].rows), _LABELLED_ROWS_MAX)) for alike in panels]
     figure = Figure(figsize=(11, 1.1 + sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -320,14 +298,13 @@ def _draw_group(axes: Axes, alike: List_[GroupMap]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     group = alike[0]
-    numbers = group.shared_handles()
     num_pages = max(1, group.end_page)
     page_points = 700 / num_pages
     for y, row in enumerate(group.rows):
         axes.broken_barh(
             [(each.first_page, each.num_pages) for each in row.extents],
             (y - 0.4, 0.8),
-            facecolors=[_colour(each, numbers) for each in row.extents],
+            facecolors=[_colour(each) for each in row.extents],
             edgecolor=_LINE_COLOUR,
             linewidth=0.6 if page_points > 4 else 0.25,
             hatch="////" if row.state == "parked" else None,
@@ -353,9 +330,9 @@ def _draw_group(axes: Axes, alike: List_[GroupMap]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _colour(each: MappedExtent, numbers: dict[int, int]) -> str:
-    if each.is_shared:
-        return _SHARED_COLOURS[numbers[each.handle] % len(_SHARED_COLOURS)]
+def _colour(each: MappedExtent) -> str:
+    if each.share is not None:
+        return _SHARED_COLOURS[each.share % len(_SHARED_COLOURS)]
     return _OWN_COLOUR if each.location is MemoryLocation.DEVICE else _HOST_COLOUR
 
 

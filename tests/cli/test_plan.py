@@ -18,9 +18,16 @@ from hypothesis import strategies as st
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache
 from vmkv.cli import arguments
-from vmkv.cli.capacity import fit, kind_bytes, need_bytes, sequence_bytes
+from vmkv.cli.capacity import (
+    AlikeLayers,
+    fit,
+    kind_bytes,
+    model_shape,
+    need_bytes,
+    sequence_bytes,
+)
 from vmkv.cli.main import main
-from vmkv.cli.models import LayerKind, load_config, model_shape, rank_shape
+from vmkv.cli.models import load_config
 from vmkv.core.cache.geometry import LayerShape
 from vmkv.hf import kv_format
 from vmkv.units import GiB, KiB, MiB
@@ -78,7 +85,7 @@ def planned(*arguments: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads(out.getvalue())
 
 
-def mapped_bytes(kind: LayerKind, lengths: list[int]) -> list[int]:
+def mapped_bytes(kind: AlikeLayers, lengths: list[int]) -> list[int]:
     """What a cache maps for one sequence that takes these lengths one after another."""
     pool = ExtentPool(HostBackend(2 * MiB), 4 * GiB, close_when_unused=True)
     sizes = []
@@ -103,7 +110,7 @@ def mapped_bytes(kind: LayerKind, lengths: list[int]) -> list[int]:
 @pytest.mark.parametrize("num_layers", [2, 24])
 def test_plan_is_what_a_cache_maps(window: int | None, num_layers: int) -> None:
     """At every length of a growing sequence, what is mapped lies within what is planned."""
-    kind = LayerKind(num_layers, LayerShape(8, 128, 8, 128, 2), window)
+    kind = AlikeLayers(num_layers, LayerShape(8, 128, 8, 128, 2), window)
     lengths = [*range(1, 6000)]
     for length, num_bytes in zip(lengths, mapped_bytes(kind, lengths), strict=True):
         part = kind_bytes(kind, length)
@@ -119,7 +126,7 @@ def test_a_prompt_maps_exactly_what_is_planned(
     num_tokens: int, num_layers: int, heads: int
 ) -> None:
     """Where nothing has grown yet, the plan is exact."""
-    kind = LayerKind(num_layers, LayerShape(heads, 64, heads, 64, 2), None)
+    kind = AlikeLayers(num_layers, LayerShape(heads, 64, heads, 64, 2), None)
     assert [kind_bytes(kind, num_tokens).prompt_bytes] == mapped_bytes(kind, [num_tokens])
 
 
@@ -182,10 +189,10 @@ def test_sharing_and_swapping_make_room(write) -> None:
 )
 def test_what_fits_fits(budget: int, num_tokens: int, shared: int) -> None:
     """As many as fit need no more than there is, and one more would."""
-    kind = LayerKind(32, LayerShape(8, 128, 8, 128, 2), None)
+    kind = AlikeLayers(32, LayerShape(8, 128, 8, 128, 2), None)
     part = kind_bytes(kind, num_tokens, shared_tokens=min(shared, num_tokens))
-    sequence = sequence_bytes([part], num_tokens, num_tokens)
-    number = fit(sequence, budget).vmkv_shared
+    sequence = sequence_bytes([part])
+    number = fit(sequence, budget)["vmkv_shared"]
     assert not number or need_bytes(sequence, number) <= budget
     assert need_bytes(sequence, number + 1) > budget
 
@@ -248,7 +255,7 @@ def test_mistakes_are_explained(
 def test_lengths_must_be_positive() -> None:
     """The arithmetic refuses what it cannot mean."""
     with pytest.raises(ConfigError, match="num_tokens=0"):
-        kind_bytes(LayerKind(1, LayerShape(1, 8, 1, 8, 2), None), 0)
+        kind_bytes(AlikeLayers(1, LayerShape(1, 8, 1, 8, 2), None), 0)
 
 
 def _plan_llama(tmp_path: Path, *options: str) -> tuple[dict[str, Any], str]:
@@ -260,15 +267,14 @@ def _plan_llama(tmp_path: Path, *options: str) -> tuple[dict[str, Any], str]:
 
 
 def test_a_rank_is_planned_with_its_part(tmp_path: Path) -> None:
-    """Half of the heads and of the weights, and what as many replicas would hold."""
+    """Half of the heads and of the weights."""
     whole, _ = _plan_llama(tmp_path)
     rank, text = _plan_llama(tmp_path, "--tensor-parallel", "2")
     assert whole["kinds"][0]["token_bytes"] == 2 * rank["kinds"][0]["token_bytes"]
     # Norms are everybody's.
     assert 0 <= 2 * rank["model"]["weights_bytes"] - whole["model"]["weights_bytes"] < MiB
-    assert rank["replicas_fit"] == 2 * whole["fits"]["vmkv"] < rank["fits"]["vmkv"]
+    assert 2 * whole["fits"]["vmkv"] < rank["fits"]["vmkv"]
     assert "on each of 2 GPUs" in text
-    assert f"2 replicas would hold {rank['replicas_fit']:,}" in text
 
 
 def test_a_plan_with_half_heads_is_refused(tmp_path: Path) -> None:
@@ -280,4 +286,4 @@ def test_a_plan_with_half_heads_is_refused(tmp_path: Path) -> None:
 def model_shape_of_ranks(tmp_path: Path, num_ranks: int) -> Any:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     config = load_config(str(tmp_path))
-    return rank_shape(config, model_shape(config), num_ranks)
+    return model_shape(config, num_ranks=num_ranks)

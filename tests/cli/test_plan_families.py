@@ -17,8 +17,8 @@ import transformers
 from helpers.families import UNBUILDABLE, causal_families, tiny_config, tiny_model
 
 from vmkv import ConfigError
-from vmkv.cli.capacity import kind_bytes
-from vmkv.cli.models import ModelShape, load_config, model_shape
+from vmkv.cli.capacity import ModelShape, kind_bytes, model_shape
+from vmkv.cli.models import load_config
 from vmkv.hf import compat
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])

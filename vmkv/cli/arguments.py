@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import math
 import re
-import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
@@ -118,19 +117,12 @@ def name(text: str) -> str:
 
 def address(text: str) -> str:
     """Parse a server's URL, `http://HOST:PORT/PATH` or https; the scheme defaults to http."""
-    problem = argparse.ArgumentTypeError(
+    found = re.fullmatch(
+        r"(?:(https?)://)?([\w.-]+|\[[\da-fA-F:]+\])(?::(\d{1,5}))?(/[!-~]*)?", text
+    )
+    with contextlib.suppress(UnicodeError):
+        if found and found[2].encode("idna") and 0 < int(found[3] or 80) < 1 << 16:
+            return f"{found[1] or 'http'}://{text[found.start(2) :].rstrip('/')}"
+    raise argparse.ArgumentTypeError(
         f"{shown(text)} is no address of a server; write http://HOST:PORT"
     )
-    url = text if "://" in text else f"http://{text}"
-    try:
-        parts = urllib.parse.urlsplit(url)
-        host, port = parts.hostname or "", parts.port
-        host.encode("idna")
-        parts.path.encode("ascii")
-    except ValueError as error:  # Bad brackets or ports, or names too long for DNS.
-        raise problem from error
-    is_clean = all(each.isprintable() and not each.isspace() for each in text)
-    is_served = parts.scheme in ("http", "https") and parts.username is None
-    if not host or port == 0 or not is_served or not is_clean:
-        raise problem
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"

@@ -1,24 +1,35 @@
-"""Arithmetic of capacity: the memory of sequences, and how many fit.
+"""A model's memory, from its configuration, and the sequences that fit in it.
 
-Sizes are those of `cache.geometry` and `cache.growth`, so they are what a `KVCache` maps (tests
-compare the two). Layers in transformers' own tensors and states of fixed size count by their
-contents. Not counted: windows kept while a prompt's chunk is computed, parked rows, which are
-evicted when memory is short, and transformers' second copy of a layer while it appends.
+Sizes are those of `core.cache.geometry`, so they are what a `KVCache` maps (tests compare the two).
+Layers in transformers' own tensors and states of fixed size count by their contents. Not counted:
+windows kept while a prompt's chunk is computed, parked rows, which are evicted when memory is
+short, and transformers' second copy of a layer while it appends.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+import torch
+
+from ..core.cache.fp8 import FP8
 from ..core.cache.geometry import (
     Geometry,
+    LayerShape,
     check_positive,
     growth_quantum_class,
     largest_class_for_window,
 )
 from ..core.cache.layer_group import UNDERREAD_TOKENS
+from ..errors import ConfigError
+from ..hf import compat, probe
+from ..hf.configuration import stated_max_tokens
+from ..serve.parallel import sharding
 from ..units import MiB, div_ceil
-from .models import LayerKind
+from .arguments import DTYPES
 
 #: Page size: the driver's granularity on every NVIDIA GPU so far.
 PAGE_BYTES = 2 * MiB
@@ -27,10 +38,123 @@ _LARGEST_CLASS = 5
 #: Default block size of paged caches.
 _BLOCK_TOKENS = 16
 
+# ---- model ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AlikeLayers:
+    """Layers that keep the same bytes of a token for the same time.
+
+    Attributes:
+        num_layers: Number of layers.
+        shape: Keys and values of a token in one layer.
+        window_tokens: Tokens that a query sees, for sliding windows.
+        is_paged: Whether vmkv pages them; other layers stay in transformers' tensors.
+        extra_token_bytes: Bytes of a token in one layer besides key and value.
+    """
+
+    num_layers: int
+    shape: LayerShape
+    window_tokens: int | None
+    is_paged: bool = True
+    extra_token_bytes: int = 0
+
+    @property
+    def cached_token_bytes(self) -> int:
+        """Bytes of a token in all of these layers in transformers' own cache."""
+        shape = self.shape
+        return self.num_layers * (shape.k_bytes + shape.v_bytes + self.extra_token_bytes)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Properties of a model that determine its capacity; of one rank's part, if it is divided.
+
+    Attributes:
+        name: The model type.
+        kinds: Layers that keep keys and values; paged ones first, then full ones.
+        idle_layers: Number of layers that keep none (linear attention, reused keys, no attention).
+        state_bytes: State of a sequence in all layers that does not depend on its length.
+        max_context_tokens: The configuration's longest sequence, or None.
+        weights_bytes: Bytes of the parameters, or None for quantized ones, whose size is unknown.
+        dtype: Type of keys and values.
+    """
+
+    name: str
+    kinds: tuple[AlikeLayers, ...]
+    idle_layers: int
+    state_bytes: int
+    max_context_tokens: int | None
+    weights_bytes: int | None
+    dtype: str
+
+
+def model_shape(
+    config: Any, *, dtype: str | None = None, kv_dtype: str = "auto", num_ranks: int = 1
+) -> ModelShape:
+    """Derive a model's memory from its configuration, in seconds and without memory for weights.
+
+    `dtype` is by default the configuration's, or bfloat16; for `kv_dtype` see `VMKVCache`. Raises
+    `ConfigError` for an encoder, no key-value cache, an unknown `dtype`, a model that transformers
+    cannot build, or one that cannot be divided among `num_ranks`.
+    """
+    if config.is_encoder_decoder:
+        raise ConfigError(
+            f"a {config.model_type} model has an encoder, whose keys and values depend on its "
+            "input; vmkv plan knows decoders only"
+        )
+    decoder = compat.text_config(config)
+    named = dtype or getattr(decoder, "dtype", None) or getattr(config, "dtype", None)
+    dtype_name = str(named or "bfloat16").removeprefix("torch.")
+    if dtype_name not in DTYPES:
+        raise ConfigError(f"dtype {dtype_name!r} is none of {', '.join(DTYPES)}")
+    model = probe.build_without_weights(config, getattr(torch, dtype_name))
+    weights_bytes, divisor = sum(each.nbytes for each in model.parameters()), 1
+    if num_ranks > 1:
+        plan = sharding.plan_of(model)
+        sharding.check_heads(config, plan, num_ranks)
+        weights_bytes = sharding.bytes_per_rank(model, plan, num_ranks)
+        divisor = sharding.kv_heads_divisor(plan, num_ranks)
+    layers = probe.kept_layers(model)
+    kinds = Counter(
+        (
+            _stored(layer.shape, divisor, is_fp8=kv_dtype == "fp8" and layer.is_paged),
+            layer.window_tokens,
+            layer.is_paged,
+            layer.extra_token_bytes,
+        )
+        for layer in layers
+        if layer.shape is not None
+    )
+    ordered = sorted(kinds.items(), key=lambda item: (not item[0][2], item[0][1] or 0))
+    is_quantized = getattr(model.config, "quantization_config", None) is not None
+    return ModelShape(
+        name=str(config.model_type),
+        kinds=tuple(AlikeLayers(number, *kind) for kind, number in ordered),
+        idle_layers=sum(layer.shape is None for layer in layers),
+        state_bytes=sum(layer.fixed_bytes for layer in layers),
+        max_context_tokens=stated_max_tokens(decoder),
+        weights_bytes=None if is_quantized else weights_bytes,
+        dtype=dtype_name if kv_dtype == "auto" else kv_dtype,
+    )
+
+
+def _stored(shape: LayerShape, divisor: int, *, is_fp8: bool) -> LayerShape:
+    """Return the shape of a rank's part of a layer, as it is stored."""
+    return replace(
+        shape,
+        num_k_heads=shape.num_k_heads // divisor,
+        num_v_heads=shape.num_v_heads // divisor,
+        itemsize_bytes=FP8.itemsize if is_fp8 else shape.itemsize_bytes,
+    )
+
+
+# ---- sequences -----------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class KindBytes:
-    """Memory of one kind of layers in one sequence.
+    """Memory of one kind of layers in one sequence, under several memory layouts.
 
     Attributes:
         kind: The layers.
@@ -39,60 +163,79 @@ class KindBytes:
         used_bytes: Bytes of the kept tokens.
         prompt_bytes: Bytes mapped after a prompt of that length.
         most_bytes: Most bytes mapped at that length during growth by single tokens.
+        vmkv_bytes: Bytes mapped on average during growth.
         shared_bytes: Bytes of a shared common prefix.
+        block_table_bytes: In blocks of 16 tokens with a block table.
+        layer_pages_bytes: In pages that hold one layer's keys or values.
+        longest_bytes: In one tensor with room for the longest sequence.
     """
 
-    kind: LayerKind
+    kind: AlikeLayers
     token_bytes: int
     kept_tokens: int
     used_bytes: int
     prompt_bytes: int
     most_bytes: int
+    vmkv_bytes: int
     shared_bytes: int
-
-    @property
-    def mean_bytes(self) -> int:
-        """Bytes mapped on average during growth."""
-        return (self.prompt_bytes + self.most_bytes) // 2
+    block_table_bytes: int
+    layer_pages_bytes: int
+    longest_bytes: int
 
 
-def kind_bytes(kind: LayerKind, num_tokens: int, *, shared_tokens: int = 0) -> KindBytes:
+def kind_bytes(
+    kind: AlikeLayers, num_tokens: int, *, shared_tokens: int = 0, longest_tokens: int = 0
+) -> KindBytes:
     """Compute the memory of one kind of layers in one sequence; raises `ConfigError` for no tokens.
 
     Layers in transformers' own tensors are as long as their contents, and never shared.
     """
     check_positive("num_tokens", num_tokens)
+    longest_tokens = max(longest_tokens, num_tokens)
     window = kind.window_tokens
     kept_tokens = num_tokens if window is None else min(num_tokens, window - 1)
     token_bytes = kind.cached_token_bytes
-    used_bytes = kept_tokens * token_bytes
-    if not kind.is_paged:
-        return KindBytes(kind, token_bytes, kept_tokens, used_bytes, used_bytes, used_bytes, 0)
-    geometry = Geometry(kind.num_layers, kind.shape, PAGE_BYTES, num_tokens, 1)
-    largest_class, first_page, lagging_pages = _LARGEST_CLASS, 0, 0
-    if window is not None:
-        largest_class = largest_class_for_window(geometry.pages_for(window), _LARGEST_CLASS)
-        first_page = _first_page(geometry, window, num_tokens)
-        # A growth retires the pages that the window had left behind before it.
-        before = _first_page(geometry, window, num_tokens - 1)
-        lagging_pages = first_page - before
-        if before:  # An extent is freed once the window has passed it.
-            lagging_pages += (1 << largest_class) - 1
-    pages = geometry.pages_for(num_tokens) - first_page
-    late_pages = (1 << growth_quantum_class(pages, largest_class)) - 1
-    # A sequence as long as its window has left the prefix behind, so it is not shared.
-    is_shared = window is None or num_tokens < window
-    # The last token is always computed, for its logits.
-    shared_tokens = min(shared_tokens, num_tokens - 1)
-    shared_pages = min(geometry.whole_pages_below(shared_tokens), pages) if is_shared else 0
+    prompt_bytes = most_bytes = kept_tokens * token_bytes
+    shared_bytes = 0
+    if kind.is_paged:
+        geometry = Geometry(kind.num_layers, kind.shape, PAGE_BYTES, num_tokens, 1)
+        token_bytes = geometry.token_bytes
+        largest_class, first_page, lagging_pages = _LARGEST_CLASS, 0, 0
+        if window is not None:
+            largest_class = largest_class_for_window(geometry.pages_for(window), _LARGEST_CLASS)
+            first_page = _first_page(geometry, window, num_tokens)
+            # A growth retires the pages that the window had left behind before it.
+            before = _first_page(geometry, window, num_tokens - 1)
+            lagging_pages = first_page - before
+            if before:  # An extent is freed once the window has passed it.
+                lagging_pages += (1 << largest_class) - 1
+        pages = geometry.pages_for(num_tokens) - first_page
+        late_pages = (1 << growth_quantum_class(pages, largest_class)) - 1
+        prompt_bytes = pages * PAGE_BYTES
+        most_bytes = (pages + lagging_pages + late_pages) * PAGE_BYTES
+        # A sequence as long as its window has left the prefix behind, so it is not shared.
+        if window is None or num_tokens < window:
+            # The last token is always computed, for its logits.
+            shared_pages = geometry.whole_pages_below(min(shared_tokens, num_tokens - 1))
+            shared_bytes = min(shared_pages, pages) * PAGE_BYTES
+    blocks = div_ceil(num_tokens, _BLOCK_TOKENS)
+    if window is not None:  # Blocks that the window has passed are freed.
+        blocks = min(blocks, div_ceil(kept_tokens, _BLOCK_TOKENS) + 1)
+    # Paging by layer keeps tokens outside the window: rows grow at the end only.
+    halves = (kind.shape.k_bytes, kind.shape.v_bytes)
+    layer_pages = kind.num_layers * sum(div_ceil(num_tokens * each, PAGE_BYTES) for each in halves)
     return KindBytes(
         kind,
-        geometry.token_bytes,
+        token_bytes,
         kept_tokens,
-        kept_tokens * geometry.token_bytes,
-        pages * PAGE_BYTES,
-        (pages + lagging_pages + late_pages) * PAGE_BYTES,
-        shared_pages * PAGE_BYTES,
+        used_bytes=kept_tokens * token_bytes,
+        prompt_bytes=prompt_bytes,
+        most_bytes=most_bytes,
+        vmkv_bytes=(prompt_bytes + most_bytes) // 2,
+        shared_bytes=shared_bytes,
+        block_table_bytes=blocks * _BLOCK_TOKENS * token_bytes,
+        layer_pages_bytes=layer_pages * PAGE_BYTES,
+        longest_bytes=token_bytes * min(longest_tokens, window or longest_tokens),
     )
 
 
@@ -102,95 +245,27 @@ def _first_page(geometry: Geometry, window_tokens: int, num_tokens: int) -> int:
     return geometry.whole_pages_below(max(0, first_seen - UNDERREAD_TOKENS))
 
 
-@dataclass(frozen=True)
-class SequenceBytes:
-    """Memory of one sequence in all layers, under several memory layouts.
+def sequence_bytes(parts: list[KindBytes], *, state_bytes: int = 0) -> dict[str, int]:
+    """Add up all kinds of layers, by the fields of `KindBytes`; `state_bytes` is never shared."""
+    names = [each.name for each in fields(KindBytes)[3:]]
+    total = {name: state_bytes + sum(getattr(part, name) for part in parts) for name in names}
+    return total | {"shared_bytes": total["shared_bytes"] - state_bytes}
 
-    Attributes:
-        used_bytes: Bytes of its tokens.
-        vmkv_bytes: Bytes that vmkv maps on average during growth.
-        most_bytes: Most bytes that vmkv maps.
-        shared_bytes: Bytes of a shared common prefix.
-        block_table_bytes: In blocks of 16 tokens with a block table.
-        layer_pages_bytes: In pages that hold one layer's keys or values.
-        longest_bytes: In one tensor with room for the longest sequence.
+
+def fit(sequence: Mapping[str, int], budget_bytes: int, swap_bytes: int = 0) -> dict[str, int]:
+    """Compute how many sequences fit `budget_bytes`, by memory layout.
+
+    `vmkv_shared` has the common prefix mapped once, and `vmkv_swapped` beside that idle sequences
+    in `swap_bytes` of host memory.
     """
-
-    used_bytes: int
-    vmkv_bytes: int
-    most_bytes: int
-    shared_bytes: int
-    block_table_bytes: int
-    layer_pages_bytes: int
-    longest_bytes: int
+    layouts = ("longest", "layer_pages", "block_table", "vmkv")
+    fits = {name: budget_bytes // sequence[f"{name}_bytes"] for name in layouts}
+    own_bytes = max(1, sequence["vmkv_bytes"] - sequence["shared_bytes"])
+    shared = max(0, budget_bytes - sequence["shared_bytes"]) // own_bytes
+    return fits | {"vmkv_shared": shared, "vmkv_swapped": shared + swap_bytes // own_bytes}
 
 
-def sequence_bytes(
-    parts: list[KindBytes],
-    num_tokens: int,
-    longest_tokens: int,
-    *,
-    state_bytes: int = 0,
-) -> SequenceBytes:
-    """Add up all kinds of layers, for each memory layout; `state_bytes` is the same in all."""
-    block = layer_pages = longest = state_bytes
-    for part in parts:
-        kind = part.kind
-        blocks = div_ceil(num_tokens, _BLOCK_TOKENS)
-        if kind.window_tokens is not None:  # Blocks that the window has passed are freed.
-            blocks = min(blocks, div_ceil(part.kept_tokens, _BLOCK_TOKENS) + 1)
-        block += blocks * _BLOCK_TOKENS * part.token_bytes
-        # Paging by layer keeps tokens outside the window: rows grow at the end only.
-        for half_bytes in (kind.shape.k_bytes, kind.shape.v_bytes):
-            pages = div_ceil(num_tokens * half_bytes, PAGE_BYTES)
-            layer_pages += kind.num_layers * pages * PAGE_BYTES
-        longest += part.token_bytes * min(longest_tokens, kind.window_tokens or longest_tokens)
-    return SequenceBytes(
-        used_bytes=state_bytes + sum(part.used_bytes for part in parts),
-        vmkv_bytes=state_bytes + sum(part.mean_bytes for part in parts),
-        most_bytes=state_bytes + sum(part.most_bytes for part in parts),
-        shared_bytes=sum(part.shared_bytes for part in parts),
-        block_table_bytes=block,
-        layer_pages_bytes=layer_pages,
-        longest_bytes=longest,
-    )
-
-
-@dataclass(frozen=True)
-class Fit:
-    """Number of sequences that fit, by memory layout.
-
-    Attributes:
-        longest: One tensor each, with room for the longest sequence.
-        layer_pages: Pages of one layer's keys or values.
-        block_table: Blocks of 16 tokens.
-        vmkv: Pages that all layers share.
-        vmkv_shared: As `vmkv`, with the common prefix mapped once.
-        vmkv_swapped: As `vmkv_shared`, with idle sequences in host memory.
-    """
-
-    longest: int
-    layer_pages: int
-    block_table: int
-    vmkv: int
-    vmkv_shared: int
-    vmkv_swapped: int
-
-
-def fit(sequence: SequenceBytes, budget_bytes: int, swap_bytes: int = 0) -> Fit:
-    """Compute how many sequences fit `budget_bytes`, plus `swap_bytes` of host memory."""
-    own_bytes = max(1, sequence.vmkv_bytes - sequence.shared_bytes)
-    shared = max(0, budget_bytes - sequence.shared_bytes) // own_bytes
-    return Fit(
-        longest=budget_bytes // sequence.longest_bytes,
-        layer_pages=budget_bytes // sequence.layer_pages_bytes,
-        block_table=budget_bytes // sequence.block_table_bytes,
-        vmkv=budget_bytes // sequence.vmkv_bytes,
-        vmkv_shared=shared,
-        vmkv_swapped=shared + swap_bytes // own_bytes,
-    )
-
-
-def need_bytes(sequence: SequenceBytes, num_users: int) -> int:
+def need_bytes(sequence: Mapping[str, int], num_users: int) -> int:
     """Compute the memory of `num_users` sequences that share their prefix."""
-    return sequence.shared_bytes + num_users * (sequence.vmkv_bytes - sequence.shared_bytes)
+    shared_bytes = sequence["shared_bytes"]
+    return shared_bytes + num_users * (sequence["vmkv_bytes"] - shared_bytes)

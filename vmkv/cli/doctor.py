@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import itertools
 import json
+import operator
 import platform
 import re
 import sys
@@ -33,16 +36,17 @@ _KERNELS = {
 _FROM_HUB = "pip install 'vmkv[hub]'"
 #: Default kernel of the engine where it runs; `generate` uses it only if it is named.
 _SERVING = "flash3"
-#: Packages: the distribution, its purpose, how to install it.
-_PACKAGES = (
-    ("torch", "tensors", "pip install torch"),
-    ("transformers", "models", "pip install transformers"),
-    ("cuda-bindings", "the driver's memory calls", "pip install cuda-python"),
-    ("fastapi", "vmkv serve", "pip install 'vmkv[serve]'"),
-    ("uvicorn", "vmkv serve", "pip install 'vmkv[serve]'"),
-    ("prometheus-client", "metrics, vmkv top", "pip install 'vmkv[serve]'"),
-    ("httpx", "vmkv top", "pip install 'vmkv[serve]'"),
-)
+_FOR_SERVING = "pip install 'vmkv[serve]'"
+#: Packages by distribution: the purpose, and how to install it.
+_PACKAGES = {
+    "torch": ("tensors", "pip install torch"),
+    "transformers": ("models", "pip install transformers"),
+    "cuda-bindings": ("the driver's memory calls", "pip install cuda-python"),
+    "fastapi": ("vmkv serve", _FOR_SERVING),
+    "uvicorn": ("vmkv serve", _FOR_SERVING),
+    "prometheus-client": ("metrics, vmkv top", _FOR_SERVING),
+    "httpx": ("vmkv top", _FOR_SERVING),
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Examine the machine and report; status 1 if no device is usable."""
     findings = [*examine()]
-    devices = [each for each in findings if each.section == "device" and each.is_ok]
+    devices = [each.name for each in findings if each.section == "device" and each.is_ok]
     if arguments.json:
         record = {"environment": environment(), "findings": [asdict(each) for each in findings]}
         out.write(json.dumps(record, indent=2) + "\n")
@@ -88,36 +92,32 @@ def environment() -> dict[str, Any]:
 
 
 def examine() -> Iterator[Finding]:
-    """Yield all findings; opens devices and closes them again."""
+    """Yield all findings, section by section; opens devices and closes them again."""
     yield from _devices()
     yield from _attention()
     yield from _packages()
 
 
-def _report(findings: list[Finding], devices: list[Finding]) -> str:
-    lines = ["  ".join(f"{name} {value}" for name, value in environment().items() if value), ""]
+def _report(findings: list[Finding], devices: list[str]) -> str:
+    lines = ["  ".join(f"{name} {value}" for name, value in environment().items() if value)]
     width = max(len(each.name) for each in findings)
-    for section in ("device", "attention", "package"):
-        for each in findings:
-            if each.section == section:
-                mark = "ok" if each.is_ok else "-"
-                lines.append(f"{each.name:<{width}}  {mark:<2}  {each.details}")
-        lines.append("")
-    remedies = [each for each in findings if each.remedy]
+    for _, section in itertools.groupby(findings, operator.attrgetter("section")):
+        marked = [(each, "ok" if each.is_ok else "-") for each in section]
+        lines += [
+            "",
+            *(f"{each.name:<{width}}  {mark:<2}  {each.details}" for each, mark in marked),
+        ]
+    lines.append("")
+    remedies = [f"  {each.name:<{width}}  {each.remedy}" for each in findings if each.remedy]
     if remedies:
-        lines += ["what is missing, and how to get it:"]
-        lines += [f"  {each.name:<{width}}  {each.remedy}" for each in remedies] + [""]
-    names = [each.name for each in devices]
+        lines += ["what is missing, and how to get it:", *remedies, ""]
     lines.append(attention_summary(findings))
-    if any(name.startswith("cuda") for name in names):
-        lines.append(f"vmkv runs here on {', '.join(names)}.")
-    elif names:
-        lines.append(
-            "vmkv runs here on the CPU: right for tests and small models, slow for others."
-        )
-    else:
-        lines.append("vmkv cannot run here: no device is usable.")
-    return "\n".join(lines) + "\n"
+    where = "vmkv cannot run here: no device is usable."
+    if any(name.startswith("cuda") for name in devices):
+        where = f"vmkv runs here on {', '.join(devices)}."
+    elif devices:
+        where = "vmkv runs here on the CPU: right for tests and small models, slow for others."
+    return "\n".join([*lines, where, ""])
 
 
 def attention_summary(findings: list[Finding]) -> str:
@@ -147,53 +147,35 @@ def attention_summary(findings: list[Finding]) -> str:
 
 
 def _devices() -> Iterator[Finding]:
-    num_devices, torch_note = _cuda_devices()
-    for index in range(max(1, num_devices)):
-        yield _device(f"cuda:{index}", torch_note)
-    yield _device("host", "")
-
-
-def _device(name: str, note: str) -> Finding:
-    from ..core.backend import open_backend
-
-    try:
-        backend = open_backend(name)
-    except VMKVError as error:
-        remedy = "use it with --device cpu meanwhile; " + note if note else ""
-        return Finding("device", name, False, str(error), remedy.rstrip("; "))
-    try:
-        details = (
-            f"pages of {format_bytes(backend.granularity_bytes)}, "
-            f"{format_bytes(backend.free_memory_bytes())} free"
-        )
-    finally:
-        backend.close()
-    if name != "host":
-        details = f"{_device_name(name)}, {details}"
-        if note:
-            return Finding("device", name, False, f"{details}; but {note}", note)
-    return Finding("device", name, True, details)
-
-
-def _cuda_devices() -> tuple[int, str]:
-    """Return the number of devices that torch sees, and why a torch without CUDA sees none."""
+    """Check the devices that torch sees, the first GPU in any case, and the host."""
     import torch
 
+    note, num_devices = "", torch.cuda.device_count()
     if torch.version.cuda is None and _driver_version():
-        return 0, (
+        note = (
             f"this torch ({torch.__version__}) was built without CUDA: install the CUDA build "
             "from https://pytorch.org/get-started"
         )
-    return torch.cuda.device_count(), ""
+    for index in range(max(1, num_devices)):
+        name = "an NVIDIA GPU"
+        if index < num_devices:
+            properties = torch.cuda.get_device_properties(index)
+            name = f"{properties.name}, {format_bytes(properties.total_memory)}"
+        yield _device(f"cuda:{index}", f"{name}, ", note)
+    yield _device("host", "", "")
 
 
-def _device_name(name: str) -> str:
-    import torch
+def _device(name: str, what: str, note: str) -> Finding:
+    from ..core.backend import open_backend
 
-    if not torch.cuda.is_available():
-        return "an NVIDIA GPU"
-    properties = torch.cuda.get_device_properties(name)
-    return f"{properties.name}, {format_bytes(properties.total_memory)}"
+    try:
+        with contextlib.closing(open_backend(name)) as backend:
+            page, free = backend.granularity_bytes, backend.free_memory_bytes()
+    except VMKVError as error:
+        remedy = f"use it with --device cpu meanwhile; {note}" if note else ""
+        return Finding("device", name, False, str(error), remedy)
+    details = f"{what}pages of {format_bytes(page)}, {format_bytes(free)} free"
+    return Finding("device", name, not note, f"{details}; but {note}" if note else details, note)
 
 
 def _driver_version() -> str | None:
@@ -245,12 +227,10 @@ def _version(distribution: str) -> str | None:
 
 
 def _packages() -> Iterator[Finding]:
-    for name, purpose, remedy in _PACKAGES:
+    for name, (purpose, remedy) in _PACKAGES.items():
         version = _version(name)
-        if version is None:
-            yield Finding("package", name, False, f"not installed; for {purpose}", remedy)
-        else:
-            yield Finding("package", name, True, f"{version}, for {purpose}")
+        details = f"{version or 'not installed'}, for {purpose}"
+        yield Finding("package", name, version is not None, details, "" if version else remedy)
     is_built = importlib.util.find_spec("vmkv.core._native._core") is not None
     details = "built" if is_built else f"not built for Python {sys.version_info[0]}"
     remedy = "" if is_built else "pip install . in the checkout, with a C compiler"

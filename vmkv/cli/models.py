@@ -1,79 +1,18 @@
-"""Loads a model's configuration, layers, size, weights and tokenizer by its name or folder."""
+"""Loads a model's configuration, weights and tokenizer by its name or folder."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from ..core.cache.fp8 import FP8
-from ..core.cache.geometry import LayerShape
 from ..errors import CapacityError, ConfigError, one_line, shown
-from ..hf import compat, probe
-from ..hf.configuration import stated_max_tokens
-from ..serve.parallel import sharding
-from .arguments import DTYPES
+from ..hf import compat
 
 #: More layers are a mistake, and would take hours to build.
 _LAYERS_MAX = 10_000
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """Layers that keep the same bytes of a token for the same time.
-
-    Attributes:
-        num_layers: Number of layers.
-        shape: Keys and values of a token in one layer.
-        window_tokens: Tokens that a query sees, for sliding windows.
-        is_paged: Whether vmkv pages them; other layers stay in transformers' tensors.
-        extra_token_bytes: Bytes of a token in one layer besides key and value.
-    """
-
-    num_layers: int
-    shape: LayerShape
-    window_tokens: int | None
-    is_paged: bool = True
-    extra_token_bytes: int = 0
-
-    @property
-    def name(self) -> str:
-        """`full` or `window 4096`; with a star if vmkv does not page it."""
-        name = "full" if self.window_tokens is None else f"window {self.window_tokens}"
-        return name if self.is_paged else f"{name} *"
-
-    @property
-    def cached_token_bytes(self) -> int:
-        """Bytes of a token in all of these layers in transformers' own cache."""
-        shape = self.shape
-        return self.num_layers * (shape.k_bytes + shape.v_bytes + self.extra_token_bytes)
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Properties of a model that determine its capacity.
-
-    Attributes:
-        name: The model type.
-        kinds: Layers that keep keys and values; paged ones first, then full ones.
-        idle_layers: Number of layers that keep none (linear attention, reused keys, no attention).
-        state_bytes: State of a sequence in all layers that does not depend on its length.
-        max_context_tokens: The configuration's longest sequence, or None.
-        weights_bytes: Bytes of the parameters, or None if unknown.
-        dtype: Type of keys and values.
-    """
-
-    name: str
-    kinds: tuple[LayerKind, ...]
-    idle_layers: int
-    state_bytes: int
-    max_context_tokens: int | None
-    weights_bytes: int | None
-    dtype: str
 
 
 def be_quiet(*, with_progress: bool) -> None:
@@ -116,81 +55,6 @@ def _why_no_config(model: str, error: Exception) -> str:
     return (
         f"no model {model!r}: neither a folder or file here, nor to be had from the Hub ({reason})"
     )
-
-
-def model_shape(config: Any, *, dtype: str | None = None, kv_dtype: str = "auto") -> ModelShape:
-    """Derive a model's memory from its configuration, in seconds and without memory for weights.
-
-    `dtype` is by default the configuration's, or bfloat16; for `kv_dtype` see `VMKVCache`. Raises
-    `ConfigError` for an encoder, no key-value cache, an unknown `dtype`, or a model that
-    transformers cannot build.
-    """
-    if config.is_encoder_decoder:
-        raise ConfigError(
-            f"a {config.model_type} model has an encoder, whose keys and values depend on its "
-            "input; vmkv plan knows decoders only"
-        )
-    decoder = compat.text_config(config)
-    named = dtype or getattr(decoder, "dtype", None) or getattr(config, "dtype", None)
-    dtype_name = str(named or "bfloat16").removeprefix("torch.")
-    if dtype_name not in DTYPES:
-        raise ConfigError(f"dtype {dtype_name!r} is none of {', '.join(DTYPES)}")
-    model = probe.build_without_weights(config, getattr(torch, dtype_name))
-    layers = [_stored(layer, kv_dtype) for layer in probe.kept_layers(model)]
-    kinds = Counter(
-        (layer.shape, layer.window_tokens, layer.is_paged, layer.extra_token_bytes)
-        for layer in layers
-        if layer.shape is not None
-    )
-    ordered = sorted(kinds.items(), key=lambda item: (not item[0][2], item[0][1] or 0))
-    return ModelShape(
-        name=str(config.model_type),
-        kinds=tuple(LayerKind(number, *kind) for kind, number in ordered),
-        idle_layers=sum(layer.shape is None for layer in layers),
-        state_bytes=sum(layer.fixed_bytes for layer in layers),
-        max_context_tokens=stated_max_tokens(decoder),
-        weights_bytes=_weights_bytes(model),
-        dtype=dtype_name if kv_dtype == "auto" else kv_dtype,
-    )
-
-
-def rank_shape(config: Any, shape: ModelShape, num_ranks: int) -> ModelShape:
-    """Divide a model's `shape` among ranks; raises `ConfigError` if it cannot be divided."""
-    model = probe.build_without_weights(config, torch.bfloat16)
-    plan = sharding.plan_of(model)
-    sharding.check_heads(config, plan, num_ranks)
-    divisor = sharding.kv_heads_divisor(plan, num_ranks)
-    weights_bytes = shape.weights_bytes
-    if weights_bytes is not None:
-        # Scale, since the weights may have another type than this model.
-        share = sharding.bytes_per_rank(model, plan, num_ranks)
-        weights_bytes = weights_bytes * share // sum(each.nbytes for each in model.parameters())
-    kinds = [
-        replace(
-            kind,
-            shape=replace(
-                kind.shape,
-                num_k_heads=kind.shape.num_k_heads // divisor,
-                num_v_heads=kind.shape.num_v_heads // divisor,
-            ),
-        )
-        for kind in shape.kinds
-    ]
-    return replace(shape, kinds=tuple(kinds), weights_bytes=weights_bytes)
-
-
-def _stored(layer: probe.KeptLayer, kv_dtype: str) -> probe.KeptLayer:
-    """Apply `kv_dtype` to a layer that vmkv pages."""
-    if kv_dtype != "fp8" or not layer.is_paged or layer.shape is None:
-        return layer
-    return replace(layer, shape=replace(layer.shape, itemsize_bytes=FP8.itemsize))
-
-
-def _weights_bytes(model: Any) -> int | None:
-    """Return the parameters' bytes, or None for quantized ones, whose size is unknown here."""
-    if getattr(model.config, "quantization_config", None) is not None:
-        return None
-    return sum(int(parameter.nbytes) for parameter in model.parameters())
 
 
 def load_model(model: str, *, device: str, dtype: str | None) -> Any:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, TextIO
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import ConfigError
 from ..units import GiB, MiB, format_bytes
 from .arguments import DTYPES, KV_DTYPES, Commands, count, gib, name, positive_gib, positive_int
 
 if TYPE_CHECKING:
-    from .capacity import Fit, KindBytes, SequenceBytes
-    from .models import ModelShape
+    from .capacity import KindBytes, ModelShape
 
 #: Bytes per second at which kernels read host memory on an H200 (PCIe 5); older links are slower.
 _SWAP_BYTES_PER_S = 55e9
@@ -59,29 +58,10 @@ def add_parser(commands: Commands) -> None:
     add("--json", action="store_true", help="for programs")
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Output of `--json`; per rank with tensor parallelism."""
-
-    model: ModelShape
-    tensor_parallel: int
-    replicas_fit: int | None
-    context_tokens: int
-    users: int
-    longest_tokens: int
-    kinds: list[KindBytes]
-    sequence: SequenceBytes
-    needed_bytes: int
-    budget_bytes: int | None
-    swap_bytes: int
-    fits: Fit | None
-    is_enough: bool
-
-
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Plan and report; status 1 if the users do not fit the given memory."""
-    from .capacity import fit, kind_bytes, need_bytes, sequence_bytes
-    from .models import be_quiet, load_config, model_shape, rank_shape
+    from .capacity import fit, kind_bytes, model_shape, need_bytes, sequence_bytes
+    from .models import be_quiet, load_config
 
     be_quiet(with_progress=False)
     num_tokens, shared_tokens = arguments.context, arguments.share_prefix
@@ -91,45 +71,37 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             "part of its sequence"
         )
     config, num_ranks = load_config(arguments.model), arguments.tensor_parallel
-    whole = shape = model_shape(config, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype)
-    if num_ranks > 1:
-        shape = rank_shape(config, whole, num_ranks)
+    shape = model_shape(
+        config, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype, num_ranks=num_ranks
+    )
     longest = max(arguments.longest or shape.max_context_tokens or num_tokens, num_tokens)
-
-    def of(shape: ModelShape) -> tuple[list[KindBytes], SequenceBytes]:
-        parts = [kind_bytes(kind, num_tokens, shared_tokens=shared_tokens) for kind in shape.kinds]
-        return parts, sequence_bytes(parts, num_tokens, longest, state_bytes=shape.state_bytes)
-
-    parts, sequence = of(shape)
+    tokens = {"shared_tokens": shared_tokens, "longest_tokens": longest}
+    parts = [kind_bytes(kind, num_tokens, **tokens) for kind in shape.kinds]
+    sequence = sequence_bytes(parts, state_bytes=shape.state_bytes)
     budget_bytes = _budget_bytes(arguments, shape)
     # The ranks share the host's memory.
     swap_bytes = arguments.swap // num_ranks
-    fits = replicas_fit = None
-    if budget_bytes is not None:
-        fits = fit(sequence, budget_bytes, swap_bytes)
-        if num_ranks > 1 and arguments.weights is None:
-            alone_bytes = max(
-                0, budget_bytes + (shape.weights_bytes or 0) - (whole.weights_bytes or 0)
-            )
-            replicas_fit = num_ranks * fit(of(whole)[1], alone_bytes, swap_bytes).vmkv_swapped
-    plan = _Plan(
-        shape,
-        num_ranks,
-        replicas_fit,
-        num_tokens,
-        arguments.users,
-        longest,
-        parts,
-        sequence,
-        need_bytes(sequence, arguments.users),
-        budget_bytes,
-        swap_bytes,
-        fits,
-        fits is None or fits.vmkv_swapped >= arguments.users,
-    )
-    out.write(json.dumps(asdict(plan), indent=2) if arguments.json else _text(plan, arguments))
+    fits = None if budget_bytes is None else fit(sequence, budget_bytes, swap_bytes)
+    is_enough = fits is None or fits["vmkv_swapped"] >= arguments.users
+    # The output of `--json`; per rank with tensor parallelism.
+    plan = {
+        "model": shape,
+        "tensor_parallel": num_ranks,
+        "context_tokens": num_tokens,
+        "users": arguments.users,
+        "longest_tokens": longest,
+        "kinds": parts,
+        "sequence": sequence,
+        "needed_bytes": need_bytes(sequence, arguments.users),
+        "budget_bytes": budget_bytes,
+        "swap_bytes": swap_bytes,
+        "fits": fits,
+        "is_enough": is_enough,
+    }
+    as_json = arguments.json
+    out.write(json.dumps(plan, indent=2, default=asdict) if as_json else _text(plan, arguments))
     out.write("\n")
-    return 0 if plan.is_enough else 1
+    return 0 if is_enough else 1
 
 
 def _budget_bytes(arguments: argparse.Namespace, shape: ModelShape) -> int | None:
@@ -155,47 +127,38 @@ def _budget_bytes(arguments: argparse.Namespace, shape: ModelShape) -> int | Non
 # ---- as text ----------------------------------------------------------------------------------
 
 
-def _text(plan: _Plan, arguments: argparse.Namespace) -> str:
-    shape, sequence = plan.model, plan.sequence
-    users = "1 user" if plan.users == 1 else f"{plan.users:,} users"
+def _text(plan: dict[str, Any], arguments: argparse.Namespace) -> str:
+    shape, num_users, fits = plan["model"], plan["users"], plan["fits"]
+    users, s = ("1 user", "s") if num_users == 1 else (f"{num_users:,} users", "")
+    once = ", their common prefix once" if plan["sequence"]["shared_bytes"] else ""
+    title = f"{shape.name}, {shape.dtype} keys and values, sequences of"
     blocks = [
-        f"{shape.name}, {shape.dtype} keys and values, sequences of {plan.context_tokens:,} tokens",
-        _layers(plan),
+        f"{title} {plan['context_tokens']:,} tokens",
+        _layers(plan["kinds"]),
         "\n".join(_notes(shape)),
         _one_sequence(plan, arguments),
-        f"{users} {'needs' if plan.users == 1 else 'need'} {format_bytes(plan.needed_bytes)}"
-        + (", their common prefix once." if sequence.shared_bytes else "."),
+        f"{users} need{s} {format_bytes(plan['needed_bytes'])}{once}.",
     ]
-    if plan.fits is not None and plan.budget_bytes is not None:
-        most = plan.fits.vmkv_swapped
+    if fits is not None:
+        most = fits["vmkv_swapped"]
         verdict = (
-            f"{users} {'fits' if plan.users == 1 else 'fit'}, with room for "
-            f"{most - plan.users:,} more."
-            if plan.is_enough
+            f"{users} fit{s}, with room for {most - num_users:,} more."
+            if plan["is_enough"]
             else f"{users} do not fit, {most:,} do. A shorter --context, a common prefix "
             "(--share-prefix), host memory (--swap) or more devices would help."
         )
         blocks.append(
             f"{format_bytes(arguments.device_memory)} less weights and reserve leave "
-            f"{format_bytes(plan.budget_bytes)} for keys and values: {verdict}"
+            f"{format_bytes(plan['budget_bytes'])} for keys and values: {verdict}"
         )
-    if plan.tensor_parallel > 1:
-        blocks.append(_ranks(plan))
+    if plan["tensor_parallel"] > 1:
+        weights = (
+            ""
+            if shape.weights_bytes is None
+            else f", and {format_bytes(shape.weights_bytes)} of weights"
+        )
+        blocks.append(f"All of that is on each of {plan['tensor_parallel']} GPUs{weights}.")
     return "\n\n".join(block for block in blocks if block)
-
-
-def _ranks(plan: _Plan) -> str:
-    count, weights_bytes = plan.tensor_parallel, plan.model.weights_bytes
-    weights = "" if weights_bytes is None else f", and {format_bytes(weights_bytes)} of weights"
-    text = f"All of that is on each of {count} GPUs{weights}."
-    if plan.replicas_fit is None or plan.fits is None:
-        return text
-    if not plan.replicas_fit:
-        return f"{text} A replica on one GPU would hold no such sequence."
-    return (
-        f"{text} {count} replicas would hold {plan.replicas_fit:,} such sequences, and wait for "
-        "nobody between layers: take them, unless that is too few or an answer must come sooner."
-    )
 
 
 def _notes(shape: ModelShape) -> list[str]:
@@ -209,57 +172,48 @@ def _notes(shape: ModelShape) -> list[str]:
     return notes
 
 
-def _layers(plan: _Plan) -> str:
+def _layers(parts: Sequence[KindBytes]) -> str:
     rows = [["layers", "number", "kv heads", "a token", "tokens a page", "tokens kept"]]
     rows[0] += ["used", "mapped", "waste"]
-    for part in plan.kinds:
-        shape = part.kind.shape
-        waste = (part.mean_bytes - part.used_bytes) / part.used_bytes if part.used_bytes else None
+    for part in parts:
+        kind, shape, used_bytes = part.kind, part.kind.shape, part.used_bytes
+        name = "full" if kind.window_tokens is None else f"window {kind.window_tokens}"
+        width = f"{shape.k_dim}" + (f" / {shape.v_dim}" if shape.v_dim != shape.k_dim else "")
         rows.append(
             [
-                part.kind.name,
-                str(part.kind.num_layers),
-                f"{shape.num_k_heads} × {shape.k_dim}"
-                + (f" / {shape.v_dim}" if shape.v_dim != shape.k_dim else ""),
+                name if kind.is_paged else f"{name} *",
+                f"{kind.num_layers}",
+                f"{shape.num_k_heads} × {width}",
                 format_bytes(part.token_bytes),
-                f"{2 * MiB / part.token_bytes:.4g}" if part.kind.is_paged else "-",
+                f"{2 * MiB / part.token_bytes:.4g}" if kind.is_paged else "-",
                 f"{part.kept_tokens:,}",
-                format_bytes(part.used_bytes),
-                format_bytes(part.mean_bytes),
-                "-" if waste is None else f"{waste:,.1%}",
+                format_bytes(used_bytes),
+                format_bytes(part.vmkv_bytes),
+                f"{(part.vmkv_bytes - used_bytes) / used_bytes:,.1%}" if used_bytes else "-",
             ]
         )
     return _table(rows)
 
 
-def _one_sequence(plan: _Plan, arguments: argparse.Namespace) -> str:
-    sequence = plan.sequence
-    own_bytes = sequence.vmkv_bytes - sequence.shared_bytes
-    # Label, bytes, and the field of `Fit`.
-    ways = [
-        (
-            f"one tensor, room for {plan.longest_tokens:,} tokens",
-            sequence.longest_bytes,
-            "longest",
-        ),
-        (
-            "pages of 2 MiB for each layer's keys and values",
-            sequence.layer_pages_bytes,
-            "layer_pages",
-        ),
-        ("blocks of 16 tokens", sequence.block_table_bytes, "block_table"),
-        ("vmkv: pages of 2 MiB for all layers", sequence.vmkv_bytes, "vmkv"),
-    ]
+def _one_sequence(plan: dict[str, Any], arguments: argparse.Namespace) -> str:
+    sequence, fits = plan["sequence"], plan["fits"]
+    own_bytes = sequence["vmkv_bytes"] - sequence["shared_bytes"]
+    # The name in `fit`, and a label.
+    ways = {
+        "longest": f"one tensor, room for {plan['longest_tokens']:,} tokens",
+        "layer_pages": "pages of 2 MiB for each layer's keys and values",
+        "block_table": "blocks of 16 tokens",
+        "vmkv": "vmkv: pages of 2 MiB for all layers",
+    }
     if arguments.share_prefix:
-        label = f"vmkv, a prefix of {arguments.share_prefix:,} tokens shared"
-        ways.append((label, own_bytes, "vmkv_shared"))
+        ways["vmkv_shared"] = f"vmkv, a prefix of {arguments.share_prefix:,} tokens shared"
     if arguments.swap:
-        label = f"vmkv, {format_bytes(arguments.swap)} of host memory"
-        ways.append((label, own_bytes, "vmkv_swapped"))
-    rows = [["memory of a sequence", "bytes", "of used", *(["fit"] if plan.fits else [])]]
-    for label, num_bytes, field in ways:
-        row = [label, format_bytes(num_bytes), f"{num_bytes / sequence.used_bytes:.3f} ×"]
-        rows.append(row + ([f"{getattr(plan.fits, field):,}"] if plan.fits else []))
+        ways["vmkv_swapped"] = f"vmkv, {format_bytes(arguments.swap)} of host memory"
+    rows = [["memory of a sequence", "bytes", "of used", *(["fit"] if fits else [])]]
+    for way, label in ways.items():
+        num_bytes = sequence.get(f"{way}_bytes", own_bytes)
+        row = [label, format_bytes(num_bytes), f"{num_bytes / sequence['used_bytes']:.3f} ×"]
+        rows.append(row + ([f"{fits[way]:,}"] if fits else []))
     text = _table(rows)
     if arguments.swap:
         text += (
@@ -272,11 +226,8 @@ def _one_sequence(plan: _Plan, arguments: argparse.Namespace) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        "  ".join(
-            f"{cell:>{width}}" if at else f"{cell:<{width}}"
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
+        "  ".join([f"{first:<{widths[0]}}", *map(str.rjust, rest, widths[1:])])
+        for first, *rest in rows
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)

@@ -9,105 +9,53 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import CapacityError, ConfigError, one_line
-from ..units import format_bytes
-from .arguments import (
-    DTYPES,
-    KV_DTYPES,
-    Commands,
-    count,
-    count_or_none,
-    device,
-    gib,
-    host,
-    integer,
-    layers,
-    name,
-    port,
-    positive_gib,
-    positive_int,
-    positive_mib,
-    seconds,
-)
+from ..options import EngineOptions, Limits, ServerOptions
+from ..units import MiB, format_bytes
+from . import arguments as types
 
 if TYPE_CHECKING:
-    from socket import socket
-
     from ..serve.engine import Engine
     from ..serve.observer import EngineObserver
     from ..serve.parallel import TensorParallel
-    from ..serve.server import ServerOptions
     from ..serve.server.service import ServerMetrics, StreamingEngine
 
 _API_KEY_VARIABLE = "VMKV_API_KEY"
 _MIXED_HELP = """tokens in a step that decodes and computes prompts, both counted; twice as many for
 half of a long prompt; all running requests decode and prompts get half of this anyway; no bound
 while more prompt tokens are left than --max-num-batched-tokens; 0 for none"""
-#: Options that the engine takes as they are: flag, keyword, type, default, metavar, help.
+#: Fields of `EngineOptions`: name, type, metavar, help, and the flag where it is not the name.
 _ENGINE = (
-    ("--max-num-seqs", "max_num_seqs", integer(1, 1 << 16), 256, "N", "sequences in a step"),
-    (
-        "--max-num-batched-tokens",
-        "max_num_batched_tokens",
-        integer(1, 1 << 20),
-        8192,
-        "N",
-        "tokens in a step",
-    ),
-    ("--max-num-mixed-tokens", "max_num_mixed_tokens", count_or_none, 1024, "N", _MIXED_HELP),
-    (
-        "--max-model-tokens",
-        "max_tokens",
-        positive_int,
-        None,
-        "N",
-        "prompt and output; by default the model's",
-    ),
-    ("--memory", "budget_bytes", positive_gib, None, "GiB", "for keys and values; by default all"),
-    ("--swap", "host_budget_bytes", gib, 0, "GiB", "host memory for preempted requests"),
-    ("--watermark", "watermark_bytes", gib, None, "GiB", "kept when idle; by default everything"),
-    (
-        "--attention-backend",
-        "attention_backend",
-        name,
-        None,
-        "NAME",
-        "see vmkv doctor; by default the best that runs",
-    ),
-    ("--kv-scales", "kv_scales", name, None, "FILE", "of keys and values in fp8; by default 1"),
-    (
-        "--skip-layers",
-        "skip_layers",
-        layers,
-        (),
-        "LAYERS",
-        "which stay in the model's type, as in 0,1,sliding",
-    ),
+    ("max_num_seqs", types.integer(1, 1 << 16), "N", "sequences in a step"),
+    ("max_num_batched_tokens", types.integer(1, 1 << 20), "N", "tokens in a step"),
+    ("max_num_mixed_tokens", types.count_or_none, "N", _MIXED_HELP),
+    ("max_tokens", types.positive_int, "N", "of a request; else the model's", "--max-model-tokens"),
+    ("budget_bytes", types.positive_gib, "GiB", "for keys and values; by default all", "--memory"),
+    ("host_budget_bytes", types.gib, "GiB", "host memory for preempted requests", "--swap"),
+    ("watermark_bytes", types.gib, "GiB", "kept when idle; by default everything", "--watermark"),
+    ("attention_backend", types.name, "NAME", "see vmkv doctor; by default the best that runs"),
+    ("kv_scales", types.name, "FILE", "of keys and values in fp8; by default 1"),
+    ("skip_layers", types.layers, "LAYERS", "which stay in the model's type, as in 0,1,sliding"),
 )
-#: Fields of `Limits`; a default that is text is converted.
+#: Fields of `Limits`, likewise.
 _LIMITS = (
-    ("--max-body-mib", "max_body_bytes", positive_mib, "16", "MiB", "of a request"),
-    ("--max-prompt-tokens", "max_prompt_tokens", positive_int, None, "N", "by default the model's"),
-    ("--max-concurrent", "max_concurrent", positive_int, 1024, "N", "requests in the engine"),
-    ("--max-queued", "max_queued", count, 1024, "N", "requests waiting for that; then 429"),
-    (
-        "--max-connections",
-        "max_connections",
-        positive_int,
-        4096,
-        "N",
-        "as far as ulimit -n permits",
-    ),
-    ("--max-priority", "max_priority", count, 0, "N", "levels for clients to choose; 0 for none"),
-    ("--send-timeout", "send_timeout_s", seconds, 60, "S", "seconds a client may not read"),
+    ("max_body_bytes", types.positive_mib, "MiB", "of a request", "--max-body-mib"),
+    ("max_prompt_tokens", types.positive_int, "N", "by default the model's"),
+    ("max_concurrent", types.positive_int, "N", "requests in the engine"),
+    ("max_queued", types.count, "N", "requests waiting for that; then 429"),
+    ("max_connections", types.positive_int, "N", "as far as ulimit -n permits"),
+    ("max_priority", types.count, "N", "levels for clients to choose; 0 for none"),
+    ("send_timeout_s", types.seconds, "S", "seconds a client may not read", "--send-timeout"),
 )
+#: Here requests arrive one by one, so that long mixed steps would delay tokens.
+_MAX_NUM_MIXED_TOKENS = 1024
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: types.Commands) -> None:
     """Add the command."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve",
@@ -117,56 +65,52 @@ def add_parser(commands: Commands) -> None:
         "beside them. SIGTERM drains: what is under way is finished. API keys come from a file or "
         f"from the variable {_API_KEY_VARIABLE}; without either everybody may ask.",
     )
-    parser.set_defaults(run=run)
-    parser.add_argument("model", metavar="MODEL", type=name, help="a folder, or a Hub name")
+    parser.add_argument("model", metavar="MODEL", type=types.name, help="a folder, or a Hub name")
     add = parser.add_argument_group("model").add_argument
-    add("--tokenizer", type=name, help="a folder or Hub name, where it is not the model's")
-    add("--served-model-name", type=name, help="what clients call it; by default MODEL")
-    add("--device", type=device, default="auto", help="auto, cpu, cuda, cuda:1 …")
-    add("--dtype", choices=DTYPES, help="of the weights; by default as they were saved")
-    add("--tensor-parallel", type=positive_int, default=1, help="GPUs that share the model")
-    add("--chat-template", type=name, metavar="FILE", help="a Jinja template, not the tokenizer's")
+    add("--tokenizer", type=types.name, help="a folder or Hub name, where it is not the model's")
+    add("--served-model-name", type=types.name, help="what clients call it; by default MODEL")
+    add("--device", type=types.device, default="auto", help="auto, cpu, cuda, cuda:1 …")
+    add("--dtype", choices=types.DTYPES, help="of the weights; by default as they were saved")
+    add("--tensor-parallel", type=types.positive_int, default=1, help="GPUs that share the model")
+    add("--chat-template", type=types.name, metavar="FILE", help="in Jinja, not the tokenizer's")
     add = parser.add_argument_group("engine").add_argument
-    _add_all(add, _ENGINE)
-    add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values")
-    add(
-        "--no-prefix-caching",
-        dest="prefix_caching",
-        action="store_false",
-        help="compute common prefixes again",
-    )
+    _add_all(add, EngineOptions, _ENGINE)
+    add("--kv-dtype", choices=types.KV_DTYPES, default="auto", help="of keys and values")
+    text = "compute common prefixes again"
+    add("--no-prefix-caching", dest="prefix_caching", action="store_false", help=text)
     add("--deterministic", action="store_true", help="tokens do not depend on other requests")
     add = parser.add_argument_group("replicas").add_argument
-    add(
-        "--replicas",
-        type=integer(1, 1024),
-        metavar="N",
-        help="engines that share the requests, on a GPU each: by what they hold of a prompt, and "
-        "by load; on the Ray cluster that RAY_ADDRESS names, or on this machine",
-    )
+    text = "engines on a GPU each, on the Ray cluster that RAY_ADDRESS names, or on this machine"
+    add("--replicas", type=types.integer(1, 1024), metavar="N", help=text)
     add = parser.add_argument_group("server").add_argument
-    add("--host", type=host, default="127.0.0.1", help="0.0.0.0 for every address of the machine")
-    add("--port", type=port, default=8000, help="0 for any free one")
+    add("--host", type=types.host, default="127.0.0.1", help="0.0.0.0 for every address")
+    add("--port", type=types.port, default=8000, help="0 for any free one")
     add("--api-key-file", metavar="FILE", type=Path, help="one key per line, in UTF-8")
-    add(
-        "--share-prefixes",
-        action="store_true",
-        help="one prefix cache for all keys: usage tells each what others have sent",
-    )
+    text = "one prefix cache for all keys: usage tells each what others have sent"
+    add("--share-prefixes", action="store_true", help=text)
     add("--protect-all", action="store_true", help="metrics and documentation need a key too")
     add("--cors-origin", action="append", default=[], metavar="URL", help="whose pages may ask")
-    _add_all(add, _LIMITS)
-    add("--silence-timeout", type=seconds, default=60, help="until /health fails a hung engine")
-    add("--drain-timeout", type=seconds, default=300, help="seconds to finish, on SIGTERM")
-    add(
-        "--trace", type=name, metavar="FILE", help="write a trace of every step, in Chrome's format"
-    )
+    _add_all(add, Limits, _LIMITS)
+    add("--silence-timeout", type=types.seconds, default=60, help="until a hung engine fails")
+    add("--drain-timeout", type=types.seconds, default=300, help="seconds to finish, on SIGTERM")
+    add("--trace", type=types.name, metavar="FILE", help="of every step, in Chrome's format")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.set_defaults(run=run, max_num_mixed_tokens=_MAX_NUM_MIXED_TOKENS)
 
 
-def _add_all(add: Callable[..., object], rows: Sequence[tuple[Any, ...]]) -> None:
-    for flag, dest, of, default, metavar, text in rows:
-        add(flag, dest=dest, type=of, default=default, metavar=metavar, help=text)
+def _add_all(add: Callable[..., object], options: type, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Add a flag for each of some fields, with the field's default."""
+    for dest, of, metavar, text, *flags in rows:
+        flag = flags[0] if flags else f"--{dest.replace('_', '-')}"
+        default = getattr(options, dest)
+        shown = str(default // MiB) if metavar == "MiB" else default
+        add(flag, dest=dest, type=of, default=shown, metavar=metavar, help=text)
+
+
+def _chosen(options: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of `options` that have a flag."""
+    names = [each.name for each in fields(options)]
+    return {each: getattr(arguments, each) for each in names if each in arguments}
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
@@ -186,85 +130,62 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     with contextlib.closing(listener), ending_in_order():
         _check_engine(arguments)
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-        start = _replicas if arguments.replicas else _engine_process
-        with start(arguments, tokenizer) as running:
-            options = options_for(running.max_tokens)
+        with _running(arguments, tokenizer) as (engine, metrics, max_tokens, budget_bytes):
+            options = options_for(max_tokens)
+
+            def announce() -> None:
+                host, port = listener.getsockname()[:2]
+                host = f"[{host}]" if ":" in host else host
+                of_each = f" with {arguments.replicas} replicas" if arguments.replicas else ""
+                out.write(
+                    f"vmkv serves {options.model_name} at http://{host}:{port}/v1{of_each}: up to "
+                    f"{max_tokens:,} tokens a request, {format_bytes(budget_bytes)} for keys and "
+                    f"values{' of each' if of_each else ''}, "
+                    f"{'with' if options.api_keys else 'without'} API keys\n"
+                )
+                out.flush()
+
             run_server(
-                create_app(running.engine, tokenizer, options, running.metrics),
+                create_app(engine, tokenizer, options, metrics),
                 listener,
                 drain_timeout_s=arguments.drain_timeout,
                 log_level=arguments.log_level,
-                on_ready=lambda: _announce(arguments, listener, running, options, out),
+                on_ready=announce,
             )
     return 0
 
 
-class _Running(NamedTuple):
-    """A running engine, or several as one, with its metrics, limits and memory."""
-
-    engine: StreamingEngine
-    metrics: ServerMetrics
-    max_tokens: int
-    budget_bytes: int
-
-
 @contextlib.contextmanager
-def _engine_process(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[_Running]:
+def _running(
+    arguments: argparse.Namespace, tokenizer: Any
+) -> Iterator[tuple[StreamingEngine, ServerMetrics, int, int]]:
+    """Start an engine in a process of its own, or replicas, each with a tokenizer.
+
+    Yields it, its metrics, the tokens of a request, and the memory for keys and values.
+    """
+    silence_max_s = arguments.silence_timeout
+    if arguments.replicas:
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
+        from ..serve.replicas.deployment import running_replicas
+
+        make = functools.partial(_engine, arguments, has_tokenizer=True)
+        on_gpus = _device(arguments.device) == "cuda"
+        with running_replicas(
+            make, arguments.replicas, on_gpus=on_gpus, silence_max_s=silence_max_s
+        ) as (engine, shown, facts):
+            yield engine, shown, facts.max_tokens, facts.budget_bytes
+        return
     from ..serve.metrics import Metrics
     from ..serve.process import EngineProcess
 
-    metrics = Metrics()
-    engine = EngineProcess(
-        functools.partial(_engine, arguments),
-        tokenizer=tokenizer,
-        observer=metrics,
-        silence_max_s=arguments.silence_timeout,
+    make, metrics = functools.partial(_engine, arguments), Metrics()
+    process = EngineProcess(
+        make, tokenizer=tokenizer, observer=metrics, silence_max_s=silence_max_s
     )
-    with contextlib.closing(engine):
-        metrics.bind_pages(engine.page_bytes)
-        yield _Running(engine, metrics, engine.max_tokens, engine.stats.budget_bytes)
-
-
-@contextlib.contextmanager
-def _replicas(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[_Running]:
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
-    from ..serve.replicas.local import running_replicas
-
-    with running_replicas(
-        functools.partial(_replica_engine, arguments),
-        arguments.replicas,
-        on_gpus=_device(arguments.device) == "cuda",
-        silence_max_s=arguments.silence_timeout,
-    ) as (engine, metrics, facts):
-        yield _Running(engine, metrics, facts.max_tokens, facts.budget_bytes)
-
-
-def _replica_engine(
-    arguments: argparse.Namespace, observer: EngineObserver
-) -> AbstractContextManager[Engine]:
-    """Make the engine of a replica, which has its own tokenizer."""
-    from .models import load_tokenizer
-
-    return _engine(arguments, observer, load_tokenizer(arguments.tokenizer or arguments.model))
-
-
-def _announce(
-    arguments: argparse.Namespace,
-    listener: socket,
-    running: _Running,
-    options: ServerOptions,
-    out: TextIO,
-) -> None:
-    host, port = listener.getsockname()[:2]
-    of_each = f" with {arguments.replicas} replicas" if arguments.replicas else ""
-    out.write(
-        f"vmkv serves {options.model_name} at http://{_as_host(host)}:{port}/v1{of_each}: up to "
-        f"{running.max_tokens:,} tokens a request, {format_bytes(running.budget_bytes)} for keys "
-        f"and values{' of each' if of_each else ''}, "
-        f"{'with' if options.api_keys else 'without'} API keys\n"
-    )
-    out.flush()
+    with contextlib.closing(process):
+        metrics.bind_pages(process.page_bytes)
+        yield process, metrics, process.max_tokens, process.stats.budget_bytes
 
 
 def _check_combination(arguments: argparse.Namespace) -> None:
@@ -288,59 +209,62 @@ def _check_combination(arguments: argparse.Namespace) -> None:
 
 def _check_engine(arguments: argparse.Namespace) -> None:
     """Raise `ConfigError` for engine options that are wrong without loading the model."""
-    from ..attention import registry
-    from ..hf.configuration import check_length, layer_kinds
-    from ..hf.kv_format import KVFormat
+    from ..serve.memory_view import make_store
     from ..serve.scheduler import Scheduler
     from ..serve.trace import ChromeTrace
     from .models import check_device, load_config
 
     config = load_config(arguments.model)  # The most common error first.
-    kv_format = KVFormat.of(config, arguments.kv_dtype, arguments.kv_scales, arguments.skip_layers)
-    kv_format.check(each.index for each in layer_kinds(config))
-    if arguments.max_tokens is not None:
-        check_length(config, arguments.max_tokens)
+    make_store(config, EngineOptions(**_chosen(EngineOptions, arguments)))
     Scheduler(arguments.max_num_seqs, arguments.max_num_batched_tokens)  # Checks its bounds.
     device = _device(arguments.device)
     if not (arguments.replicas and "RAY_ADDRESS" in os.environ):  # Else devices are remote.
         check_device(device)
     if arguments.tensor_parallel > 1:
-        from ..serve.parallel.engine import check_options
+        from ..serve.parallel.engine import checked_options
         from ..serve.parallel.loading import check_config
 
-        check_options(_engine_options(arguments))
+        checked_options(_chosen(EngineOptions, arguments))
         check_config(config, arguments.tensor_parallel)
         if device == "cuda":
             check_device(f"cuda:{arguments.tensor_parallel - 1}")
-    backend = arguments.attention_backend
-    if backend is not None and backend not in registry.backend_names():
-        registry.get(backend)  # Raises, and names the known ones.
     if arguments.trace:
         ChromeTrace(arguments.trace).close()
 
 
 @contextlib.contextmanager
 def _engine(
-    arguments: argparse.Namespace, observer: EngineObserver, tokenizer: Any = None
+    arguments: argparse.Namespace, observer: EngineObserver, *, has_tokenizer: bool = False
 ) -> Iterator[Engine]:
+    """Make the engine, in its own process."""
     from ..serve.observer import Observers
     from ..serve.sampler import is_out_of_memory
     from ..serve.trace import ChromeTrace
-    from .models import load_model
+    from .models import load_model, load_tokenizer
 
     _set_logging(arguments)
+    device = _device(arguments.device)
     with contextlib.ExitStack() as stack:
-        observers = [observer]
         if arguments.trace:
-            trace = ChromeTrace(arguments.trace)
-            stack.callback(trace.close)
-            observers.append(trace)
+            trace = stack.enter_context(contextlib.closing(ChromeTrace(arguments.trace)))
+            observer = Observers([observer, trace])
         if arguments.tensor_parallel > 1:
-            yield stack.enter_context(_parallel_engine(arguments, Observers(observers)))
+            from ..serve.parallel.engine import open_parallel_engine
+
+            parallel_engine = open_parallel_engine(
+                functools.partial(_part, arguments),
+                arguments.tensor_parallel,
+                device_type=device,
+                observer=observer,
+                **_chosen(EngineOptions, arguments),
+            )
+            yield stack.enter_context(parallel_engine)
             return
-        model = load_model(arguments.model, device=_device(arguments.device), dtype=arguments.dtype)
+        name = arguments.tokenizer or arguments.model
+        tokenizer = load_tokenizer(name) if has_tokenizer else None
+        model = load_model(arguments.model, device=device, dtype=arguments.dtype)
         try:
-            engine = make_engine(arguments, model, Observers(observers), tokenizer)
+            engine = make_engine(arguments, model, observer, tokenizer)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -349,20 +273,6 @@ def _engine(
                 "--max-num-seqs, --max-num-batched-tokens or --memory"
             ) from error
         yield stack.enter_context(engine)
-
-
-def _parallel_engine(
-    arguments: argparse.Namespace, observer: EngineObserver
-) -> AbstractContextManager[Engine]:
-    from ..serve.parallel.engine import open_parallel_engine
-
-    return open_parallel_engine(
-        functools.partial(_part, arguments),
-        arguments.tensor_parallel,
-        device_type=_device(arguments.device),
-        observer=observer,
-        **_engine_options(arguments),
-    )
 
 
 def _part(arguments: argparse.Namespace, ranks: TensorParallel) -> Any:
@@ -385,23 +295,18 @@ def make_engine(
     """Make the engine that the options describe."""
     from ..serve.engine import Engine
 
-    return Engine(model, tokenizer=tokenizer, observer=observer, **_engine_options(arguments))
-
-
-def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    names = [row[1] for row in _ENGINE] + ["kv_dtype", "prefix_caching", "deterministic"]
-    return {each: getattr(arguments, each) for each in names}
+    options = _chosen(EngineOptions, arguments)
+    return Engine(model, tokenizer=tokenizer, observer=observer, **options)
 
 
 def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptions]:
     """Make a function from a request's token limit to server options; raises `ConfigError`."""
-    from ..serve.server import Limits, ServerOptions
     from ..serve.server.guard import read_api_keys
     from ..serve.server.prompts import read_template
 
     template = read_template(arguments.chat_template) if arguments.chat_template else None
     api_keys = read_api_keys(arguments.api_key_file, os.environ.get(_API_KEY_VARIABLE))
-    limits = Limits(**{row[1]: getattr(arguments, row[1]) for row in _LIMITS})
+    limits = Limits(**_chosen(Limits, arguments))
     return lambda max_model_tokens: ServerOptions(
         model_name=arguments.served_model_name or arguments.model,
         max_model_tokens=max_model_tokens,
@@ -422,17 +327,7 @@ def _device(wanted: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _as_host(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
-
-
 def _check_installed() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import msgspec  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"serving needs the package {error.name}: pip install 'vmkv[serve]'"
-        ) from error
+    for package in ("fastapi", "msgspec", "prometheus_client", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"serving needs the package {package}: pip install 'vmkv[serve]'")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any, TextIO, TypeAlias
+from typing import TextIO, TypeAlias
 
 from ..errors import ConfigError, one_line
 from ..units import format_bytes
@@ -40,21 +41,14 @@ class Scrape:
 
     def quantile(self, name: str, share: float) -> float | None:
         """Interpolate a quantile of a histogram as Prometheus does; None without observations."""
-        buckets = sorted(
-            (float(bound), total) for bound, total in self.by_label(f"{name}_bucket", "le").items()
-        )
-        if not buckets or not buckets[-1][1]:
-            return None
+        bounds = self.by_label(f"{name}_bucket", "le").items()
+        buckets = [(0.0, 0.0), *sorted((float(bound), total) for bound, total in bounds)]
         rank = share * buckets[-1][1]
-        below_bound = below_total = 0.0
-        for bound, total in buckets:
-            if total >= rank:
-                if bound == float("inf"):
-                    return below_bound
-                inside = (rank - below_total) / (total - below_total)
-                return below_bound + (bound - below_bound) * inside
-            below_bound, below_total = bound, total
-        return below_bound
+        for (low, below), (high, total) in itertools.pairwise(buckets):
+            if total >= rank > 0:
+                part = (rank - below) / (total - below)
+                return low if high == float("inf") else low + (high - low) * part
+        return None
 
 
 def scrape(address: str, *, timeout_s: float = TIMEOUT_S) -> Scrape:
@@ -86,21 +80,17 @@ def scrape(address: str, *, timeout_s: float = TIMEOUT_S) -> Scrape:
     found = Scrape(time.monotonic())
     try:
         for family in text_string_to_metric_families(answer.text):
-            for sample in family.samples:
-                if sample.name.startswith("vmkv_"):
-                    _add(found.samples, sample)
+            for name, labels, value, *_ in family.samples:
+                key = (name, frozenset(each for each in labels.items() if each[0] != "replica"))
+                # Every replica has pages of the same size.
+                before = 0.0 if name == "vmkv_page_bytes" else found.samples.get(key, 0.0)
+                if name.startswith("vmkv_"):
+                    found.samples[key] = before + value
     except Exception as error:  # the parser does not validate its input
         raise ConfigError(f"the metrics of {address} cannot be read: {one_line(error)}") from error
     if not found.samples:
         raise ConfigError(f"{address} reports nothing of vmkv; is it another kind of server?")
     return found
-
-
-def _add(samples: Samples, sample: Any) -> None:
-    """Add a value; sum it over replicas, except the page size, which is the same for all."""
-    key = (sample.name, frozenset(each for each in sample.labels.items() if each[0] != "replica"))
-    before = 0.0 if sample.name == "vmkv_page_bytes" else samples.get(key, 0.0)
-    samples[key] = before + sample.value
 
 
 # ---- top -----------------------------------------------------------------------------------------
@@ -143,45 +133,47 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
 def view(url: str, now: Scrape, before: Scrape | None) -> str:
     """Render one screen; rates are between two scrapes."""
-    reasons = now.by_label("requests_total", "finish_reason")
-    ended = ", ".join(f"{name} {count:,.0f}" for name, count in sorted(reasons.items()))
-    lines = [
-        f"vmkv top   {url}",
-        "",
-        (
-            f"requests   running {now.value('requests_running'):,.0f}"
-            f"   waiting {now.value('requests_waiting'):,.0f}"
-            f"   ended {sum(reasons.values()):,.0f}{f' ({ended})' if ended else ''}"
-        ),
-        (
-            f"tokens     prompts {now.value('prompt_tokens_total'):,.0f}"
-            f" (cached {now.value('prompt_tokens_cached_total'):,.0f})"
-            f"   generated {now.value('generation_tokens_total'):,.0f}{_rate(now, before)}"
-        ),
-        (
-            f"first token  {_quantiles(now, 'time_to_first_token_seconds')}"
-            f"   per token  {_quantiles(now, 'time_per_output_token_seconds')}"
-            f"   queue  {_quantiles(now, 'request_queue_seconds')}"
-        ),
-        "",
-        *_memory(now),
-        "",
-        *_mapping(now),
-    ]
-    return "\n".join(lines) + "\n"
+    value = now.value
+    ended = now.by_label("requests_total", "finish_reason")
+    reasons = f" ({_listed(ended, ', ')})" if ended else ""
+    steps, mapping_s = value("steps_total"), value("mapping_seconds_sum")
+    share = f", {_seconds(mapping_s / steps)} a step" if steps else ""
+    if all_s := value("step_seconds_sum"):
+        share += f", {mapping_s / all_s:.2%} of steps"
+    waits, waited_s = value("fence_wait_seconds_count"), value("fence_wait_seconds_sum")
+    return f"""\
+vmkv top   {url}
+
+requests   running {value("requests_running"):,.0f}   waiting {value("requests_waiting"):,.0f}\
+   ended {sum(ended.values()):,.0f}{reasons}
+tokens     prompts {value("prompt_tokens_total"):,.0f}\
+ (cached {value("prompt_tokens_cached_total"):,.0f})\
+   generated {value("generation_tokens_total"):,.0f}{_rate(now, before)}
+first token  {_quantiles(now, "time_to_first_token_seconds")}\
+   per token  {_quantiles(now, "time_per_output_token_seconds")}\
+   queue  {_quantiles(now, "request_queue_seconds")}
+
+{_memory(now)}
+
+steps      {steps:,.0f}   mapping {_seconds(mapping_s)}{share}\
+   fence waits {waits:,.0f} ({_seconds(waited_s)})
+preempted  {_listed(now.by_label("preemptions_total", "kind"))}
+driver     {_listed(now.by_label("driver_calls_total", "primitive"))}
+"""
+
+
+def _listed(values: dict[str, float], between: str = "   ") -> str:
+    return between.join(f"{name} {number:,.0f}" for name, number in sorted(values.items()))
 
 
 def _rate(now: Scrape, before: Scrape | None) -> str:
     if before is None:
         return ""
-    later, earlier = (
-        sum(each.by_label("step_tokens_total", "phase").values()) for each in (now, before)
-    )
-    decoded = now.value("step_tokens_total", phase="decode") - before.value(
-        "step_tokens_total", phase="decode"
-    )
     seconds = max(1e-9, now.taken_s - before.taken_s)
-    return f"   {decoded / seconds:,.1f} decoded/s, {(later - earlier) / seconds:,.1f} computed/s"
+    later, earlier = (each.by_label("step_tokens_total", "phase") for each in (now, before))
+    decoded = later.get("decode", 0.0) - earlier.get("decode", 0.0)
+    computed = sum(later.values()) - sum(earlier.values())
+    return f"   {decoded / seconds:,.1f} decoded/s, {computed / seconds:,.1f} computed/s"
 
 
 def _quantiles(now: Scrape, name: str) -> str:
@@ -195,12 +187,11 @@ def _seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
-def _memory(now: Scrape) -> list[str]:
-    sizes = now.by_label("memory_bytes", "state")
-    page_bytes = now.value("page_bytes")
+def _memory(now: Scrape) -> str:
+    sizes, page_bytes = now.by_label("memory_bytes", "state"), now.value("page_bytes")
     budget_bytes = sizes.get("budget", 0.0)
     if not budget_bytes:
-        return ["memory     nothing was computed yet, so no page is mapped"]
+        return "memory     nothing was computed yet, so no page is mapped"
     of_pages = f", pages of {format_bytes(int(page_bytes))}" if page_bytes else ""
     lines = [f"memory     budget {format_bytes(int(budget_bytes))}{of_pages}"]
     for state in ("used", "resident", "parked", "shared", "free", "retired", "host"):
@@ -209,30 +200,8 @@ def _memory(now: Scrape) -> list[str]:
         pages = f"{num_bytes / page_bytes:>10,.0f} pages" if page_bytes else ""
         lines.append(f"  {state:<9}[{bar:<{_BAR_CHARS}}] {format_bytes(int(num_bytes)):>10}{pages}")
     lookups = now.by_label("prefix_lookups_total", "result")
-    num_hits, num_lookups = lookups.get("hit", 0.0), sum(lookups.values())
     lines.append(
-        f"  sequences  {now.value('sequences'):,.0f}   prefix hits {num_hits:,.0f} of "
-        f"{num_lookups:,.0f}   forks {now.value('forks_total'):,.0f}"
+        f"  sequences  {now.value('sequences'):,.0f}   prefix hits {lookups.get('hit', 0.0):,.0f} "
+        f"of {sum(lookups.values()):,.0f}   forks {now.value('forks_total'):,.0f}"
     )
-    return lines
-
-
-def _mapping(now: Scrape) -> list[str]:
-    steps = now.value("steps_total")
-    mapping_s, all_s = now.value("mapping_seconds_sum"), now.value("step_seconds_sum")
-    each = (
-        f", {_seconds(mapping_s / steps)} a step, {mapping_s / all_s:.2%} of steps"
-        if steps and all_s
-        else ""
-    )
-    calls = now.by_label("driver_calls_total", "primitive")
-    preempted = now.by_label("preemptions_total", "kind")
-    return [
-        (
-            f"steps      {steps:,.0f}   mapping {_seconds(mapping_s)}{each}"
-            f"   fence waits {now.value('fence_wait_seconds_count'):,.0f}"
-            f" ({_seconds(now.value('fence_wait_seconds_sum'))})"
-        ),
-        "preempted  " + "   ".join(f"{kind} {n:,.0f}" for kind, n in sorted(preempted.items())),
-        "driver     " + "   ".join(f"{name} {n:,.0f}" for name, n in sorted(calls.items())),
-    ]
+    return "\n".join(lines)

@@ -22,59 +22,49 @@ _STREAM = 0  # The legacy default stream.
 
 def read_bytes(backend: Backend, address: int, num_bytes: int) -> bytes:
     """Read a readable range; ConfigError if the kit cannot access this DLPack device type."""
-    device_type, device_index = backend.dlpack_device
-    if device_type == _DLPACK_CPU:
+    if backend.dlpack_device[0] == _DLPACK_CPU:
         return ctypes.string_at(address, num_bytes)
     staging = ctypes.create_string_buffer(num_bytes)
-    with _cuda_buffer(device_type, device_index, num_bytes) as (driver, buffer):
-        _check(driver, driver.cuMemcpyAsync(buffer, int(address), num_bytes, _STREAM)[0])
-        _check(driver, driver.cuStreamSynchronize(_STREAM)[0])
-        _check(driver, driver.cuMemcpyDtoH(ctypes.addressof(staging), buffer, num_bytes)[0])
+    with _cuda_buffer(backend, num_bytes) as (driver, buffer):
+        _check(driver, driver.cuMemcpyAsync(buffer, int(address), num_bytes, _STREAM))
+        _check(driver, driver.cuStreamSynchronize(_STREAM))
+        _check(driver, driver.cuMemcpyDtoH(ctypes.addressof(staging), buffer, num_bytes))
     return staging.raw
 
 
 def write_bytes(backend: Backend, address: int, data: bytes) -> None:
     """Write `data` at `address`; ConfigError if the kit cannot access this device type."""
-    device_type, device_index = backend.dlpack_device
-    if device_type == _DLPACK_CPU:
+    if backend.dlpack_device[0] == _DLPACK_CPU:
         ctypes.memmove(address, data, len(data))
         return
     staging = ctypes.create_string_buffer(data, len(data))
-    with _cuda_buffer(device_type, device_index, len(data)) as (driver, buffer):
-        _check(driver, driver.cuMemcpyHtoD(buffer, ctypes.addressof(staging), len(data))[0])
-        _check(driver, driver.cuMemcpyAsync(int(address), buffer, len(data), _STREAM)[0])
-        _check(driver, driver.cuStreamSynchronize(_STREAM)[0])
+    with _cuda_buffer(backend, len(data)) as (driver, buffer):
+        _check(driver, driver.cuMemcpyHtoD(buffer, ctypes.addressof(staging), len(data)))
+        _check(driver, driver.cuMemcpyAsync(int(address), buffer, len(data), _STREAM))
+        _check(driver, driver.cuStreamSynchronize(_STREAM))
 
 
 @contextlib.contextmanager
-def _cuda_buffer(device_type: int, device_index: int, num_bytes: int) -> Iterator[tuple[Any, int]]:
-    with _cuda_context(device_type, device_index) as driver:
-        status, buffer = driver.cuMemAlloc(num_bytes)
-        _check(driver, status)
-        try:
-            yield driver, int(buffer)
-        finally:
-            driver.cuMemFree(buffer)
-
-
-@contextlib.contextmanager
-def _cuda_context(device_type: int, device_index: int) -> Iterator[Any]:
+def _cuda_buffer(backend: Backend, num_bytes: int) -> Iterator[tuple[Any, int]]:
+    """Allocate device memory in the primary context of the backend's device."""
+    device_type, device_index = backend.dlpack_device
     if device_type != _DLPACK_CUDA:
         raise ConfigError(f"cannot reach memory of DLPack device type {device_type} from here")
     from cuda.bindings import driver
 
-    status, device = driver.cuDeviceGet(device_index)
-    _check(driver, status)
-    status, context = driver.cuDevicePrimaryCtxRetain(device)
-    _check(driver, status)
-    _check(driver, driver.cuCtxPushCurrent(context)[0])
-    try:
-        yield driver
-    finally:
-        driver.cuCtxPopCurrent()
-        driver.cuDevicePrimaryCtxRelease(device)
+    with contextlib.ExitStack() as undo:
+        device = _check(driver, driver.cuDeviceGet(device_index))
+        context = _check(driver, driver.cuDevicePrimaryCtxRetain(device))
+        undo.callback(driver.cuDevicePrimaryCtxRelease, device)
+        _check(driver, driver.cuCtxPushCurrent(context))
+        undo.callback(driver.cuCtxPopCurrent)
+        buffer = _check(driver, driver.cuMemAlloc(num_bytes))
+        undo.callback(driver.cuMemFree, buffer)
+        yield driver, int(buffer)
 
 
-def _check(driver: Any, status: Any) -> None:
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise AssertionError(f"the kit's own access to device memory failed with {status!r}")
+def _check(driver: Any, answer: Any) -> Any:
+    """Return the value of a driver call, if it has one."""
+    if answer[0] != driver.CUresult.CUDA_SUCCESS:
+        raise AssertionError(f"the kit's own access to device memory failed with {answer[0]!r}")
+    return answer[-1]

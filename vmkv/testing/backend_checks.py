@@ -116,7 +116,7 @@ def reservations(pages: Pages) -> None:
 
 @_row(1)
 def freeing_is_exact(pages: Pages) -> None:
-    """Freeing part of a reservation, more than it, an unknown one, or one twice is refused."""
+    """Freeing part of a reservation, more than it, two at once, or one twice is refused."""
     other = Pages(pages.backend, 4)
     for what, page, num_pages in (
         ("its first part", 0, 1),
@@ -126,12 +126,7 @@ def freeing_is_exact(pages: Pages) -> None:
         pages.refuses("address_free", what, *other.run(page, num_pages))
     other.give_back()
     pages.refuses("address_free", "one twice", *other.run(0, 4))
-
-
-@_row(1)
-def two_reservations_are_two(pages: Pages) -> None:
-    """Freeing two reservations in one call is refused, also where they are neighbours."""
-    more = [Pages(pages.backend, 1) for _ in range(7)]
+    more = [Pages(pages.backend, 1) for _ in range(7)]  # Some may be neighbours.
     for one, two in itertools.pairwise(sorted(each.address for each in [pages, *more])):
         span = two + pages.page_bytes - one
         pages.refuses("address_free", "two reservations at once", one, span)
@@ -201,24 +196,17 @@ def fresh_memory_is_zero(pages: Pages) -> None:
 
 
 @_row(4)
-def map_and_unmap(pages: Pages) -> None:
-    """Bytes written through a mapping are read through it, and usage follows."""
-    pages.mapped(1, 2)
-    held = {"num_handles": 1, "physical_bytes": 2}
-    pages.counts("mapped", num_mappings=1, mapped_bytes=2, **held)
-    pages.holds(pages.filled(0x5A, 1, 2), "what was written", 1)
-    pages.unmap(1, 2)
-    pages.counts("unmapped", **held)
-
-
-@_row(2)
 def memory_outlives_mapping(pages: Pages) -> None:
     """Memory keeps its bytes while it is mapped nowhere, and appears wherever it is mapped."""
-    handle = pages.mapped()
-    data = pages.filled(0x3C)
-    pages.unmap()
-    pages.map(1, handle)
-    pages.holds(data, "the memory at its second place", 1)
+    handle = pages.mapped(0, 2)
+    held = {"num_handles": 1, "physical_bytes": 2}
+    pages.counts("mapped", num_mappings=1, mapped_bytes=2, **held)
+    data = pages.filled(0x3C, 0, 2)
+    pages.holds(data, "what was written")
+    pages.unmap(0, 2)
+    pages.counts("unmapped", **held)
+    pages.map(2, handle, 2)
+    pages.holds(data, "the memory at its second place", 2)
 
 
 @_row(2)
@@ -296,11 +284,15 @@ def unmaps_are_whole(pages: Pages) -> None:
 
 @_row(4)
 def runs(pages: Pages) -> None:
-    """A single access or unmap call may cover a run of several whole mappings."""
+    """An access or unmap call may cover a run of whole mappings; access may change, bytes stay."""
     parts = ((0, 1), (1, 2), (3, 1))
     pages.execute([MapOp(*pages.run(*part), pages.create(part[1])) for part in parts])
     pages.backend.mem_set_access(*pages.run(0, 4), RW)
-    pages.holds(pages.filled(0x21, 0, 4), "the run")
+    data = pages.filled(0x21, 0, 4)
+    pages.backend.mem_set_access(*pages.run(0, 4), Access.READ)
+    pages.holds(data, "the run, read-only")
+    pages.backend.mem_set_access(*pages.run(0, 4), RW)
+    pages.holds(pages.filled(0x22, 0, 4), "the run, writable again")
     pages.unmap(0, 4)
     pages.counts("after one unmap", num_handles=3, physical_bytes=4)
 
@@ -314,26 +306,7 @@ def access_needs_mapping(pages: Pages) -> None:
     pages.refuses("mem_set_access", "access to a run with a hole", *pages.run(0, 3), RW)
 
 
-@_row(1)
-def access_can_change(pages: Pages) -> None:
-    """Access can be lowered to reading and raised again; the bytes stay."""
-    pages.mapped()
-    data = pages.filled(0x31)
-    pages.backend.mem_set_access(*pages.run(0), Access.READ)
-    pages.holds(data, "the bytes, read-only")
-    pages.backend.mem_set_access(*pages.run(0), RW)
-    pages.holds(pages.filled(0x32), "the bytes, writable again")
-
-
 # ---- batches -------------------------------------------------------------------------------------
-
-
-@_row(1)
-def empty_batch(pages: Pages) -> None:
-    """An empty batch does nothing and succeeds."""
-    before = pages.backend.calls.copy()
-    pages.backend.execute([])
-    expect(before, pages.backend.calls, "calls")
 
 
 @_row(4)
@@ -375,51 +348,52 @@ def unmaps_report(pages: Pages) -> None:
 # ---- data, order, books --------------------------------------------------------------------------
 
 
-@_row(2)
+@_row(4)
 def copy(pages: Pages) -> None:
     """A copy moves exactly its bytes, at any offset; copies of a stream keep their order."""
-    pages.mapped(0, 2)
-    write_bytes(pages.backend, pages.address, bytes(range(1, 200)))
-    pages.backend.copy(pages.at(1, 7), pages.at(0, 3), 100, _STREAM)
-    pages.holds(bytes(7) + bytes(range(4, 104)) + bytes(93), "the copy and what is beside it", 1)
-    pages.backend.copy(pages.at(1, 500), pages.at(1, 7), 100, _STREAM)
-    pages.backend.copy(pages.at(1), pages.at(1, 500), 100, _STREAM)
-    pages.holds(bytes(range(4, 104)), "a copy of a copy", 1)
-    pages.refuses("copy", "less than nothing", pages.at(1), pages.at(0), -1, _STREAM)
-
-
-@_row(4)
-def copy_many(pages: Pages) -> None:
-    """A batch of copies is submitted in order, and each of them is counted."""
+    backend = pages.backend
     for page in range(4):
         pages.mapped(page)
+    write_bytes(backend, pages.address, bytes(range(1, 200)))
+    backend.copy(pages.at(1, 7), pages.at(0, 3), 100, _STREAM)
+    pages.holds(bytes(7) + bytes(range(4, 104)) + bytes(93), "the copy and what is beside it", 1)
+    backend.copy(pages.at(1, 500), pages.at(1, 7), 100, _STREAM)
+    backend.copy(pages.at(1), pages.at(1, 500), 100, _STREAM)
+    pages.holds(bytes(range(4, 104)), "a copy of a copy", 1)
+    pages.refuses("copy", "less than nothing", pages.at(1), pages.at(0), -1, _STREAM)
     data = pages.filled(0x61)
-    before = pages.backend.calls.copy()
-    pages.backend.copy_many([], _STREAM)
+    before = backend.calls.copy()
+    backend.copy_many([], _STREAM)
     ops = [CopyOp(pages.at(page + 1), pages.at(page), pages.page_bytes) for page in range(3)]
-    pages.backend.copy_many(ops, _STREAM)
-    expect({"copy": 3}, dict(pages.backend.calls - before), "calls")
-    pages.holds(data * 4, "the page handed on three times")
-    pages.backend.copy(pages.at(2), pages.at(0), 2 * pages.page_bytes, _STREAM)
+    backend.copy_many(ops, _STREAM)
+    expect({"copy": 3}, dict(backend.calls - before), "calls of a batch of copies")
+    pages.holds(data * 4, "the page handed on three times by a batch")
+    backend.copy(pages.at(2), pages.at(0), 2 * pages.page_bytes, _STREAM)
     pages.holds(data * 4, "a copy over two mappings at once")
 
 
-@_row(2)
+@_row(7)
 def fill(pages: Pages) -> None:
-    """A fill sets exactly its bytes, over mappings and at any offset, in the stream's order."""
-    backend, size = pages.backend, pages.num_bytes
-    for page in (0, 1):
-        pages.mapped(page)
-    pages.filled(0x15, 0, 2)
-    backend.fill(pages.at(0, 3), size - 5, 0xFF, _STREAM)
-    pages.holds(b"\x15" * 3 + b"\xff" * (size - 5) + b"\x15" * 2, "the fill and what is beside it")
-    backend.copy(pages.at(0, 100), pages.at(0), 10, _STREAM)
+    """A fill sets exactly its bytes, over mappings of both locations, in the stream's order."""
+    backend, whole = pages.backend, 5 * pages.page_bytes
+    for page, location in enumerate((_DEVICE, _DEVICE, _HOST, _HOST, _DEVICE)):
+        pages.mapped(page, 1, location)
+    backend.fill(*pages.run(0, 5), 0x29, _STREAM)
+    pages.holds(b"\x29" * whole, "a fill of everything")
+    backend.fill(pages.at(0, 3), whole - 5, 0xFF, _STREAM)
+    wanted = b"\x29" * 3 + b"\xff" * (whole - 5) + b"\x29" * 2
+    pages.holds(wanted, "a fill of all but the ends")
+    for start, num_bytes, byte in (
+        *((whole - 1, 2, 0x2B), (whole, 1, 0x2B), (whole + pages.page_bytes, 1, 0x2B)),
+        *((-1, 2, 0x2B), (0, -1, 0x2B), (0, pages.page_bytes, -1), (0, pages.page_bytes, 256)),
+    ):
+        what = f"{num_bytes} bytes of {byte} at {start} of {whole} mapped ones"
+        pages.refuses("fill", what, pages.at(0, start), num_bytes, byte, _STREAM)
+    pages.holds(wanted, "memory after the refusals")
+    backend.copy(pages.at(1), pages.at(0), 10, _STREAM)
     backend.fill(*pages.run(0), 0, _STREAM)
-    backend.copy(pages.at(0), pages.at(1), 1, _STREAM)
+    backend.copy(pages.at(0), pages.at(1, 3), 1, _STREAM)
     pages.holds(b"\xff" + bytes(pages.page_bytes - 1), "copies and fills of one stream")
-    for num_bytes, byte in ((pages.page_bytes, -1), (pages.page_bytes, 256), (-1, 0)):
-        what = f"{num_bytes} bytes of {byte}"
-        pages.refuses("fill", what, pages.address, num_bytes, byte, _STREAM)
 
 
 @_row(3)
@@ -468,6 +442,7 @@ def fences(pages: Pages) -> None:
 def calls_are_counted(pages: Pages) -> None:
     """Each call of a primitive is counted once under its name, failed ones included."""
     backend, before = pages.backend, pages.backend.calls.copy()
+    backend.execute([])  # Does nothing, and succeeds.
     other = Pages(backend, 2)
     made = [other.create() for _ in range(2)]
     maps = [MapOp(*other.run(page), handle) for page, handle in enumerate(made)]
@@ -567,23 +542,6 @@ def cpu_access(pages: Pages) -> None:
     ctypes.memset(pages.at(2), 0x75, size)
     backend.copy(pages.at(0), pages.at(2), size, _STREAM)
     pages.holds(b"\x75" * size, "what the CPU wrote")
-
-
-@_row(7)
-def fill_spans_locations(pages: Pages) -> None:
-    """A fill spans mappings of both locations; it is refused if part is unmapped."""
-    whole = 5 * pages.page_bytes
-    for page, location in enumerate((_DEVICE, _DEVICE, _HOST, _HOST, _DEVICE)):
-        pages.mapped(page, 1, location)
-    pages.backend.fill(*pages.run(0, 5), 0x29, _STREAM)
-    pages.holds(b"\x29" * whole, "a fill of everything")
-    pages.backend.fill(pages.at(0, 3), whole - 5, 0x2A, _STREAM)
-    wanted = b"\x29" * 3 + b"\x2a" * (whole - 5) + b"\x29" * 2
-    pages.holds(wanted, "a fill of all but the ends")
-    for start, size in ((whole - 1, 2), (whole, 1), (whole + pages.page_bytes, 1), (-1, 2)):
-        what = f"{size} bytes at {start} of {whole} mapped ones"
-        pages.refuses("fill", what, pages.at(0, start), size, 0x2B, _STREAM)
-    pages.holds(wanted, "memory after the refusals")
 
 
 @_row(2)

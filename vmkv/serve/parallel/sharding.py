@@ -122,26 +122,13 @@ def part_of(parameter: torch.Tensor, name: str, style: str | None, share: Share)
 
 
 def bytes_per_rank(model: Any, plan: Mapping[str, str], size: int) -> int:
-    """Return the bytes of the first rank's parameters; other ranks have at most as many."""
-    share, total = Share(0, size), 0
-    for name, parameter in model.named_parameters():
-        style = style_of_parameter(name, plan)
-        short = name.rpartition(".")[2]
-        total += _num_elements(parameter, short, style, share) * parameter.element_size()
-    return total
-
-
-def _num_elements(parameter: torch.Tensor, name: str, style: str | None, share: Share) -> int:
-    whole = parameter.numel()
-    if style is None or style in UNCHANGED or style == "all_reduce":
-        return whole
-    if style in ROWS and name == "bias":
-        return whole
-    dim = -1 if style in ROWS else max(parameter.ndim - 2, 0)
-    length = parameter.shape[dim]
-    pieces = 2 if style == _PACKED else 1
-    its = share.of(length // pieces)
-    return int(whole // length * pieces * (its.stop - its.start))
+    """Return the bytes of a `meta` model's part on the first rank; others have at most as many."""
+    share = Share(0, size)
+    parts = (
+        part_of(each.detach(), name.rpartition(".")[2], style_of_parameter(name, plan), share)
+        for name, each in model.named_parameters()
+    )
+    return sum(part.nbytes for part in parts)
 
 
 def modules_of(model: torch.nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[Any, str]]:

@@ -12,7 +12,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from ...errors import ConfigError
 
@@ -86,12 +87,31 @@ def ranked(candidates: Sequence[Candidate], num_prompt_tokens: int, routing: Rou
     return sorted(range(len(candidates)), key=order)
 
 
-@dataclass(frozen=True)
-class _Assignment:
-    replica: str
+class _Request(NamedTuple):
+    """A request that was sent to a replica; `since_s` is of its sending, or of its end."""
+
     names: Sequence[bytes]
     new_tokens: int
     since_s: float
+
+
+class _Sent:
+    """Requests that were sent to one replica, in the order of their expiry."""
+
+    def __init__(self, new_tokens: int = 0) -> None:
+        self.new_tokens = new_tokens
+        self.running: dict[str, _Request] = {}
+        self.ended: dict[str, _Request] = {}
+        self.expected: Counter[bytes] = Counter()
+
+    def drop(self, requests: dict[str, _Request], request: str) -> _Request:
+        """Forget a request, and the prefixes that no other one is expected to leave."""
+        found = requests.pop(request)
+        for name in found.names:
+            self.expected[name] -= 1
+            if not self.expected[name]:
+                del self.expected[name]
+        return found
 
 
 class Assignments:
@@ -103,81 +123,57 @@ class Assignments:
     def __init__(self, settle_s: float, clock: Callable[[], float] = time.monotonic):
         self._settle_s = settle_s
         self._clock = clock
-        # Both in the order of their expiry.
-        self._running: dict[str, _Assignment] = {}
-        self._ended: dict[str, _Assignment] = {}
-        self._expected: dict[str, Counter[bytes]] = {}
-        self._loads: Counter[str] = Counter()
-        self._new_tokens: dict[str, int] = {}
+        self._sent: dict[str, _Sent] = {}
 
     def see(self, replicas: Iterable[str]) -> None:
         """Set the current replicas; a new one starts with the fewest new tokens of the others."""
         there = set(replicas)
-        for replica in self._new_tokens.keys() - there:
-            self.forget(replica)
-        fewest = min(self._new_tokens.values(), default=0)
-        for replica in there:
-            self._new_tokens.setdefault(replica, fewest)
+        self._sent = {name: its for name, its in self._sent.items() if name in there}
+        fewest = min((its.new_tokens for its in self._sent.values()), default=0)
+        for replica in there - self._sent.keys():
+            self._sent[replica] = _Sent(fewest)
 
     def forget(self, replica: str) -> None:
         """Remove a replica that has ended. Idempotent."""
-        for requests in (self._running, self._ended):
-            for request in [key for key, each in requests.items() if each.replica == replica]:
-                del requests[request]
-        for known in (self._expected, self._loads, self._new_tokens):
-            known.pop(replica, None)
+        self._sent.pop(replica, None)
 
     def assign(
         self, request: str, replica: str, names: Sequence[bytes], new_tokens: int = 0
     ) -> None:
         """Note that a replica got a request with these prefixes; an earlier one is forgotten."""
-        self._purge()
-        for requests in (self._running, self._ended):
-            if request in requests:
-                before = requests[request]
-                self._new_tokens[before.replica] -= before.new_tokens
-                self._drop(requests, request)
-        self._running[request] = _Assignment(replica, names, new_tokens, self._clock())
-        self._expected.setdefault(replica, Counter()).update(names)
-        self._loads[replica] += 1
-        self._new_tokens[replica] = self._new_tokens.get(replica, 0) + new_tokens
+        now_s = self._clock()
+        for its in self._sent.values():
+            for requests, age_s in ((its.running, _NEWS_S), (its.ended, self._settle_s)):
+                while requests and now_s - next(iter(requests.values())).since_s > age_s:
+                    its.drop(requests, next(iter(requests)))
+                if request in requests:
+                    its.new_tokens -= its.drop(requests, request).new_tokens
+        its = self._sent.setdefault(replica, _Sent())
+        its.running[request] = _Request(names, new_tokens, now_s)
+        its.expected.update(names)
+        its.new_tokens += new_tokens
 
     def end(self, request: str) -> None:
         """Note that a request has ended. Idempotent."""
-        found = self._running.pop(request, None)
-        if found is not None:
-            self._loads[found.replica] -= 1
-            self._ended[request] = replace(found, since_s=self._clock())
+        for its in self._sent.values():
+            if request in its.running:
+                its.ended[request] = its.running.pop(request)._replace(since_s=self._clock())
 
     def expects(self, replica: str, name: bytes) -> bool:
         """Return whether a replica will hold a prefix, or holds it without having reported it."""
-        return name in self._expected.get(replica, ())
+        return name in self._of(replica).expected
 
     def replica_of(self, request: str) -> str | None:
         """Return the replica of a running request; None if unknown."""
-        found = self._running.get(request)
-        return None if found is None else found.replica
+        return next((name for name, its in self._sent.items() if request in its.running), None)
 
     def load(self, replica: str) -> int:
         """Return the number of running requests that this router sent to a replica."""
-        return self._loads[replica]
+        return len(self._of(replica).running)
 
     def new_tokens(self, replica: str) -> int:
         """Return the number of uncached tokens that this router sent to a replica."""
-        return self._new_tokens.get(replica, 0)
+        return self._of(replica).new_tokens
 
-    def _purge(self) -> None:
-        now_s = self._clock()
-        for requests, age_s in ((self._running, _NEWS_S), (self._ended, self._settle_s)):
-            while requests and now_s - next(iter(requests.values())).since_s > age_s:
-                self._drop(requests, next(iter(requests)))
-
-    def _drop(self, requests: dict[str, _Assignment], request: str) -> None:
-        each = requests.pop(request)
-        if requests is self._running:
-            self._loads[each.replica] -= 1
-        expected = self._expected[each.replica]
-        for name in each.names:
-            expected[name] -= 1
-            if not expected[name]:
-                del expected[name]
+    def _of(self, replica: str) -> _Sent:
+        return self._sent.get(replica) or _Sent()

@@ -10,21 +10,28 @@ serve.run(openai_application(replicas, lambda: AutoTokenizer.from_pretrained(NAM
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
+from ...errors import ConfigError, one_line
+from ...options import ServerOptions
+from ...units import MiB
 from ..engine_client import SILENCE_MAX_S
-from ..server.app import ServerOptions, create_app
+from ..server.app import create_app
 from .choice import Routing
 from .client import ReplicatedEngine
 from .metrics import ReplicaMetrics
-from .replica import EngineReplica, MakeEngine
+from .replica import EngineReplica, MakeEngine, ReplicaFacts
 from .router import PrefixRouter
 
 #: Requests that a replica accepts at once; more wait in Ray.
@@ -33,6 +40,11 @@ _ONGOING_MAX = 1024
 _HEALTH_S = 1.0
 #: Time for a replica that is being removed to finish its requests.
 _DRAIN_S = 60.0
+_NAME = "vmkv"
+#: Ray's minimum; the replicas' small messages never use the object store.
+_OBJECT_STORE_BYTES = 100 * MiB
+#: Processors for Ray's own processes, in its accounting.
+_NUM_CPUS_BESIDE = 2
 
 
 class _Replica(EngineReplica):
@@ -105,3 +117,60 @@ def openai_application(
     ingress = serve.deployment(_OpenAI, **{**defaults, **ingress_options})
     application: serve.Application = ingress.bind(replicas, load_tokenizer, options_for)
     return application
+
+
+# ---- vmkv serve ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def running_replicas(
+    make: MakeEngine, num_replicas: int, *, on_gpus: bool, silence_max_s: float
+) -> Iterator[tuple[ReplicatedEngine, ReplicaMetrics, ReplicaFacts]]:
+    """Run replicas for the `with` block, on the cluster of `RAY_ADDRESS` or on this machine.
+
+    Yields all replicas as one engine, their metrics and their constants. With `on_gpus`, each
+    replica has a GPU of its own. Raises `ConfigError` with the reason if they cannot be started.
+    """
+    is_ours = "RAY_ADDRESS" not in os.environ
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    if is_ours:
+        # One processor per replica in Ray's accounting, however many the machine has: replicas
+        # compute on GPUs.
+        options |= {
+            "num_cpus": num_replicas + _NUM_CPUS_BESIDE,
+            "object_store_memory": _OBJECT_STORE_BYTES,
+            "include_dashboard": False,
+        }
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"Ray cannot be started: {one_line(error)}") from error
+    try:
+        num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        if on_gpus and num_gpus < num_replicas:
+            raise ConfigError(
+                f"{num_replicas} replicas need a GPU each, and Ray has {num_gpus}; lower "
+                "--replicas, or set RAY_ADDRESS to a cluster that has them"
+            )
+        resources = {"num_cpus": 1, "num_gpus": int(on_gpus)}
+        deployment = engine_deployment(num_replicas=num_replicas, ray_actor_options=resources)
+        handle, metrics = _run(deployment.bind(make, silence_max_s)), ReplicaMetrics()
+        yield ReplicatedEngine(handle, metrics), metrics, handle.facts.remote().result()
+    finally:
+        if not is_ours:
+            serve.delete(_NAME)
+        ray.shutdown()  # Ends a local cluster with all replicas.
+
+
+def _run(replicas: serve.Application) -> Any:
+    # Ray's HTTP proxy is off: it does not limit connections or slow clients.
+    serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+    try:
+        return serve.run(replicas, name=_NAME, route_prefix=None)
+    except RuntimeError as error:
+        # The last line of Ray's messages that names an error.
+        deployments = serve.status().applications[_NAME].deployments.values()
+        lines = "\n".join(each.message for each in deployments).splitlines()
+        named = [line.partition("Error: ")[2] for line in lines if "Error: " in line]
+        reason = one_line(RuntimeError(named[-1])) if named else one_line(error)
+        raise ConfigError(f"the replicas could not be started: {reason}") from error

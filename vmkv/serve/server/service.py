@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ...errors import LostError, shown
+from ...options import ServerOptions
 from ..params import SamplingParams
 from ..request import RequestOutput
 from .choices import (
@@ -37,7 +38,7 @@ from .choices import (
     encoded,
 )
 from .errors import ApiError, api_error, invalid
-from .guard import Gate, Limits, receive_body, tenant_of
+from .guard import Gate, receive_body, tenant_of
 from .prompts import Prompt, Prompts
 from .schema import (
     LOGPROBS_MAX,
@@ -116,26 +117,22 @@ class ServerMetrics(Protocol):
 class Service:
     """Serves one model: validates requests, admits them and builds their responses.
 
-    `max_model_tokens` bounds prompt and output of one request together. While `is_draining`, new
-    requests are refused. `gate` bounds the engine's requests.
+    While `is_draining`, new requests are refused. `gate` bounds the engine's requests.
     """
 
     def __init__(
         self,
         engine: StreamingEngine,
         tokenizer: Any,
-        *,
-        model_name: str,
-        max_model_tokens: int,
-        limits: Limits,
-        chat_template: str | None,
+        options: ServerOptions,
         metrics: ServerMetrics,
     ):
+        limits, max_model_tokens = options.limits, options.max_model_tokens
         most_tokens = min(max_model_tokens, limits.max_prompt_tokens or max_model_tokens)
         self.engine = engine
-        self.prompts = Prompts(tokenizer, most_tokens, chat_template)
+        self.prompts = Prompts(tokenizer, most_tokens, options.chat_template)
         self.tokens = Tokens(tokenizer)
-        self.model_name = model_name
+        self.model_name = options.model_name
         self.limits = limits
         self.metrics = metrics
         self.is_draining = False
