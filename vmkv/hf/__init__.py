@@ -3,9 +3,8 @@
 `cache.py` and `layers.py` are the cache, `store.py` and `group_step.py` its memory, and
 `kv_format.py` the stored types; `attention.py` is the implementation "vmkv"; `proof.py` decides
 which models packed steps serve; `ragged_cache.py`, `sampling.py`
-and `generation.py` generate over such steps; `capture.py` and `captured_steps.py` capture them for
-transformers' own loop; `compat.py` has every version branch. Importing this package registers
-"vmkv" with transformers.
+and `generation.py` generate over such steps; `capture.py` captures them for transformers' own loop;
+`compat.py` has every version branch. Importing this package registers "vmkv" with transformers.
 """
 
 from .attention import register

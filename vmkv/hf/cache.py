@@ -209,7 +209,7 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
             self._store.take_over(entries)
             for layer in self._virtual_layers:
                 if layer.is_initialized:
-                    layer.set_batch_size(len(entries))
+                    layer._batch_size = len(entries)
         for layer in self.layers:
             if not isinstance(layer, VirtualLayer):
                 getattr(layer, method)(argument)

@@ -41,7 +41,7 @@ from .group_step import DeviceRows, GroupStep, LayerPlace
 from .kv_format import KVFormat, KVScales, SkipLayers
 
 if TYPE_CHECKING:
-    from .captured_steps import CapturedSteps
+    from .capture import CapturedSteps
 
 # ---- store ---------------------------------------------------------------------------------------
 

@@ -31,9 +31,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention import AttentionBackend, AttentionBatch, Call, select
-from ..attention.append import write
+from ..attention.append import append_rotated, can_rotate, write
 from ..attention.registry import select_for_new, why_not
-from ..attention.rotary_cuda import append_rotated, can_rotate
 from ..core.cache import KVCache
 from ..core.cache.fp8 import Scales
 from ..errors import ClosedError, ConfigError, InternalError
