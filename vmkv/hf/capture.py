@@ -246,7 +246,7 @@ class CapturedDecoding:
 
     def _proof(self, model: Any, store: Store) -> Proof | None:
         """Return the model's proof; None if packed steps cannot serve the model or its cache."""
-        backend, device = store.settings.attention_backend, store.cores[0].device
+        backend, device = store.options.attention_backend, store.cores[0].device
         if (backend, device) in self._unproven:
             return None
         reason = proof = None
@@ -410,7 +410,7 @@ class CapturedSteps:
                 model,
                 [core],
                 batch_size,
-                attention_backend=store.settings.attention_backend,
+                attention_backend=store.options.attention_backend,
                 layers=layers,
                 calls=calls,
             )

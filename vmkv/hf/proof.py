@@ -33,7 +33,7 @@ from ..step.row_attention import LayerCall
 from . import compat
 from .attention import attend_to_tensors, attending_in_place
 from .configuration import LayerKind, UnservableError, layer_kinds
-from .store import Settings, Signature, Store
+from .store import CacheOptions, Signature, Store
 
 #: Tokens of each sequence: more than the windows of models that are made for tests.
 _NUM_TOKENS = 16
@@ -172,8 +172,7 @@ def _packed_passes(
     plain: _PlainPass,
 ) -> tuple[tuple[int, ...], bool, list[_Difference]]:
     """Run the packed passes in their own cache; returns `calls`, `never_waits`, differences."""
-    settings = Settings(
-        compat.text_config(model.config),
+    options = CacheOptions(
         max_tokens=_ROW_TOKENS,
         max_batch_size=_NUM_SEQUENCES,
         attention_backend=attention_backend,
@@ -181,7 +180,7 @@ def _packed_passes(
     eps = _eps(model)
     differences: list[_Difference] = []
     with (
-        contextlib.closing(Store(settings, kinds)) as memory,
+        contextlib.closing(Store(model.config, options, kinds)) as memory,
         attending_in_place(model),
     ):
         memory.bind_all(signatures)
