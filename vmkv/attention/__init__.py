@@ -22,17 +22,3 @@ from .registry import get as get
 from .registry import register as register
 from .registry import select as select
 from .registry import why_not as why_not
-
-__all__ = [
-    "AttentionBackend",
-    "AttentionBatch",
-    "AttentionSpec",
-    "Call",
-    "Span",
-    "append",
-    "backend_names",
-    "get",
-    "register",
-    "select",
-    "why_not",
-]

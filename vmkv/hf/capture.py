@@ -10,7 +10,6 @@ any other call, over the same rows. See Note [Graphs over addresses that stay] i
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import logging
@@ -27,7 +26,6 @@ from ..step.compiled_layers import CompiledLayers
 from ..step.model_guard import chosen_attention
 from ..step.stepper import has_hooks
 from . import compat
-from .attention import attending_in_place
 from .cache import VMKVCache
 from .group_step import LeftPadding
 from .proof import Proof, prove
@@ -259,7 +257,7 @@ class CapturedDecoding:
                 reason = "its steps wait for the device"
         if reason is not None:
             self._unproven.add((backend, device))
-        elif proof is not None and not store.looks_like(proof.signatures):
+        elif proof is not None and store.signatures != proof.signatures:
             reason = "it caches something else than the keys and values it attends to"
         if reason is not None and reason not in self.refusals:
             self.refusals.append(reason)
@@ -401,7 +399,6 @@ class CapturedSteps:
         self.batch_size = batch_size
         self.is_closed = False
         self._model = model
-        self._layers = layers
         self._core = core
         self._num_layouts = store.num_layouts
         # No inference tensors: steps may run in inference mode or outside it.
@@ -497,14 +494,9 @@ class CapturedSteps:
         writes = [(row, num_past_tokens, num_tokens) for row in range(self.batch_size)]
         with self._core.submitting(writes):
             bucket = graphs.key(num_tokens, is_padded=self.is_padded)
-            if not graphs.run_recurring(bucket, integers, self._attending):
+            if not graphs.run_recurring(bucket, integers, self._stepper.attending):
                 return None
         return graphs.space.logits[:, None].clone()
-
-    def _attending(self) -> contextlib.AbstractContextManager[None]:
-        if self._layers is None:
-            return attending_in_place(self._model)
-        return self._stepper.attending(self._layers)
 
     def close(self) -> None:
         """Wait for the device, and drop graphs and tensors. Idempotent."""

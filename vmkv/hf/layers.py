@@ -197,10 +197,7 @@ class VirtualLayer:
             asked.sinks,
             step.scales(index),
         )
-        kind = (
-            *(query.shape[1:], query.dtype, call.window, call.softcap, call.sinks is None),
-            batch.left_pad is None,
-        )
+        kind = call.kind
         if self._kernel is None or self._kernel[0] != kind:
             spec = call.spec(step.rows.core.max_tokens)
             backend = select(spec, self._store.options.attention_backend)
@@ -230,8 +227,8 @@ class VirtualLayer:
         if value is not None:
             raise ConfigError(
                 "keys and values of a VMKVCache cannot be replaced by other tensors, nor can one "
-                "layer be offloaded or reordered: write into them, or call update on the layer, "
-                "and crop, reorder_cache, batch_select_indices on the cache"
+                "layer be offloaded or reordered: write into them, or use update; reorder_cache "
+                "and batch_select_indices concern all layers, call them on the cache"
             )
 
     # Contents `[batch, kv_heads, kept_tokens, dim]`, or None; eight bits are not decoded.
