@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vmkv import ConfigError
-from vmkv.attention import decode_fp8, rotary_cuda
+from vmkv.attention import decode_fp8
 from vmkv.attention.nvrtc import FORMATS, Kernel, assembled
 from vmkv.serve.parallel import sum_kernel
 
@@ -28,8 +28,8 @@ KERNELS = {
     },
     **{
         f"turn and append {dtype}{' in eight bits' if encodes else ''}": (
-            rotary_cuda,
-            "_kernel",
+            append_cuda,
+            "_rotating_kernel",
             (0, dtype, encodes),
         )
         for dtype in (torch.bfloat16, torch.float16)

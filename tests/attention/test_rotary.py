@@ -7,7 +7,7 @@ import torch
 from helpers.dense_rows import DenseRows
 
 from vmkv.attention import AttentionBatch, Call, append
-from vmkv.attention.rotary_cuda import append_rotated, can_rotate
+from vmkv.attention.append import append_rotated, can_rotate
 from vmkv.core.cache.fp8 import FP8, LayerScales, Scales
 from vmkv.step.graph_passes import turned
 

@@ -568,8 +568,6 @@ def test_offloading_is_refused(new_cache: NewCache) -> None:
     _append(cache, 4)
     with pytest.raises(ConfigError, match="offload"):
         cache.layers[0].offload()
-    with pytest.raises(ConfigError, match="offload"):
-        cache.layers[0].prefetch()
 
 
 def test_keys_that_require_gradients_are_refused(new_cache: NewCache) -> None:

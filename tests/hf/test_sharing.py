@@ -113,6 +113,6 @@ def test_one_layer_cannot_be_rearranged(method: str, new_cache: NewCache) -> Non
     """All layers of an entry lie in one row; the error says whom to ask."""
     cache = new_cache(tiny_config("llama"))
     _append([cache], 8, batch_size=2)
-    with pytest.raises(ConfigError, match="call it on the cache"):
+    with pytest.raises(ConfigError, match="call them on the cache"):
         getattr(cache.layers[0], method)(torch.tensor([1, 0]))
     cache.check()

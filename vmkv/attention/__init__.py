@@ -3,7 +3,7 @@
 base        a kernel's protocol, the call that it gets, the batch of a step, a layer's description
 registry    selection of the backend that serves a layer
 append      write a step's keys and values into their rows
-flash2, flash3, torch_flash, sdpa    the backends, imported when first used
+flash2, flash3, sdpa    the backends, imported when first used
 
   backend = select(AttentionSpec("cuda", torch.bfloat16, 32, 8, 128, 128))
   batch = AttentionBatch.build(rows, lengths, queries, row_tokens=..., device="cuda")
@@ -22,17 +22,3 @@ from .registry import get as get
 from .registry import register as register
 from .registry import select as select
 from .registry import why_not as why_not
-
-__all__ = [
-    "AttentionBackend",
-    "AttentionBatch",
-    "AttentionSpec",
-    "Call",
-    "Span",
-    "append",
-    "backend_names",
-    "get",
-    "register",
-    "select",
-    "why_not",
-]

@@ -6,6 +6,13 @@ takes two launches and an index vector. On CPU two `index_copy_` calls over the 
 indices shared by all layers. Only the new tokens' places are accessed: the rest of the view may not
 be mapped.
 
+Compiled code takes three launches a layer: queries, keys, append. A second kernel replaces them and
+saves 64 of some 470 kernels in an 8B model's decode step. It pairs the halves of a head,
+
+    out = x * cos + cat(-x[half:], x[:half]) * sin
+
+in float32, rounded once, as compiled code does.
+
 See DESIGN.md, Note [Writes are one launch].
 """
 
@@ -20,7 +27,7 @@ import torch
 
 from ..core.cache.fp8 import FP8, Scales, encode
 from ..errors import ConfigError
-from .base import AttentionBatch, check_new, check_rows, check_scales, flat
+from .base import AttentionBatch, Call, check_new, check_rows, check_scales, flat
 from .nvrtc import FORMATS, NUMBERS, Kernel, compiled, launch
 
 # ---- append cuda ---------------------------------------------------------------------------------
@@ -31,11 +38,29 @@ _THREADS = 128
 _WORDS = Struct("=23q")
 _FP8_CAPABILITY = (8, 9)
 
+# What the kernels share. Conversion saturates at the largest float8 value.
+_ROWS = r"""
+typedef long long word;
+
+__device__ unsigned short encode(float low, float high) {
+  unsigned short two;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(high), "f"(low));
+  return two;
+}
+
+// The last of the sequences that starts at or before the token.
+__device__ word sequence_of(word token, const int* query_starts, word num_sequences) {
+  word low = 0, high = num_sequences;
+  while (high - low > 1) {
+    const word middle = (low + high) / 2;
+    if (query_starts[middle] <= token) low = middle; else high = middle;
+  }
+  return low;
+}
+"""
 # Strides and head sizes are in bytes; head sizes count stored bytes. Arguments are 64-bit words,
 # see vmkv/core/_native/launch.c.
 _MOVE = r"""
-typedef long long word;
-
 __device__ void put_token(const char* from, word from_head_stride, const float*, char* to,
                           word heads, word head_bytes) {
   const word per_head = head_bytes / sizeof(VECTOR);
@@ -45,16 +70,8 @@ __device__ void put_token(const char* from, word from_head_stride, const float*,
   }
 }
 """
-# COUNT numbers at a time, after NUMBERS. Conversion saturates at the largest float8 value.
+# COUNT numbers at a time, after NUMBERS.
 _ENCODE = r"""
-typedef long long word;
-
-__device__ unsigned short encode(float low, float high) {
-  unsigned short two;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(high), "f"(low));
-  return two;
-}
-
 struct alignas(sizeof(number) * COUNT) Numbers { number at[COUNT]; };
 struct alignas(COUNT) Stored { unsigned char at[COUNT]; };
 
@@ -94,12 +111,8 @@ extern "C" __global__ void append(
     at = token % tokens_per_sequence;
     row = sequence;
     position = first_position + at;
-  } else {  // Packed: the last sequence that starts at or before the token.
-    word low = 0, high = tokens_per_sequence;  // Here: how many sequences there are.
-    while (high - low > 1) {
-      const word middle = (low + high) / 2;
-      if (query_starts[middle] <= token) low = middle; else high = middle;
-    }
+  } else {  // Packed, and `tokens_per_sequence` is how many sequences there are.
+    const word low = sequence_of(token, query_starts, tokens_per_sequence);
     sequence = 0;
     at = token;
     row = row_indices[low];
@@ -125,6 +138,20 @@ class Place(NamedTuple):
     stored: torch.dtype
     scales: Scales | None = None
 
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, scales: Scales | None) -> Place:
+        """Return the place of a layer's views `[rows, row_tokens, H, D]`."""
+        row_stride, token_stride = (each * keys.element_size() for each in keys.stride()[:2])
+        addresses = keys.data_ptr(), values.data_ptr()
+        return cls(*addresses, row_stride, token_stride, keys.dtype, scales)
+
+    @property
+    def inverses(self) -> tuple[int, int]:
+        """The addresses of the inverse key and value scales; 0 without scales."""
+        if self.scales is None:
+            return 0, 0
+        return self.scales.inverse_keys.data_ptr(), self.scales.inverse_values.data_ptr()
+
 
 def append_uniform(
     key: torch.Tensor, value: torch.Tensor, place: Place, first_position: int, stream: int
@@ -133,81 +160,30 @@ def append_uniform(
 
     Nothing is checked; 5 us of host time.
     """
-    batch_size, k_heads, num_tokens, k_dim = key.shape
-    v_heads, v_dim = value.shape[1], value.shape[3]
+    batch_size, _, num_tokens, _ = key.shape
     if not batch_size * num_tokens:
         return
-    item = key.element_size()
     kb, kh, kt, kd = key.stride()
     vb, vh, vt, vd = value.stride()
     if kd != 1 or vd != 1:
         append_uniform(key.contiguous(), value.contiguous(), place, first_position, stream)
         return
-    stored_item = place.stored.itemsize
-    words = (
-        key.data_ptr(),
-        kb * item,
-        kt * item,
-        kh * item,
-        value.data_ptr(),
-        vb * item,
-        vt * item,
-        vh * item,
-        *place[:4],
-        k_heads,
-        k_dim * stored_item,
-        v_heads,
-        v_dim * stored_item,
-        num_tokens,
-        first_position,
-        0,
-        0,
-        0,
-        *inverses(place.scales),
-    )
-    dtype = key.dtype if place.stored == FP8 else None
-    _launch(key.device.index, words, batch_size * num_tokens, stream, dtype)
+    sequences = (num_tokens, first_position, 0, 0, 0)
+    strides = (kb, kt, kh), (vb, vt, vh)
+    _launch(key, value, strides, place, sequences, batch_size * num_tokens, stream)
 
 
 def _append_ragged(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    batch: AttentionBatch,
-    scales: Scales | None,
+    key: torch.Tensor, value: torch.Tensor, place: Place, batch: AttentionBatch
 ) -> None:
     """Write packed tokens into their rows; `append` has checked the arguments."""
     key = key if key.stride(2) == 1 else key.contiguous()
     value = value if value.stride(2) == 1 else value.contiguous()
-    item, stored_item = key.element_size(), keys.element_size()
-    words = (
-        key.data_ptr(),
-        0,
-        key.stride(0) * item,
-        key.stride(1) * item,
-        value.data_ptr(),
-        0,
-        value.stride(0) * item,
-        value.stride(1) * item,
-        keys.data_ptr(),
-        values.data_ptr(),
-        keys.stride(0) * stored_item,
-        keys.stride(1) * stored_item,
-        key.shape[1],
-        key.shape[2] * stored_item,
-        value.shape[1],
-        value.shape[2] * stored_item,
-        batch.batch_size,
-        0,
-        batch.row_indices.data_ptr(),
-        batch.num_tokens.data_ptr(),
-        batch.query_starts.data_ptr(),
-        *inverses(scales),
-    )
-    index = key.device.index
-    dtype = key.dtype if keys.dtype == FP8 else None
-    _launch(index, words, key.shape[0], torch._C._cuda_getCurrentRawStream(index), dtype)
+    vectors = (batch.row_indices, batch.num_tokens, batch.query_starts)
+    sequences = (batch.batch_size, 0, *[each.data_ptr() for each in vectors])
+    strides = (0, *key.stride()[:2]), (0, *value.stride()[:2])
+    stream = torch._C._cuda_getCurrentRawStream(key.device.index)
+    _launch(key, value, strides, place, sequences, key.shape[0], stream)
 
 
 def encoded(query: torch.Tensor) -> torch.Tensor:
@@ -215,56 +191,58 @@ def encoded(query: torch.Tensor) -> torch.Tensor:
     out = torch.empty(query.shape, dtype=FP8, device=query.device)
     index, (_, num_heads, dim) = query.device.index, query.shape
     place = Place(out.data_ptr(), out.data_ptr(), 0, num_heads * dim, FP8)
-    append_uniform(
-        query.transpose(0, 1)[None],
-        query[:, :0].transpose(0, 1)[None],
-        place,
-        0,
-        torch._C._cuda_getCurrentRawStream(index),
-    )
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    new = query.transpose(0, 1)[None], query[:, :0].transpose(0, 1)[None]
+    append_uniform(*new, place, 0, stream)
     return out
 
 
-def inverses(scales: Scales | None) -> tuple[int, int]:
-    """Return the addresses of the inverse key and value scales; 0 without scales."""
-    if scales is None:
-        return 0, 0
-    return scales.inverse_keys.data_ptr(), scales.inverse_values.data_ptr()
-
-
 def _launch(
-    device_index: int,
-    words: tuple[int, ...],
-    num_blocks: int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    strides: tuple[tuple[int, ...], tuple[int, ...]],
+    place: Place,
+    sequences: tuple[int, ...],
+    num_tokens: int,
     stream: int,
-    encodes: torch.dtype | None,
 ) -> None:
-    """Launch the copying variant, or the one that encodes numbers of type `encodes`."""
+    """Launch the copying kernel, or the one that encodes.
+
+    `strides` are those of a sequence, a token and a head in `key` and `value`, in numbers, and
+    `sequences` the kernel's arguments from `tokens_per_sequence` to `query_starts`.
+    """
+    item, stored_item, index = key.element_size(), place.stored.itemsize, key.device.index
+    source = (
+        *(key.data_ptr(), *[stride * item for stride in strides[0]]),
+        *(value.data_ptr(), *[stride * item for stride in strides[1]]),
+    )
+    k_head_bytes, v_head_bytes = key.shape[-1] * stored_item, value.shape[-1] * stored_item
+    heads = (key.shape[1], k_head_bytes, value.shape[1], v_head_bytes)
     # A thread handles as many bytes or numbers at once as every address, stride and size is a
     # multiple of; numbers must be aligned both as source numbers and as stored bytes.
-    source = functools.reduce(operator.or_, words[:8])
-    target = functools.reduce(operator.or_, (*words[8:12], words[13], words[15]))
-    if encodes is None:
-        joined = source | target
-        kernel = _kernel(device_index, min(16, joined & -joined))
+    source_bits = functools.reduce(operator.or_, source)
+    target_bits = functools.reduce(operator.or_, (*place[:4], k_head_bytes, v_head_bytes))
+    if place.stored != FP8:
+        joined = source_bits | target_bits
+        kernel = _kernel(index, min(16, joined & -joined))
     else:
-        item = encodes.itemsize
-        count = min(16 // item, (source & -source) // item, target & -target)
-        kernel = _encoding_kernel(device_index, encodes, count)
-    launch(kernel, num_blocks, _THREADS, stream, _WORDS.pack(*words))
+        count = min(16 // item, (source_bits & -source_bits) // item, target_bits & -target_bits)
+        kernel = _encoding_kernel(index, key.dtype, count)
+    words = _WORDS.pack(*source, *place[:4], *heads, *sequences, *place.inverses)
+    launch(kernel, num_tokens, _THREADS, stream, words)
 
 
 @functools.cache
 def _kernel(device_index: int, vector_bytes: int) -> Kernel:
     option = f"-DVECTOR={_VECTOR_TYPES[vector_bytes]}"
-    return compiled(_MOVE + _APPEND, "append", device_index, option)
+    return compiled(_ROWS + _MOVE + _APPEND, "append", device_index, option)
 
 
 @functools.cache
 def _encoding_kernel(device_index: int, dtype: torch.dtype, count: int) -> Kernel:
     check_fp8(device_index, dtype)
     options = (f"-DFORMAT={FORMATS[dtype]}", f"-DCOUNT={count}")
-    return compiled(NUMBERS + _ENCODE + _APPEND, "append", device_index, *options)
+    return compiled(NUMBERS + _ROWS + _ENCODE + _APPEND, "append", device_index, *options)
 
 
 def check_fp8(device_index: int, dtype: torch.dtype) -> None:
@@ -335,7 +313,7 @@ def write(
 ) -> None:
     """Append as `append`, without checks."""
     if key.is_cuda:
-        _append_ragged(key, value, keys, values, batch, scales)
+        _append_ragged(key, value, Place.of(keys, values, scales), batch)
     else:
         positions = batch.flat_positions
         if positions.numel() and int(positions.min()) < 0:
@@ -348,3 +326,185 @@ def write(
             keys, values, value = (each.view(torch.uint8) for each in (keys, values, value))
         flat(keys).index_copy_(0, positions, key)
         flat(values).index_copy_(0, positions, value)
+
+
+# ---- rotate and append ---------------------------------------------------------------------------
+
+_ROTATED_WORDS = Struct("=29q")
+_ROTATED_DTYPES = (torch.bfloat16, torch.float16)
+
+# Strides are in numbers; those of rows are in bytes.
+_ROTATE = r"""
+struct alignas(16) Numbers { number at[8]; };
+
+#ifdef ENCODES
+struct alignas(8) Stored { unsigned short two[4]; };
+__device__ Stored stored(const Numbers& numbers, float by) {
+  Stored out;
+  for (int at = 0; at < 4; at++)
+    out.two[at] = encode(as_float(numbers.at[2 * at]) * by, as_float(numbers.at[2 * at + 1]) * by);
+  return out;
+}
+#else
+typedef Numbers Stored;
+__device__ Stored stored(const Numbers& numbers, float) { return numbers; }
+#endif
+
+__device__ float scale_of(const float* inverse, word head) {
+  return inverse == nullptr ? 1.0f : inverse[head];
+}
+
+__device__ void turn(Numbers& low, Numbers& high, const Numbers& c0, const Numbers& c1,
+                     const Numbers& s0, const Numbers& s1) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float x = as_float(low.at[i]), y = as_float(high.at[i]);
+    low.at[i] = as_number(x * as_float(c0.at[i]) - y * as_float(s0.at[i]));
+    high.at[i] = as_number(y * as_float(c1.at[i]) + x * as_float(s1.at[i]));
+  }
+}
+
+extern "C" __global__ void append_rotated(
+    const number* query, word query_token_stride, word query_head_stride, word query_heads,
+    const number* key, word key_token_stride, word key_head_stride,
+    const number* value, word value_token_stride, word value_head_stride,
+    const number* cosine, word cosine_stride, const number* sine, word sine_stride,
+    number* out_query, number* out_key,
+    char* keys, char* values, word row_stride, word token_stride,
+    word heads, word dim, word value_dim,
+    const int* row_indices, const int* num_tokens, const int* query_starts, word num_sequences,
+    const float* inverse_keys, const float* inverse_values) {
+  const word token = blockIdx.x;
+  const int half = (int)dim / 2, per_head = half / 8, at = threadIdx.x % per_head;
+  const int first_head = threadIdx.x / per_head, step = blockDim.x / per_head;
+  const bool turns = first_head < step;
+  const Numbers* cosines = reinterpret_cast<const Numbers*>(cosine + token * cosine_stride) + at;
+  const Numbers* sines = reinterpret_cast<const Numbers*>(sine + token * sine_stride) + at;
+  const Numbers c0 = cosines[0], c1 = cosines[per_head], s0 = sines[0], s1 = sines[per_head];
+
+  for (int head = first_head; turns && head < query_heads; head += step) {
+    const number* from = query + token * query_token_stride + head * query_head_stride;
+    Numbers first = reinterpret_cast<const Numbers*>(from)[at];
+    Numbers second = reinterpret_cast<const Numbers*>(from + half)[at];
+    turn(first, second, c0, c1, s0, s1);
+    Numbers* to = reinterpret_cast<Numbers*>(out_query + (token * query_heads + head) * dim) + at;
+    to[0] = first;
+    to[per_head] = second;
+  }
+
+  word low = token;
+  if (query_starts != nullptr) low = sequence_of(token, query_starts, num_sequences);
+  const word behind = query_starts == nullptr ? 1 : query_starts[low + 1] - token;
+  const word position = num_tokens[low] - behind;
+  const bool is_real = position >= 0;  // Of padding, nothing is written to a row.
+  const word target = row_indices[low] * row_stride + position * token_stride;
+  for (int head = first_head; turns && head < heads; head += step) {
+    const number* from = key + token * key_token_stride + head * key_head_stride;
+    Numbers first = reinterpret_cast<const Numbers*>(from)[at];
+    Numbers second = reinterpret_cast<const Numbers*>(from + half)[at];
+    turn(first, second, c0, c1, s0, s1);
+    if (out_key != nullptr) {
+      Numbers* to = reinterpret_cast<Numbers*>(out_key + (token * heads + head) * dim) + at;
+      to[0] = first;
+      to[per_head] = second;
+    }
+    if (is_real) {
+      Stored* to = reinterpret_cast<Stored*>(keys + target) + head * 2 * per_head + at;
+      const float by = scale_of(inverse_keys, head);
+      to[0] = stored(first, by);
+      to[per_head] = stored(second, by);
+    }
+  }
+  const int per_value = (int)value_dim / 8;
+  for (int part = threadIdx.x; is_real && part < (int)heads * per_value; part += blockDim.x) {
+    const int head = part / per_value;
+    const number* from = value + token * value_token_stride + head * value_head_stride;
+    reinterpret_cast<Stored*>(values + target)[part] =
+        stored(reinterpret_cast<const Numbers*>(from)[part % per_value],
+               scale_of(inverse_values, head));
+  }
+}
+"""
+
+
+def can_rotate(
+    call: Call, new: tuple[torch.Tensor, torch.Tensor], cos: torch.Tensor, sin: torch.Tensor
+) -> bool:
+    """Whether `append_rotated` takes these tensors: 16-bit numbers on CUDA, aligned to 16 bytes."""
+    query = call.query
+    dim, dtype = query.shape[2], query.dtype
+    if not query.is_cuda or dtype not in _ROTATED_DTYPES or dim % 16 or call.values.shape[3] % 8:
+        return False
+    if cos.shape != (query.shape[0], dim):
+        return False
+    bits = 0
+    for each in (query, *new, cos, sin):
+        if each.dtype != dtype or each.stride(-1) != 1:
+            return False
+        bits |= each.data_ptr()
+        for stride in each.stride()[:-1]:
+            bits |= stride * each.element_size()
+    for view in (call.keys, call.values):
+        bits |= view.data_ptr()
+        for stride in view.stride()[:2]:
+            bits |= stride * view.element_size()
+    return not bits % 16
+
+
+def append_rotated(
+    call: Call,
+    new: tuple[torch.Tensor, torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    keep_keys: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate queries and new keys by `cos`, `sin` `[Tq, D]`; append keys and values to the rows.
+
+    `new` are keys and values `[Tq, H, D]` of the call's query tokens. Unchecked, see `can_rotate`.
+    Returns the rotated queries `[Tq, Hq, D]` and, with `keep_keys`, the rotated keys `[Tq, H, D]`;
+    new tensors. One launch.
+    """
+    query, (key, value), batch = call.query, new, call.batch
+    keys, values = call.keys, call.values
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    kept = torch.empty(key.shape, dtype=key.dtype, device=key.device) if keep_keys else None
+    place = Place.of(keys, values, call.scales)
+    is_uniform = batch.is_uniform(query.shape[0])
+    words = _ROTATED_WORDS.pack(
+        query.data_ptr(),
+        *query.stride()[:2],
+        query.shape[1],
+        key.data_ptr(),
+        *key.stride()[:2],
+        value.data_ptr(),
+        *value.stride()[:2],
+        cos.data_ptr(),
+        cos.stride(0),
+        sin.data_ptr(),
+        sin.stride(0),
+        out.data_ptr(),
+        0 if kept is None else kept.data_ptr(),
+        *place[:4],
+        key.shape[1],
+        query.shape[2],
+        value.shape[2],
+        batch.row_indices.data_ptr(),
+        batch.num_tokens.data_ptr(),
+        0 if batch.max_query_tokens == 1 and is_uniform else batch.query_starts.data_ptr(),
+        batch.batch_size,
+        *place.inverses,
+    )
+    index = query.device.index
+    kernel = _rotating_kernel(index, query.dtype, keys.dtype == FP8)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    launch(kernel, query.shape[0], _THREADS, stream, words)
+    return out, kept
+
+
+@functools.cache
+def _rotating_kernel(device_index: int, dtype: torch.dtype, encodes: bool) -> Kernel:
+    options = [f"-DFORMAT={FORMATS[dtype]}", *(["-DENCODES"] if encodes else [])]
+    if encodes:
+        check_fp8(device_index, dtype)
+    return compiled(NUMBERS + _ROWS + _ROTATE, "append_rotated", device_index, *options)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -292,19 +292,8 @@ class AttentionSpec:
         return self.kv_dtype == FP8
 
     def __str__(self) -> str:
-        parts = [
-            f"{self.dtype} on {self.device_type}",
-            *([f"rows in {self.kv_dtype}"] if self.kv_dtype is not None else []),
-            f"{self.num_query_heads} query and {self.num_kv_heads} key/value heads",
-            f"head size {self.k_dim}"
-            if self.k_dim == self.v_dim
-            else f"head sizes {self.k_dim} and {self.v_dim}",
-        ]
-        parts += [f"window {self.window}"] if self.window is not None else []
-        parts += [f"softcap {self.softcap}"] if self.softcap else []
-        parts += ["sinks"] if self.has_sinks else []
-        parts += ["left padding"] if self.left_pad else []
-        return ", ".join(parts)
+        given = [(each.name, getattr(self, each.name)) for each in fields(self)]
+        return ", ".join(f"{name}={value}" for name, value in given if value)
 
 
 class AttentionBackend(abc.ABC):
@@ -440,6 +429,16 @@ class Call:
                 f"{total} query tokens cannot belong to {count} sequences of at most "
                 f"{batch.max_query_tokens}"
             )
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """All that `spec` depends on, as a key."""
+        query, keys = self.query, self.keys
+        return (
+            *(query.device.type, query.dtype, query.shape[1], keys.dtype, keys.shape[2:]),
+            *(self.values.shape[3], self.window, self.softcap, self.sinks is None),
+            self.batch.left_pad is None,
+        )
 
     def spec(self, max_tokens: int | None = None) -> AttentionSpec:
         """Describe the layer of the call; `max_tokens` as in `AttentionSpec`."""

@@ -9,6 +9,8 @@ Two of its kernels read rows in place:
                   cumulative length (`cu_seqlens_k`) and its length in `seqused_k`. The package's
                   public varlen function hides `seqused_k`; the function below it has it.
 
+torch has the varlen kernel of its own (`TorchFlashBackend`), for machines without the package.
+
 Every fetch is predicated by the length, so `overread_tokens` is 0. Sinks are applied from the
 returned log-sum-exp.
 """
@@ -33,14 +35,12 @@ _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 @functools.cache
 def _load() -> ModuleType | str:
     """Return the interface module, or the reason why there is none."""
-    package = _package()
-    if not isinstance(package, str):
-        return package
-    of_hub = hub.load(HUB_KERNEL, 4 if _TORCH >= (2, 10) else 3)
-    if isinstance(of_hub, str):
-        return f"{package}; {of_hub}"
-    interface: ModuleType = of_hub.flash_attn_interface
-    return interface
+    return hub.first_found(_package, _of_hub)
+
+
+def _of_hub() -> ModuleType | str:
+    module = hub.load(HUB_KERNEL, 4 if _TORCH >= (2, 10) else 3)
+    return module if isinstance(module, str) else module.flash_attn_interface
 
 
 def _package() -> ModuleType | str:
@@ -55,10 +55,7 @@ def _package() -> ModuleType | str:
 
 
 def _interface() -> ModuleType:
-    loaded = _load()
-    if isinstance(loaded, str):
-        raise ConfigError(f"'flash2' cannot run: {loaded}")
-    return loaded
+    return hub.usable("flash2", _load())
 
 
 class Flash2Backend(FlashBackend):
@@ -70,11 +67,7 @@ class Flash2Backend(FlashBackend):
 
     def why_not(self, spec: AttentionSpec) -> str | None:
         """Check the limits of FlashAttention-2 and that the package can be imported."""
-        limit = why_not_flash(spec, same_head_sizes=True)
-        if limit is not None:
-            return limit
-        loaded = _load()
-        return loaded if isinstance(loaded, str) else None
+        return why_not_flash(spec, same_head_sizes=True) or hub.reason(_load())
 
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the decode kernel for a uniform batch, the varlen kernel for a mixed one."""
@@ -159,3 +152,44 @@ def _with_kvcache(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 def _split(packed: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """View packed tokens `[Tq, H, D]` of equal sequences as `[*shape, H, D]`."""
     return packed.view(*shape, *packed.shape[1:])
+
+
+class TorchFlashBackend(FlashBackend):
+    """torch's own FlashAttention-2, which takes each row's length in `seqused_k`, and no soft cap.
+
+    Left padding moves a row's start.
+    """
+
+    name = "torch"
+
+    def why_not(self, spec: AttentionSpec) -> str | None:
+        """Check the limits of FlashAttention-2, no soft cap, and torch's build."""
+        limit = why_not_flash(spec, same_head_sizes=True)
+        if limit is None and spec.softcap:
+            limit = "torch passes no soft cap to its kernel"
+        if limit is None and not torch.backends.cuda.is_flash_attention_available():
+            limit = "this torch was built without FlashAttention"
+        return limit
+
+    def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the varlen kernel over the flat view."""
+        if call.softcap:
+            raise ConfigError("'torch' has no soft cap; select 'flash2' or 'sdpa'")
+        batch = call.batch
+        left, right = window_bounds(call.window)
+        # A single query is the last token and sees every key. Unbounded instead of causal lets the
+        # kernel handle a group's query heads together and split the keys.
+        is_causal = call.window is None and batch.max_query_tokens > 1
+        out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
+            *(call.query, flat(call.keys), flat(call.values)),
+            *(batch.query_starts, batch.key_starts),
+            *(batch.max_query_tokens, batch.max_num_tokens),
+            dropout_p=0.0,
+            is_causal=is_causal,
+            return_debug_mask=False,
+            scale=call.scale,
+            window_size_left=left,
+            window_size_right=0 if is_causal else right,
+            seqused_k=batch.visible_tokens,
+        )
+        return out, logsumexp

@@ -78,27 +78,6 @@ CALL_ARGUMENTS = frozenset(
     }
 )
 
-PLAN_ARGUMENTS = frozenset(
-    {
-        "batch_size",
-        "max_seqlen_q",
-        "max_seqlen_k",
-        "num_heads",
-        "num_heads_k",
-        "headdim",
-        "headdim_v",
-        "qkv_dtype",
-        "seqused_k",
-        "cu_seqlens_q",
-        "leftpad_k",
-        "is_causal",
-        "window_size_left",
-        "window_size_right",
-        "has_softcap",
-    }
-)
-"""Arguments that the schedule of a batch depends on."""
-
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -136,11 +115,7 @@ class Flash3Backend(FlashBackend):
         wide_keys = 128 < spec.k_dim <= 192 and 96 < spec.v_dim <= 128
         if not (same or latent or wide_keys):
             return f"it has no kernel for head sizes {spec.k_dim} and {spec.v_dim}"
-        loaded = _load()
-        if not spec.is_fp8:
-            return loaded if isinstance(loaded, str) else None
-        wide = _load_for_fp8(spec.max_tokens)
-        return wide if isinstance(wide, str) else None
+        return hub.reason(_load_for_fp8(spec.max_tokens) if spec.is_fp8 else _load())
 
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the kernel over rows cut to the batch's longest sequence."""
@@ -148,9 +123,7 @@ class Flash3Backend(FlashBackend):
             return decode_fp8.decode(call)
         query, keys, values, batch = call.query, call.keys, call.values, call.batch
         is_fp8 = keys.dtype == FP8
-        kernel = _load_for_fp8(batch.max_num_tokens) if is_fp8 else _load()
-        if isinstance(kernel, str):
-            raise ConfigError(f"'flash3' cannot run: {kernel}")
+        kernel = hub.usable("flash3", _load_for_fp8(batch.max_num_tokens) if is_fp8 else _load())
         dtype = query.dtype
         if is_fp8:
             # Imported here: it needs tools that machines without a GPU lack.
@@ -218,7 +191,7 @@ def _plan(call: Call, query: torch.Tensor, uniform: bool) -> dict[str, torch.Ten
     key = ("flash3", uniform, *asked, call.softcap > 0)
     plan = batch.plans.get(key)
     if plan is None:
-        plan = batch.plans[key] = planner(
+        plan = planner(
             batch_size=batch.batch_size,
             max_seqlen_q=batch.max_query_tokens,
             max_seqlen_k=min(batch.max_num_tokens, call.keys.shape[1]),
@@ -235,22 +208,28 @@ def _plan(call: Call, query: torch.Tensor, uniform: bool) -> dict[str, torch.Ten
             window_size_right=window[1],
             has_softcap=call.softcap > 0,
         )
+        if plan is None:
+            return {}
+        batch.plans[key] = plan
     return {"scheduler_metadata": plan}
 
 
 @functools.cache
-def _planner() -> Callable[..., torch.Tensor] | None:
-    """Return the library's scheduling function; None where its arguments are not supported."""
-    if isinstance(_operator(), str) or not hasattr(torch.ops._vllm_fa3_C, "get_scheduler_metadata"):
+def _planner() -> Callable[..., torch.Tensor | None] | None:
+    """Return the library's scheduling function; None where there is none that kernels take.
+
+    It returns None where a release does not take all that the schedule depends on.
+    """
+    library = torch.ops._vllm_fa3_C
+    if "scheduler_metadata" not in _arguments() or not hasattr(library, "get_scheduler_metadata"):
         return None
-    operator: Any = torch.ops._vllm_fa3_C.get_scheduler_metadata.default
+    operator: Any = library.get_scheduler_metadata.default
     names = [argument.name for argument in operator._schema.arguments]
-    known = {argument.name for argument in _operator()._schema.arguments}
-    if not set(names) >= PLAN_ARGUMENTS or "scheduler_metadata" not in known:
-        return None
     neutral = {"max_seqlen_k_new": 0, "num_splits": 0} | NEUTRAL
 
-    def plan(**asked: Any) -> torch.Tensor:
+    def plan(**asked: Any) -> torch.Tensor | None:
+        if not asked.keys() <= set(names):
+            return None
         found: torch.Tensor = operator(*(asked.get(name, neutral.get(name)) for name in names))
         return found
 
@@ -265,14 +244,8 @@ def _num_processors(device: torch.device) -> int:
 @functools.cache
 def _load() -> Kernel | str:
     """Return the first kernel found, or the reasons why there is none."""
-    reasons = []
     # The Hub last, because it may use the network.
-    for source in (package_kernel, library_kernel, hub_kernel):
-        found = source()
-        if not isinstance(found, str):
-            return found
-        reasons.append(found)
-    return "; ".join(reasons)
+    return hub.first_found(package_kernel, library_kernel, hub_kernel)
 
 
 def _load_for_fp8(max_tokens: int | None) -> Kernel | str:
@@ -295,21 +268,15 @@ def _load_for_fp8(max_tokens: int | None) -> Kernel | str:
 
 @functools.cache
 def _fp8_library_kernel() -> Kernel | str:
-    kernel = library_kernel()
-    if isinstance(kernel, str):
-        return kernel
-    known = {argument.name for argument in _operator()._schema.arguments}
-    missing = {"k_descale", "v_descale"} - known
-    return f"this _vllm_fa3_C lacks arguments {sorted(missing)}" if missing else kernel
+    missing = {"k_descale", "v_descale"} - _arguments().keys()
+    if missing and not isinstance(_operator(), str):
+        return f"this _vllm_fa3_C lacks arguments {sorted(missing)}"
+    return library_kernel()
 
 
 @functools.cache
 def _fp8_package_kernel() -> Kernel | str:
-    package = package_kernel()
-    if not isinstance(package, str):
-        return package
-    of_hub = hub_kernel()
-    return f"{package}; {of_hub}" if isinstance(of_hub, str) else of_hub
+    return hub.first_found(package_kernel, hub_kernel)
 
 
 def package() -> ModuleType | str:
@@ -329,18 +296,18 @@ def of_hub() -> ModuleType | str:
 
 def package_kernel() -> Kernel | str:
     """Return the kernel of the package `flash_attn_interface`, or why there is none."""
-    module = package()
-    return module if isinstance(module, str) else _over_kvcache(module.flash_attn_with_kvcache)
+    return _over_kvcache(package())
 
 
 def hub_kernel() -> Kernel | str:
     """Return the kernel of the Hugging Face Hub, or why there is none."""
-    module = of_hub()
-    return module if isinstance(module, str) else _over_kvcache(module.flash_attn_with_kvcache)
+    return _over_kvcache(of_hub())
 
 
-def _over_kvcache(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
-    """Wrap the package's `flash_attn_with_kvcache` in the signature of `Kernel`."""
+def _over_kvcache(module: ModuleType | str) -> Kernel | str:
+    """Wrap a package's `flash_attn_with_kvcache` in the signature of `Kernel`."""
+    if isinstance(module, str):
+        return module
     names = {
         "seqused_k": "cache_seqlens",
         "kv_batch_idx": "cache_batch_idx",
@@ -351,12 +318,19 @@ def _over_kvcache(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
 
     def kernel(*qkv: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         renamed = {names.get(name, name): value for name, value in options.items()}
-        out, logsumexp, *_ = flash_attn_with_kvcache(
+        out, logsumexp, *_ = module.flash_attn_with_kvcache(
             *qkv, causal=True, return_softmax_lse=True, **renamed
         )
         return out, logsumexp
 
     return kernel
+
+
+def _arguments() -> dict[str, Any]:
+    """Return the arguments of the library's kernel by name; none without the library."""
+    operator = _operator()
+    schema = () if isinstance(operator, str) else operator._schema.arguments
+    return {argument.name: argument for argument in schema}
 
 
 @functools.cache
@@ -366,21 +340,20 @@ def library_kernel() -> Kernel | str:
     Its releases differ in their arguments: any that the operator declares may be passed by name,
     and the others get neutral values.
     """
-    operator = _operator()
+    operator, arguments = _operator(), _arguments()
     if isinstance(operator, str):
         return operator
-    arguments = [(argument.name, argument) for argument in operator._schema.arguments]
-    missing = CALL_ARGUMENTS - {name for name, _ in arguments}
+    missing = CALL_ARGUMENTS - arguments.keys()
     unknown = [
         name
-        for name, argument in arguments
+        for name, argument in arguments.items()
         if name not in CALL_ARGUMENTS
         and name not in NEUTRAL
         and not isinstance(argument.type, torch.OptionalType)
     ]
     if missing or unknown:
         return f"this _vllm_fa3_C lacks arguments {sorted(missing)} or needs {unknown}"
-    neutral: dict[str, Any] = {name: NEUTRAL.get(name) for name, _ in arguments}
+    neutral: dict[str, Any] = {name: NEUTRAL.get(name) for name in arguments}
 
     def kernel(
         query: torch.Tensor,
@@ -404,11 +377,9 @@ def library_kernel() -> Kernel | str:
 def _load_packed() -> Callable[[Call], tuple[torch.Tensor, torch.Tensor]] | None:
     """Return the kernel for packed keys, of the first packaging that has it."""
     module, library = package(), library_kernel()
-    if isinstance(module, str) and not isinstance(library, str):
-        # These arguments must exist in the build.
-        known = {argument.name for argument in _operator()._schema.arguments}
-        if known >= {"out", "cu_seqlens_k", "max_seqlen_k"}:
-            return functools.partial(_library_packed, library)
+    has_arguments = _arguments().keys() >= {"out", "cu_seqlens_k", "max_seqlen_k"}
+    if isinstance(module, str) and not isinstance(library, str) and has_arguments:
+        return functools.partial(_library_packed, library)
     if isinstance(module, str):
         module = of_hub()  # Last, because it may use the network.
     if isinstance(module, str):
@@ -441,10 +412,7 @@ def _package_packed(
     out, logsumexp, *_ = flash_attn_varlen_func(
         call.query,
         *call.new,
-        starts,
-        starts,
-        most,
-        most,
+        *(starts, starts, most, most),
         softmax_scale=call.scale,
         causal=True,
         window_size=window_bounds(call.window),

@@ -8,7 +8,9 @@ from __future__ import annotations
 import abc
 import functools
 import logging
+from collections.abc import Callable
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +20,7 @@ from .base import AttentionBackend, AttentionSpec, Call
 
 _LOG = logging.getLogger(__name__)
 DTYPES = (torch.float16, torch.bfloat16)
+T = TypeVar("T")
 
 
 @functools.cache
@@ -33,6 +36,29 @@ def load(repository: str, version: int) -> ModuleType | str:
         return f"the Hub's {repository} cannot be had: {one_line(error)}"
     _LOG.info("attention takes %s, version %d, from the Hugging Face Hub", repository, version)
     return module
+
+
+def first_found(*sources: Callable[[], T | str]) -> T | str:
+    """Return what the first source with anything has, or the reasons why there is nothing."""
+    reasons = []
+    for source in sources:
+        found = source()
+        if not isinstance(found, str):
+            return found
+        reasons.append(found)
+    return "; ".join(reasons)
+
+
+def reason(found: object) -> str | None:
+    """Return why a kernel was not found; None if it was."""
+    return found if isinstance(found, str) else None
+
+
+def usable(name: str, found: T | str) -> T:
+    """Return a kernel of the backend `name`; `ConfigError` with the reason if it was not found."""
+    if isinstance(found, str):
+        raise ConfigError(f"{name!r} cannot run: {found}")
+    return found
 
 
 def why_not_flash(

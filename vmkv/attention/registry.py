@@ -47,7 +47,7 @@ def _lazy(module: str, name: str) -> Callable[[], AttentionBackend]:
 _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {
     "flash3": _lazy("flash3", "Flash3Backend"),
     "flash2": _lazy("flash2", "Flash2Backend"),
-    "torch": _lazy("torch_flash", "TorchFlashBackend"),
+    "torch": _lazy("flash2", "TorchFlashBackend"),
     "sdpa": _lazy("sdpa", "SdpaBackend"),
 }
 

@@ -2,19 +2,18 @@
 
 `cache.py` and `layers.py` are the cache, `store.py` and `group_step.py` its memory, and
 `kv_format.py` the stored types; `attention.py` is the implementation "vmkv"; `proof.py` decides
-which models packed steps serve; `ragged_cache.py`, `sampling.py`
-and `generation.py` generate over such steps; `capture.py` and `captured_steps.py` capture them for
-transformers' own loop; `compat.py` has every version branch. Importing this package registers
-"vmkv" with transformers.
+which models packed steps serve; `sampling.py` and `generation.py` generate over such steps;
+`capture.py` captures them for transformers' own loop; `compat.py` has every version branch.
+Importing this package registers "vmkv" with transformers.
 """
 
 from .attention import register
 from .cache import VMKVCache as VMKVCache
 from .capture import capture_decoding as capture_decoding
+from .generation import RaggedCache as RaggedCache
 from .generation import generate as generate
 from .generation import ragged_generate as ragged_generate
 from .kv_format import KVScales as KVScales
 from .kv_format import calibrate_kv_scales as calibrate_kv_scales
-from .ragged_cache import RaggedCache as RaggedCache
 
 register()

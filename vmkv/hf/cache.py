@@ -5,22 +5,20 @@ model.generate(**inputs, past_key_values=VMKVCache(config=model.config))
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from ..core.cache import CacheStats
 from ..errors import ConfigError
 from . import compat
 from . import store as orphans
 from .configuration import LayerKind
 from .layers import VirtualLayer, VMKVFullLayer, VMKVSlidingLayer, past_is_lost
-from .store import CacheOptions, Store
+from .store import CacheOptions, Store, StoreOwner
 
 
-class VMKVCache(DynamicCache):  # type: ignore[misc]
+class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
     """A transformers cache that grows by mapping pages instead of copying. Not thread-safe.
 
     Full-attention and sliding-window layers live in virtual memory; layers of other kinds (linear
@@ -55,18 +53,15 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
             if is_ours:
                 kinds.append(LayerKind(index, window))
         self._config = config
-        self._store = Store(config, options, kinds)
+        self._own(Store(config, options, kinds))
         layers = list(originals)
         for kind in kinds:
             layer_class = VMKVFullLayer if kind.window_tokens is None else VMKVSlidingLayer
             layers[kind.index] = layer_class(
                 kind.index, self._store, kind.window_tokens, originals[kind.index]
             )
-        super(DynamicCache, self).__init__(layers=layers)
+        Cache.__init__(self, layers=layers)
         self._virtual_layers = [layer for layer in layers if isinstance(layer, VirtualLayer)]
-        # The store does not refer to the cache, so that it can outlive it as an orphan.
-        self._finalizer = weakref.finalize(self, orphans.add, self._store)
-        self._finalizer.atexit = False
 
     @classmethod
     def for_encoder_decoder(cls, config: Any, **options: Any) -> EncoderDecoderCache:
@@ -165,7 +160,7 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
             self._store.take_over(entries)
             for layer in self._virtual_layers:
                 if layer.is_initialized:
-                    layer.set_batch_size(len(entries))
+                    layer._batch_size = len(entries)
         for layer in self.layers:
             if not isinstance(layer, VirtualLayer):
                 getattr(layer, method)(argument)
@@ -176,40 +171,13 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         # Without tokens there is no batch: the next one may be smaller.
         self._store.settle(self._batch_size if num_tokens else 0, num_tokens)
 
-    # ---- memory ---------------------------------------------------------------------------
-
-    def stats(self) -> CacheStats:
-        """Return the cache's present contents and memory, all devices together."""
-        return self._store.stats()
-
-    def trim(self, num_bytes: int | None = None) -> int:
-        """Return memory that no token needs to the device; returns the bytes released."""
-        return self._store.trim(num_bytes)
-
-    def check(self) -> None:
-        """Check the invariants of all memory; raises `InternalError` where one is broken."""
-        for core in self._store.cores:
-            core.check()
-
     def close(self) -> None:
         """Wait for submitted work and free everything. Idempotent.
 
         Tensors from the cache must not be used afterwards.
         """
-        self._finalizer.detach()
         compat.drop_shared_layers(self)
-        self._store.close()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._store.is_closed
-
-    def __enter__(self) -> VMKVCache:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+        super().close()
 
     # ---- copies ---------------------------------------------------------------------------
 

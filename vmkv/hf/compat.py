@@ -233,11 +233,6 @@ def is_length_limit(criterion: Any) -> bool:
     return type(criterion) is MaxLengthCriteria
 
 
-def length_limit(max_tokens: int) -> Any:
-    """Make the criterion that ends sequences of `max_tokens`, prompts included."""
-    return MaxLengthCriteria(max_length=max_tokens)
-
-
 def stop_string_criterion(tokenizer: Any, stop_strings: Any) -> Any:
     """Make the criterion that ends sequences whose text ends in one of `stop_strings`."""
     return StopStringCriteria(tokenizer, stop_strings)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 
@@ -90,9 +89,8 @@ class DeviceRows:
     def __init__(self, core: KVCache):
         self.core = core
         self.sequences: list[Sequence] = []
-        # Masks of the current step, as read; a model has one for each kind of layer.
-        self._paddings: dict[int, tuple[weakref.ref[torch.Tensor], bool, torch.Tensor | None]] = {}
-        self._padding_tokens = -1
+        # Masks of the current step by id, as read; a model has one for each kind of layer.
+        self.paddings: dict[int, tuple[torch.Tensor, bool, torch.Tensor | None]] = {}
 
     def ensure(self, batch_size: int, num_tokens: int) -> None:
         """Make the first `batch_size` rows hold `num_tokens`; grows the cache once per step."""
@@ -103,6 +101,7 @@ class DeviceRows:
             if batch_size > num_rows:
                 self._open_rows(batch_size)
             self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
+            self.paddings.clear()
         except BaseException:
             self.keep_rows(num_rows)
             raise
@@ -126,26 +125,14 @@ class DeviceRows:
 
     def left_pad(self, padding: torch.Tensor, num_tokens: int) -> tuple[bool, torch.Tensor | None]:
         """Whether `padding [B, T]` is left padding, and how much: `[B] int32`; read once."""
-        if num_tokens != self._padding_tokens:
-            self.forget_paddings()
-            self._padding_tokens = num_tokens
-        known = self._paddings.get(id(padding))
-        if known is None or known[0]() is not padding:
-            known = (weakref.ref(padding), *self._read_padding(padding, num_tokens))
-            self._paddings[id(padding)] = known
-        return known[1], known[2]
-
-    def forget_paddings(self) -> None:
-        """Forget masks that were read: another batch may rewrite the same tensor."""
-        self._paddings.clear()
-
-    def _read_padding(
-        self, padding: torch.Tensor, num_tokens: int
-    ) -> tuple[bool, torch.Tensor | None]:
         if padding.shape != (len(self.sequences), num_tokens):
-            return (False, None)
-        is_left_padding, has_any, left_pad = read_left_pad(padding.bool())
-        return (is_left_padding, left_pad.to(self.core.device) if has_any else None)
+            return False, None
+        known = self.paddings.get(id(padding))
+        if known is None:
+            is_left_padding, has_any, left_pad = read_left_pad(padding.bool())
+            pad = left_pad.to(self.core.device) if has_any else None
+            known = self.paddings[id(padding)] = (padding, is_left_padding, pad)
+        return known[1:]
 
     def take_over(self, sources: Sequence_[int]) -> None:
         """Make the batch the entries `sources` of the present one, in that order.

@@ -40,7 +40,7 @@ class VirtualLayer:
         self.is_initialized = False
         self._index = index
         self._store = store
-        self._window = window_tokens
+        self.window_tokens = window_tokens  # None for all.
         self._length = 0
         self._first_kept = 0
         self._batch_size = 0
@@ -112,7 +112,7 @@ class VirtualLayer:
             raise self._mismatch(key_states, value_states)
         step.write(index, key_states, value_states)
         self._length = end
-        if self._window is not None and not self.record_past:
+        if self.window_tokens is not None and not self.record_past:
             self._first_kept = self._visible_from(end)
         keys, values = step.keys[index], step.values[index]
         if step.is_fp8 and not self._store.attends_in_place:
@@ -146,19 +146,19 @@ class VirtualLayer:
                     "VMKVCache.for_encoder_decoder(config) as past_key_values"
                 )
             self._store.close_gaps()
-        first = 0 if self._window is None else self._visible_from(start)
+        first = 0 if self.window_tokens is None else self._visible_from(start)
         place.step.advance(self._batch_size, first, start, start + num_tokens)
         return place.step, place.index
 
     def _visible_from(self, start: int) -> int:
         """Return the first token that a query at position `start` of a sliding layer sees."""
-        assert self._window is not None
-        return max(0, start - self._window + 1)
+        assert self.window_tokens is not None
+        return max(0, start - self.window_tokens + 1)
 
     def note_token(self) -> None:
         """Count one more token, written by other means than `update`."""
         self._length += 1
-        if self._window is not None and not self.record_past:
+        if self.window_tokens is not None and not self.record_past:
             self._first_kept = self._visible_from(self._length)
 
     def _mismatch(self, keys: torch.Tensor, values: torch.Tensor) -> ConfigError:
@@ -172,11 +172,6 @@ class VirtualLayer:
         )
 
     # ---- attention in place -----------------------------------------------------------------
-
-    @property
-    def window_tokens(self) -> int | None:
-        """How many of the last tokens a query sees; None for all."""
-        return self._window
 
     def attention_batch(
         self, num_queries: int, padding: torch.Tensor | None
@@ -202,10 +197,7 @@ class VirtualLayer:
             asked.sinks,
             step.scales(index),
         )
-        kind = (
-            *(query.shape[1:], query.dtype, call.window, call.softcap, call.sinks is None),
-            batch.left_pad is None,
-        )
+        kind = call.kind
         if self._kernel is None or self._kernel[0] != kind:
             spec = call.spec(step.rows.core.max_tokens)
             backend = select(spec, self._store.options.attention_backend)
@@ -214,6 +206,11 @@ class VirtualLayer:
         return self._kernel[1].attend(call)
 
     # ---- contents -------------------------------------------------------------------------
+
+    def _kept(self, which: int) -> torch.Tensor | None:
+        if not self.is_initialized:
+            return None
+        return self._views(self._first_kept, self._length)[which]
 
     def _views(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._store.check_open()
@@ -225,37 +222,18 @@ class VirtualLayer:
                 views.values[index, : self._batch_size, :, first:end],
             )
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """Contents `[batch, kv_heads, kept_tokens, k_dim]`, or None; eight bits are not decoded."""
-        if not self.is_initialized:
-            return None
-        return self._views(self._first_kept, self._length)[0]
-
-    @keys.setter
-    def keys(self, value: torch.Tensor | None) -> None:
-        """Refuse any assignment but None."""
-        self._refuse_assignment(value)
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """Contents `[batch, kv_heads, kept_tokens, v_dim]`, or None; eight bits are not decoded."""
-        if not self.is_initialized:
-            return None
-        return self._views(self._first_kept, self._length)[1]
-
-    @values.setter
-    def values(self, value: torch.Tensor | None) -> None:
-        """Refuse any assignment but None."""
-        self._refuse_assignment(value)
-
     def _refuse_assignment(self, value: torch.Tensor | None) -> None:
         # transformers assigns None to mean "forget", next to what `reset` does anyway.
         if value is not None:
             raise ConfigError(
-                "keys and values of a VMKVCache cannot be replaced by other tensors; write into "
-                "them, or use update, crop, reorder_cache, batch_select_indices"
+                "keys and values of a VMKVCache cannot be replaced by other tensors, nor can one "
+                "layer be offloaded or reordered: write into them, or use update; reorder_cache "
+                "and batch_select_indices concern all layers, call them on the cache"
             )
+
+    # Contents `[batch, kv_heads, kept_tokens, dim]`, or None; eight bits are not decoded.
+    keys = property(lambda self: self._kept(0), _refuse_assignment)
+    values = property(lambda self: self._kept(1), _refuse_assignment)
 
     def get_seq_length(self, *args: Any) -> int:
         """Return the number of tokens seen so far, without waiting for the device."""
@@ -278,32 +256,6 @@ class VirtualLayer:
         self._store.check_open()
         self._length = self._first_kept = self._batch_size = 0
         self.is_initialized = False
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refused for a single layer: raises `ConfigError`."""
-        raise _needs_all_layers("reorder_cache")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused for a single layer: raises `ConfigError`."""
-        raise _needs_all_layers("batch_repeat_interleave")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Refused for a single layer: raises `ConfigError`."""
-        raise _needs_all_layers("batch_select_indices")
-
-    def set_batch_size(self, batch_size: int) -> None:
-        """Set the batch size after the store has rearranged the rows."""
-        self._batch_size = batch_size
-
-    # ---- refusals -------------------------------------------------------------------------
-
-    def offload(self) -> None:
-        """Not supported: raises `ConfigError`."""
-        raise ConfigError("VMKVCache does not offload layers; use DynamicCache(offloading=True)")
-
-    def prefetch(self) -> None:
-        """Not supported: raises `ConfigError`."""
-        self.offload()
 
     # ---- copies ---------------------------------------------------------------------------
 
@@ -333,12 +285,6 @@ class VirtualLayer:
                 strict=True,
             ):
                 new.copy_(old)
-
-
-def _needs_all_layers(method: str) -> ConfigError:
-    return ConfigError(
-        f"{method} concerns all layers of a VMKVCache, which lie side by side; call it on the cache"
-    )
 
 
 @functools.cache

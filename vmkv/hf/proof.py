@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.cache import Sequence as Row
+from ..errors import VMKVError
 from ..step import Piece, Stepper, attending_through
 from ..step.model_guard import PACKED, chosen_attention, refusing_waits
 from ..step.piece import packing_order
+from ..step.row_attention import LayerCall
 from . import compat
-from .attention import attending_in_place
-from .compat import num_embeddings
+from .attention import attend_to_tensors, attending_in_place
 from .configuration import LayerKind, UnservableError, layer_kinds
-from .layer_questions import check_windows, explained, layer_signatures
 from .store import CacheOptions, Signature, Store
 
 #: Tokens of each sequence: more than the windows of models that are made for tests.
@@ -102,7 +102,7 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
         if served_as not in proofs:
             with torch.no_grad(), _undisturbed(model):
                 proof = _check_passes(model, kinds, attention_backend)
-                check_windows(model, kinds, _token_ids(model, 0)[0, :2])
+                _check_windows(model, kinds, _token_ids(model, 0)[0, :2])
             _proven[model] = _made_of(model, kinds), proofs | {served_as: proof}
     except UnservableError as error:
         raise error.of(model) from error.__cause__
@@ -123,7 +123,7 @@ def _check_passes(model: Any, kinds: Sequence[LayerKind], attention_backend: str
     signatures: dict[int, Signature] = {}
     for attempt in range(_NUM_ATTEMPTS):
         plain = _plain_pass(model, _token_ids(model, attempt))
-        signatures = signatures or layer_signatures(model, kinds, plain.token_ids[:2])
+        signatures = signatures or _layer_signatures(model, kinds, plain.token_ids[:2])
         calls, never_waits, differences = _packed_passes(
             model, kinds, signatures, attention_backend, plain
         )
@@ -158,12 +158,10 @@ def _plain_pass(model: Any, token_ids: torch.Tensor) -> _PlainPass:
     # A model that attends through "vmkv" already is compared with eager attention.
     reference = "eager" if chosen == PACKED else chosen
     with attending_through(model, reference), _before_layers(model, keep):
-        try:
-            output = model(input_ids=token_ids, use_cache=False, return_dict=True)
-            logits = output.logits.flatten(0, 1)
-        except Exception as error:
-            raise explained(error, "it does not run on token ids alone") from error
-    return _PlainPass(token_ids.flatten(), inputs, logits)
+        output = _run(model, token_ids, _NOT_PLAIN)
+    if not isinstance(getattr(output, "logits", None), torch.Tensor):
+        raise UnservableError("it returns no logits")
+    return _PlainPass(token_ids.flatten(), inputs, output.logits.flatten(0, 1))
 
 
 def _packed_passes(
@@ -258,7 +256,7 @@ def _packed_pass(
             # All but the first token's, to check that the model returns the requested logits.
             logits = stepper.run_eagerly(told, elsewhere, list(range(1, len(kinds))))
         except Exception as error:
-            raise explained(error, "it does not run on packed tokens") from error
+            raise _explained(error, "it does not run on packed tokens") from error
     expected = plain.logits[places.to(plain.logits.device)[1:]]
     finite = expected.where(expected.isfinite(), 0)  # Some models rule tokens out with -inf.
     made = finite - finite.mean(-1, keepdim=True)
@@ -339,7 +337,7 @@ def _token_ids(model: Any, attempt: int) -> torch.Tensor:
     """Return `[n, T]` tokens of the vocabulary, none of them special."""
     embedding = model.get_input_embeddings().weight
     special = compat.special_tokens(model.config)
-    plain = [each for each in range(min(num_embeddings(model), 8192)) if each not in special]
+    plain = [each for each in range(min(compat.num_embeddings(model), 8192)) if each not in special]
     count = _NUM_SEQUENCES * _NUM_TOKENS
     # A stride that shares no factor with most vocabularies, so that few tokens come twice.
     ids = [plain[(at + attempt * count) * 7919 % len(plain)] for at in range(count)]
@@ -397,7 +395,89 @@ def _before_layers(
             handle.remove()
 
 
+# ---- the layers ---------------------------------------------------------------------------------
+
+
+def _layer_signatures(
+    model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tensor
+) -> dict[int, Signature]:
+    """Return all layers' key and value signatures, from a packed pass over `[T]` tokens."""
+    signatures: dict[int, Signature] = {}
+
+    def hear(module: torch.nn.Module, asked: LayerCall) -> torch.Tensor:
+        index: Any = getattr(module, "layer_idx", None)
+        if index is None:
+            raise UnservableError(f"{type(module).__name__} does not say which layer it is")
+        index = int(index)
+        if index in signatures:
+            raise UnservableError(f"its layer {index} attends more than once in a pass")
+        if asked.mask is not None and not getattr(asked.mask, "_vmkv_placeholder", False):
+            raise UnservableError(f"its layer {index} attends with a mask of the model's own")
+        if asked.bias is not None:
+            raise UnservableError(f"its layer {index} adds a bias of the model's own to scores")
+        signatures[index] = Signature.of(asked.key, asked.value)
+        # Packed tokens are one causal sequence, whatever the mask.
+        return attend_to_tensors(asked._replace(mask=None), causal=True)
+
+    placeholder = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=token_ids.device)
+    placeholder._vmkv_placeholder = True  # type: ignore[attr-defined]
+    positions = torch.arange(len(token_ids), device=token_ids.device)[None]
+    with attending_in_place(model):
+        given = {"position_ids": positions, "attention_mask": placeholder, "vmkv_batch": hear}
+        _run(model, token_ids[None], "it does not run on packed tokens", **given)
+    missing = {kind.index for kind in kinds} - signatures.keys()
+    if missing:
+        raise UnservableError(
+            f"its layers {sorted(missing)} do not attend through transformers' attention interface"
+        )
+    return signatures
+
+
+def _check_windows(model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tensor) -> None:
+    """Refuse a model whose masks have windows of other lengths than its rows."""
+    windows: dict[int, tuple[int | None, int | None]] = {}
+
+    def hear(module: torch.nn.Module, asked: LayerCall) -> torch.Tensor:
+        recipe = getattr(asked.mask, "_vmkv_recipe", None)
+        if recipe is not None:
+            windows[int(vars(module)["layer_idx"])] = (asked.window, recipe.window)
+        return attend_to_tensors(asked, causal=getattr(module, "is_causal", True))
+
+    with attending_in_place(model):
+        _run(model, token_ids[None], _NOT_PLAIN, vmkv_batch=hear)
+    for kind in kinds:
+        given, masked = windows.get(kind.index, (None, kind.window_tokens))
+        kept = kind.window_tokens if given is None else given
+        if kept != masked:
+            raise UnservableError(
+                f"its layer {kind.index} is to see {_window(kept)} by its configuration, and "
+                f"{_window(masked)} by its mask"
+            )
+
+
+def _run(model: Any, token_ids: torch.Tensor, what: str, **given: Any) -> Any:
+    """Run the model without a cache; an error is explained by `what`."""
+    try:
+        return model(input_ids=token_ids, use_cache=False, return_dict=True, **given)
+    except Exception as error:
+        raise _explained(error, what) from error
+
+
 # ---- messages -----------------------------------------------------------------------------------
+
+_NOT_PLAIN = "it does not run on token ids alone"
+
+
+def _window(num_tokens: int | None) -> str:
+    return "all tokens" if num_tokens is None else f"{num_tokens} tokens"
+
+
+def _explained(error: Exception, what: str) -> Exception:
+    """Wrap the error of a failed pass, unless it is vmkv's own or out of memory."""
+    if isinstance(error, (VMKVError, torch.OutOfMemoryError)):
+        return error
+    message = str(error).partition("\n")[0][:200]
+    return UnservableError(f"{what} ({type(error).__name__}{': ' if message else ''}{message})")
 
 
 def _why_different(model: Any, difference: _Difference) -> str:

@@ -41,7 +41,9 @@ from .group_step import DeviceRows, GroupStep, LayerPlace
 from .kv_format import KVFormat, KVScales, SkipLayers
 
 if TYPE_CHECKING:
-    from .captured_steps import CapturedSteps
+    from typing_extensions import Self
+
+    from .capture import CapturedSteps
 
 # ---- store ---------------------------------------------------------------------------------------
 
@@ -267,10 +269,6 @@ class Store:
                     place.step = steps.setdefault(id(group), GroupStep(rows, group))
                     place.index = at
 
-    def looks_like(self, signatures: Mapping[int, Signature]) -> bool:
-        """Whether all layers have exactly these signatures."""
-        return self.signatures == signatures
-
     @property
     def has_seen_all(self) -> bool:
         """Whether every layer has been updated since the beginning, or the last reset."""
@@ -344,7 +342,7 @@ class Store:
         for rows in self._rows.values():
             rows.keep_rows(batch_size)
             rows.set_length(num_tokens)
-            rows.forget_paddings()
+            rows.paddings.clear()  # Another batch may rewrite the same tensor.
         if not batch_size:
             self._seen.clear()  # The next batch may have other shapes.
 
@@ -399,19 +397,6 @@ class Store:
         """The batch's rows, on each device."""
         return list(self._rows.values())
 
-    def trim(self, num_bytes: int | None) -> int:
-        """Return memory that no token needs to the devices; returns the bytes released."""
-        self.check_open()
-        released_bytes = 0
-        for rows in self._rows.values():
-            rest = None if num_bytes is None else max(0, num_bytes - released_bytes)
-            released_bytes += rows.core.trim(rest)
-        return released_bytes
-
-    def stats(self) -> CacheStats:
-        """Return the caches' present contents and memory, all devices together."""
-        return add_stats([core.stats() for core in self.cores])
-
     def has_outside_views(self) -> bool:
         """Whether tensors from the cache still live outside it; drops the store's own."""
         self._end_readers()
@@ -434,6 +419,58 @@ class Store:
         """Raise `ClosedError` if the store is closed."""
         if self.is_closed:
             raise ClosedError("this VMKVCache is closed; make a new one")
+
+
+class StoreOwner:
+    """A cache over a store: its memory, its end, and its finalizer."""
+
+    _store: Store
+
+    def _own(self, store: Store) -> None:
+        """Keep `store`, which does not refer to the cache, so that it can outlive it as orphan."""
+        self._store = store
+        self._finalizer = weakref.finalize(self, add, store)
+        self._finalizer.atexit = False
+
+    def stats(self) -> CacheStats:
+        """Return the cache's present contents and memory, all devices together."""
+        return add_stats([core.stats() for core in self._store.cores])
+
+    def trim(self, num_bytes: int | None = None) -> int:
+        """Return memory that no live token needs to the devices; returns the bytes released.
+
+        Rows of ended sequences go first, and with them their prefixes: all, without `num_bytes`.
+        """
+        self._store.check_open()
+        released_bytes = 0
+        for core in self._store.cores:
+            rest = None if num_bytes is None else max(0, num_bytes - released_bytes)
+            released_bytes += core.trim(rest)
+        return released_bytes
+
+    def check(self) -> None:
+        """Check the invariants of all memory; raises `InternalError` where one is broken."""
+        for core in self._store.cores:
+            core.check()
+
+    def close(self) -> None:
+        """Wait for submitted work and free everything. Idempotent.
+
+        Tensors from the cache must not be used afterwards.
+        """
+        self._finalizer.detach()
+        self._store.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._store.is_closed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def _backend_for(device: torch.device) -> Backend:

@@ -22,7 +22,6 @@ is unchanged.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,62 @@ _ATTEND = "attend_rows"
 _SUM = "vmkv.all_reduce_"
 _Order = dict[torch.fx.Node, int]
 
+# ---- forms ---------------------------------------------------------------------------------------
+
+
+class _Form(NamedTuple):
+    """A call in a graph: its function or method's name, and its arguments in order.
+
+    An argument is a form, the name of whatever stands there, or a value. One name stands for one
+    thing. The call itself may have a name as well; arguments that commute may be in either order.
+    """
+
+    target: Any
+    arguments: tuple[Any, ...]
+    name: str = ""
+    commutes: bool = False
+
+
+def _match(node: Any, form: Any, found: dict[str, Any]) -> dict[str, Any] | None:
+    """Return `found` and what the names of `form` stand for at a node; None if it differs."""
+    if isinstance(form, str):
+        return found | {form: node} if found.get(form, node) is node else None
+    if isinstance(form, _Form):
+        if not isinstance(node, torch.fx.Node) or node.target != form.target:
+            return None
+        given = [*node.args, *node.kwargs.values()]
+        found = found | {form.name: node} if form.name else found
+        for order in (given, given[::-1]) if form.commutes else (given,):
+            matched = _match(order, list(form.arguments), found)
+            if matched is not None:
+                return matched
+        return None
+    if isinstance(form, list | tuple):
+        if not isinstance(node, list | tuple) or len(node) != len(form):
+            return None
+        matched = found
+        for each, wanted in zip(node, form, strict=True):
+            matched = None if matched is None else _match(each, wanted, matched)
+        return matched
+    return found if node == form else None
+
+
 # ---- rotary embeddings ---------------------------------------------------------------------------
+
+
+def _part(name: str) -> _Form:
+    """Return the form of a slice of each head of `x`."""
+    return _Form(operator.getitem, ("x", (..., name)))
+
+
+_CROSSED = _Form(torch.cat, ((_Form(operator.neg, (_part("high"),)), _part("low")), -1))
+_TURNED = _Form(
+    operator.add,
+    (
+        _Form(operator.mul, ("x", _Form("unsqueeze", ("cos", 1)))),
+        _Form(operator.mul, (_CROSSED, _Form("unsqueeze", ("sin", 1)))),
+    ),
+)
 
 
 class _Turned(NamedTuple):
@@ -82,52 +136,18 @@ def _erase(unused: list[torch.fx.Node], kept: set[torch.fx.Node]) -> None:
 
 def _turned(node: Any) -> _Turned | None:
     """Match the rotary-embedding pattern at an fx node; None if it is something else."""
-    if not _is_call(node, operator.add):
+    found = _match(node, _TURNED, {})
+    if found is None:
         return None
-    straight, crossed = node.args
-    if not (_is_call(straight, operator.mul) and _is_call(crossed, operator.mul)):
-        return None
-    (x, cos), (swapped, sin) = straight.args, crossed.args
-    cos, sin = _unsqueezed(cos), _unsqueezed(sin)
-    if cos is None or sin is None or getattr(swapped, "target", None) is not torch.cat:
-        return None
-    halves, *dim = swapped.args or (None,)
-    if [*dim, *swapped.kwargs.values()] != [-1] or not isinstance(x, torch.fx.Node):
-        return None
-    if not isinstance(halves, list | tuple) or len(halves) != 2:
-        return None
-    negated, low = halves
-    if not _is_call(negated, operator.neg):
-        return None
-    shape = getattr(x.meta.get("example_value"), "shape", ())
+    shape = getattr(_value(found["x"]), "shape", ())
     if not shape or not isinstance(shape[-1], int) or shape[-1] % 2:
         return None
     half = shape[-1] // 2
-    if _part(negated.args[0], x) != slice(half, None) or _part(low, x) != slice(None, half):
+    if (found["low"], found["high"]) != (slice(None, half), slice(half, None)):
         return None
-    return _Turned(x, cos, sin)
-
-
-def _unsqueezed(node: Any) -> torch.fx.Node | None:
-    """Return the angles `[1, T, D]` that a node unsqueezes for heads; None for other nodes."""
-    if not isinstance(node, torch.fx.Node) or node.op != "call_method":
-        return None
-    if node.target != "unsqueeze" or [*node.args[1:], *node.kwargs.values()] != [1]:
-        return None
-    source = node.args[0]
-    if not isinstance(source, torch.fx.Node):
-        return None
-    return source if getattr(source.meta.get("example_value"), "ndim", 0) == 3 else None
-
-
-def _part(node: Any, x: torch.fx.Node) -> slice | None:
-    """Return the slice of each head of `x` that a node takes; None for other nodes."""
-    if not _is_call(node, operator.getitem) or node.args[0] is not x:
-        return None
-    index = node.args[1]
-    if not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis:
-        return None
-    return index[1] if isinstance(index[1], slice) else None
+    angles = found["cos"], found["sin"]
+    has_angles = all(getattr(_value(each), "ndim", 0) == 3 for each in angles)
+    return _Turned(found["x"], *angles) if has_angles else None
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -138,6 +158,17 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 # ---- sums with norms -----------------------------------------------------------------------------
+
+
+_SQUARES = _Form("pow", ("wide", 2), "squares")
+_MEAN = _Form("mean", (_SQUARES, -1, True), "mean")
+_ROOT = _Form(torch.rsqrt, (_Form(operator.add, (_MEAN, "epsilon"), "added"),), "root")
+_HIDDEN = _Form(operator.add, ("one", "other"), "hidden")
+_WIDE = _Form("to", (_HIDDEN, torch.float32), "wide")
+_SCALED = _Form(operator.mul, (_WIDE, _ROOT), "scaled", commutes=True)
+_NORM = _Form(
+    operator.mul, ("weight", _Form("to", (_SCALED, "dtype"), "narrow")), "out", commutes=True
+)
 
 
 class _Norm(NamedTuple):
@@ -164,7 +195,8 @@ def take_in_sums(module: torch.fx.GraphModule) -> int:
 
 def _take_in(graph: torch.fx.Graph, norm: _Norm) -> bool:
     hidden, out = norm.hidden, norm.chain[0]
-    for part, residual in _both_ways(hidden, operator.add):
+    terms: Any = hidden.args
+    for part, residual in (terms, terms[::-1]):
         added = _sum_of(part, hidden)
         if added is not None and _are_alike(part, residual, norm):
             break
@@ -242,68 +274,16 @@ def _are_alike(part: torch.fx.Node, residual: Any, norm: _Norm) -> bool:
 
 def _norm_at(out: torch.fx.Node) -> _Norm | None:
     """Match the usual form of a norm whose last node is `out`; None if it is something else."""
-    for weight, narrow in _both_ways(out, operator.mul):
-        scaled = _converted(narrow)
-        for wide, root in _both_ways(scaled, operator.mul):
-            hidden = _converted(wide, torch.float32)
-            epsilon, nodes = _under_root(root, wide)
-            if hidden is None or not nodes or not isinstance(weight, torch.fx.Node):
-                continue
-            chain = (out, narrow, scaled, *nodes, wide)
-            inner = chain[1:]
-            is_its_own = all(user in chain for each in inner for user in each.users)
-            is_as_narrow = narrow.args[1] == _dtype(hidden)
-            if is_its_own and is_as_narrow and _is_call(hidden, operator.add):
-                return _Norm(hidden, weight, epsilon, chain)
-    return None
-
-
-def _under_root(root: Any, wide: Any) -> tuple[Any, tuple[torch.fx.Node, ...]]:
-    """Match `rsqrt(mean(wide ** 2) + epsilon)`; return epsilon and the nodes, none if no match."""
-    added: Any = root.args[0] if _is_call(root, torch.rsqrt) else None
-    if not _is_call(added, operator.add):
-        return None, ()
-    mean: Any = added.args[0]
-    if not _is_method(mean, "mean", (-1,), {"keepdim": True}):
-        return None, ()
-    squares: Any = mean.args[0]
-    if not _is_method(squares, "pow", (2,)) or squares.args[0] is not wide:
-        return None, ()
-    return added.args[1], (root, added, mean, squares)
-
-
-def _converted(node: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return the source of a `to` node, optionally to `dtype`; None for other nodes."""
-    if not isinstance(node, torch.fx.Node) or node.op != "call_method" or node.target != "to":
+    found = _match(out, _NORM, {})
+    if found is None:
         return None
-    source, *to = node.args
-    if node.kwargs or len(to) != 1 or not isinstance(to[0], torch.dtype):
+    names = ("out", "narrow", "scaled", "root", "added", "mean", "squares", "wide")
+    chain = tuple(found[name] for name in names)
+    hidden = found["hidden"]
+    is_its_own = all(user in chain for each in chain[1:] for user in each.users)
+    if not is_its_own or found["dtype"] != getattr(_value(hidden), "dtype", None):
         return None
-    return source if dtype in (None, to[0]) else None
-
-
-def _both_ways(node: Any, function: Callable[..., Any]) -> tuple[tuple[Any, Any], ...]:
-    """Return a call's two arguments in both orders; empty for other nodes."""
-    if not _is_call(node, function) or len(node.args) != 2:
-        return ()
-    first, second = node.args
-    return (first, second), (second, first)
-
-
-def _is_call(node: Any, function: Callable[..., Any]) -> bool:
-    is_one = isinstance(node, torch.fx.Node) and node.op == "call_function"
-    return is_one and node.target is function and not node.kwargs
-
-
-def _is_method(
-    node: Any, name: str, rest: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-) -> bool:
-    is_one = isinstance(node, torch.fx.Node) and node.op == "call_method" and node.target == name
-    return is_one and node.args[1:] == rest and dict(node.kwargs) == (kwargs or {})
-
-
-def _dtype(node: torch.fx.Node) -> torch.dtype | None:
-    return getattr(_value(node), "dtype", None)
+    return _Norm(hidden, found["weight"], found["epsilon"], chain)
 
 
 def _value(node: Any) -> Any:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 Key = TypeVar("Key")
-_TIMED_REPLAYS = 3
 
 
 class Scratch(NamedTuple):
@@ -140,10 +139,6 @@ class StepGraphs(abc.ABC, Generic[Key]):
         self._refused: set[Key] = set()
 
     @abc.abstractmethod
-    def keys(self) -> Sequence[Key]:
-        """Return all buckets, the largest first, so that the later ones find memory to share."""
-
-    @abc.abstractmethod
     def empty(self, key: Key) -> torch.Tensor:
         """Return the input of a step of padding, on the host."""
 
@@ -210,22 +205,6 @@ class StepGraphs(abc.ABC, Generic[Key]):
             return False
         return True
 
-    def capture_all(self, captured: Callable[[], object]) -> None:
-        """Capture every graph; `captured` is called after each.
-
-        A graph that cannot be captured raises `RuntimeError` or `ConfigError`; earlier ones are
-        kept.
-        """
-        for key in self.keys():
-            if not self.captured or self.needs_warm_up(key):
-                self.warm_up(key)
-            self.capture(key)
-            captured()
-
-    def needs_warm_up(self, key: Key) -> bool:
-        """Whether the step of `key` uses code that no step before it has run."""
-        return False
-
     def capture(self, key: Key) -> None:
         """Capture the graph of `key`; the model has run before."""
         self._send(self.empty(key))
@@ -237,24 +216,6 @@ class StepGraphs(abc.ABC, Generic[Key]):
         graph = self._graphs.pop(key)
         if graph is not None:
             graph.reset()
-
-    def replay_ms(self, key: Key, integers: torch.Tensor) -> float:
-        """Return the shortest device time in ms of some replays with this input. Waits."""
-        graph = self._graphs[key]
-        assert graph is not None  # Only called on CUDA.
-        self._send(integers)
-        times_ms = []
-        for _ in range(_TIMED_REPLAYS):
-            start, end = (
-                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                for _ in range(2)
-            )
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times_ms.append(float(start.elapsed_time(end)))
-        return min(times_ms)
 
     def warm_up(self, key: Key) -> None:
         """Run the step of `key` on padding: compiles, tunes and loads its kernels."""
@@ -314,7 +275,7 @@ class DecodeGraphs(StepGraphs[Bucket]):
         return width, self.length_buckets[bisect_left(self.length_buckets, longest)]
 
     def keys(self) -> Sequence[Bucket]:
-        """Return all buckets, the largest first."""
+        """Return all buckets, the largest first, so that the later ones find memory to share."""
         found: list[Bucket] = []
         for width in reversed(self.batch_buckets):
             if width >= self._split_below:
@@ -322,6 +283,19 @@ class DecodeGraphs(StepGraphs[Bucket]):
             else:
                 found += [(width, bound) for bound in reversed(self.length_buckets)]
         return found
+
+    def capture_all(self, captured: Callable[[], object]) -> None:
+        """Capture every graph; `captured` is called after each.
+
+        A graph that cannot be captured raises `RuntimeError` or `ConfigError`; earlier ones are
+        kept.
+        """
+        for key in self.keys():
+            # Layers are compiled and tuned separately for one sequence.
+            if not self.captured or key[0] == 1:
+                self.warm_up(key)
+            self.capture(key)
+            captured()
 
     def fill(self, key: Bucket, pieces: Sequence[Piece]) -> torch.Tensor:
         """Return a step's input for decoding `pieces`, on the host."""
@@ -338,10 +312,6 @@ class DecodeGraphs(StepGraphs[Bucket]):
     def empty(self, key: Bucket) -> torch.Tensor:
         """Return the input of a step of padding, on the host."""
         return self.fill(key, [])
-
-    def needs_warm_up(self, key: Bucket) -> bool:
-        """Whether the bucket has one sequence: those layers are compiled and tuned separately."""
-        return key[0] == 1
 
     def step(self, key: Bucket, integers: torch.Tensor) -> None:
         """Run the step: tokens from the host or the slots, to `GraphSpace.take`."""
@@ -436,14 +406,6 @@ class BatchGraphs(StepGraphs[BatchBucket]):
     def key(self, num_tokens: int, *, is_padded: bool) -> BatchBucket:
         """Return the bucket of rows that hold `num_tokens` after the step."""
         return BatchBucket(self._bounds[bisect_left(self._bounds, num_tokens)], is_padded)
-
-    def keys(self) -> Sequence[BatchBucket]:
-        """Return all buckets, the largest first."""
-        return [
-            BatchBucket(bound, is_padded)
-            for bound in reversed(self._bounds)
-            for is_padded in (False, True)
-        ]
 
     def fill(self, num_tokens: int) -> torch.Tensor:
         """Return the input of a step after which rows hold `num_tokens`, on the host."""

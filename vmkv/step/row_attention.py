@@ -31,9 +31,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention import AttentionBackend, AttentionBatch, Call, select
-from ..attention.append import write
+from ..attention.append import append_rotated, can_rotate, write
 from ..attention.registry import select_for_new, why_not
-from ..attention.rotary_cuda import append_rotated, can_rotate
 from ..core.cache import KVCache
 from ..core.cache.fp8 import Scales
 from ..errors import ClosedError, ConfigError, InternalError
@@ -226,12 +225,7 @@ class RowAttention:
         return self._side
 
     def _kernels_for(self, cache: KVCache, call: Call) -> _Kernels:
-        query, keys = call.query, call.keys
-        kind = (
-            *(id(cache), query.dtype, query.shape[1], keys.dtype, keys.shape[2:]),
-            *(call.values.shape[3], call.window, call.softcap, call.sinks is None),
-            call.batch.left_pad is None,
-        )
+        kind = (id(cache), *call.kind)
         kernels = self._kernels.get(kind)
         if kernels is None:
             spec = call.spec(cache.max_tokens)

@@ -27,7 +27,7 @@ from . import row_attention
 from .compiled_layers import CompiledLayers
 from .graphs import BatchGraphs, DecodeGraphs, GraphSpace, Scratch
 from .mixed_graphs import MixedGraphs
-from .model_guard import PACKED, ModelGuard, has_users
+from .model_guard import PACKED, ModelGuard, attending_through, has_users
 from .piece import HeadInParts, Piece, StepLogits, pack, packing_order
 from .row_attention import RowAttention, row_capacities
 
@@ -91,6 +91,7 @@ class Stepper:
         self._mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=self.device)
         self.uses_operator = compile_with is not None or layers is not None
         self._keywords: dict[str, Any] = {}
+        self._shared = layers
         self._layers: CompiledLayers | None = None
         self.decode_graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
@@ -116,14 +117,17 @@ class Stepper:
             self._undo = undo.pop_all()
 
     @contextlib.contextmanager
-    def attending(self, layers: CompiledLayers) -> Iterator[None]:
-        """Context in which the model runs compiled, over this stepper's rows.
+    def attending(self) -> Iterator[None]:
+        """Context in which the model attends over this stepper's rows, by the given `layers`.
 
-        `layers` are those that the stepper was made with; `ConfigError` if another stepper runs
-        them.
+        `ConfigError` if another stepper runs the layers.
         """
-        with row_attention.attending(self.model, self.attention), layers.in_place():
-            yield
+        if self._shared is None:
+            with attending_through(self.model, PACKED):
+                yield
+        else:
+            with row_attention.attending(self.model, self.attention), self._shared.in_place():
+                yield
 
     # ---- steps ----------------------------------------------------------------------------
 

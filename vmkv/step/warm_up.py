@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from ..core.cache.whole_file import whole_file
 from ..errors import CapacityError, ConfigError
 from ..units import GiB
-from .graphs import GraphSpace, StepGraphs
+from .graphs import DecodeGraphs, GraphSpace
+from .mixed_graphs import MixedGraphs
 from .piece import Piece
 from .stepper import Stepper
 
@@ -91,9 +92,7 @@ def warm_up(
     """
     cache = CompileCache(compile_cache, stepper.model.config)
     cache.load()
-    kinds: list[StepGraphs[Any]] = [
-        each for each in (stepper.mixed_graphs, stepper.decode_graphs) if each is not None
-    ]
+    kinds = [each for each in (stepper.mixed_graphs, stepper.decode_graphs) if each is not None]
     total = 2 + sum(len(each.keys()) for each in kinds)
     with progress(total, is_shown=show_progress) as bar:
         bar.set_description("prompts")
@@ -134,7 +133,7 @@ def _prove_head(
 
 def _capture_all(
     stepper: Stepper,
-    kinds: list[StepGraphs[Any]],
+    kinds: Sequence[DecodeGraphs | MixedGraphs],
     captured: Callable[[], object],
     agree: Callable[[int], int],
 ) -> int:
