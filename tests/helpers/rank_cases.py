@@ -632,7 +632,7 @@ def adds_with_norms_in_graphs(group: TensorParallel) -> None:
 def is_alone(group: TensorParallel) -> None:
     """Rank 0's part is there, and nobody else's."""
     if group.rank:
-        group.receive(0)  # Until rank 0 has gone, however long that takes.
+        group.exchange([], False, 0)  # Until rank 0 has gone, however long that takes.
     all_reduce(torch.ones(64, device="cuda"), group.name)
     torch.cuda.synchronize()
     group.check()

@@ -202,6 +202,7 @@ class Engine:
         self._check_open()
         self._is_idle = False
         params = params or SamplingParams()
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         text = prompt if isinstance(prompt, str) else None
         tokens = packed_prompt(prompt, self.tokenizer, self._input_vocab_size)
         check_text(params, self.tokenizer)
@@ -214,6 +215,7 @@ class Engine:
                 f"a prompt of {len(tokens)} tokens leaves no room for an answer: requests hold "
                 f"{longest} at most here; shorten it, or raise max_tokens or the budget"
             )
+        self._announce("add", prompt, params, priority, tenant=tenant)
         requests: list[Request] = []
         try:
             for index in range(params.n):
@@ -264,20 +266,30 @@ class Engine:
     def cancel(self, handle: RequestHandle) -> None:
         """End a request; it keeps the tokens it has. Idempotent."""
         for request in handle.requests:
-            self._loop.end(request, FinishReason.CANCELLED)
+            self._end(request.request_id, FinishReason.CANCELLED)
 
     @uninterrupted
     def finish(self, handle: RequestHandle, sample: int) -> None:
         """End a sample as if at a stop token, for callers that find stop texts. Idempotent."""
-        self._loop.end(handle.requests[sample], FinishReason.STOP)
+        self._end(handle.requests[sample].request_id, FinishReason.STOP)
+
+    def _end(self, request_id: int, reason: FinishReason) -> None:
+        request = self._scheduler.requests.get(request_id)
+        if request is not None:
+            self._announce("_end", request_id, reason)
+            self._loop.end(request, reason)
 
     @uninterrupted
     def cancel_all(self, error: Exception | None = None) -> None:
         """Cancel every request, or fail them all with `error`."""
         if error is not None:
+            self._announce("cancel_all", RuntimeError(str(error)))
             self._loop.end_all(error)
         for handle in tuple(self._handles.values()):
             self.cancel(handle)
+
+    def _announce(self, name: str, *arguments: Any, **options: Any) -> None:
+        """Called before a method changes requests; other ranks of the model repeat the call."""
 
     # ---- outcomes -------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ See DESIGN.md, Note [Ranks plan alike].
 
 from __future__ import annotations
 
+import pickle
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -20,17 +21,16 @@ import torch
 
 from ...core.backend import Backend, MemoryLocation, open_backend
 from ...core.memory import ExtentPool
-from ...errors import ConfigError
+from ...errors import ConfigError, one_line
 from ...step import Piece
 from ..params import SamplingParams
 from ..runner import PendingStep, Runner, SlotError, StepResult
 from ..sampler import is_out_of_memory
 from . import TensorParallel
 from .agreed_backend import AgreedBackend, StepClock
-from .group import Message
 
-Command = tuple[Any, ...]
-"""A call that a rank asks of the engine on every rank: its name and its arguments."""
+Command = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""A call of an engine's method: its name, and its positional and named arguments."""
 
 
 class Lockstep:
@@ -42,7 +42,7 @@ class Lockstep:
     def __init__(self, group: TensorParallel):
         self.group = group
         self._clock = StepClock()
-        self._commands: list[Command] = []
+        self._commands: list[bytes] = []  # Pickled.
         self._checksum = 0
         self._pool: ExtentPool | None = None
         self.num_requests = 0
@@ -72,22 +72,28 @@ class Lockstep:
 
     # ---- rank 0 ---------------------------------------------------------------------------
 
-    def note(self, *command: Any) -> None:
-        """Queue a command for the other ranks, which run it before the next step."""
+    def note(self, command: Command) -> None:
+        """Queue a command for the other ranks, which run it before the next step.
+
+        Raises `ConfigError` if it cannot be pickled.
+        """
         self.group.check()
-        self._commands.append(command)
+        try:
+            self._commands.append(pickle.dumps(command))
+        except Exception as error:
+            raise ConfigError(f"it cannot be sent to the other ranks: {one_line(error)}") from error
 
     def flush(self, *, is_step: bool = False) -> None:
         """Send the queued commands, and with `is_step` a step, to the other ranks."""
         commands, self._commands = self._commands, []
-        self.group.send(Message(commands or None, is_step), self._state())
+        self.group.exchange(commands, is_step, self._state())
 
     # ---- other ranks ----------------------------------------------------------------------
 
-    def receive(self) -> tuple[Sequence[Command], bool]:
+    def receive(self) -> tuple[list[Command], bool]:
         """Wait for rank 0's commands, and whether a step follows; compare the ranks' states."""
-        commands, is_step = self.group.receive(self._state())
-        return commands or (), is_step
+        commands, is_step = self.group.exchange([], False, self._state())
+        return [pickle.loads(each) for each in commands], is_step
 
     # ---- all ranks ------------------------------------------------------------------------
 
