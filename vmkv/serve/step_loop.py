@@ -32,7 +32,7 @@ from .observer import EngineObserver, StepRecord
 from .request import FinishReason, Request, TokenLogprobs
 from .runner import PendingStep, Runner, SlotError, StepResult
 from .sampler import is_out_of_memory
-from .scheduler import PlannedChunk, Preemption, PreemptionMethod, Scheduler, StepPlan
+from .scheduler import PlannedChunk, PreemptionMethod, Scheduler, StepPlan
 
 # ---- pace ----------------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class StepLoop:
                     self._make_ready(chunks)
                 record.ready_s += time.perf_counter() - submitted.submitted_s
             return submitted, plan
-        return None, StepPlan()
+        return None, StepPlan([], [], [], [])
 
     def _carry_out(self, plan: StepPlan, chunks: list[PlannedChunk]) -> None:
         """Preempt, resume, admit and grow as planned; on errors, call `_give_up`.
@@ -359,8 +359,8 @@ class StepLoop:
         `chunks`.
         """
         view = self._view
-        for preemption in plan.preempted:
-            self._preempt(preemption)
+        for request_id, method in plan.preempted:
+            self._preempt(request_id, method)
         for request_id in plan.resumed:
             self._to_set.add(request_id)
             view.swap_in(request_id)
@@ -375,8 +375,7 @@ class StepLoop:
                     chunks[at] = self._scheduler.rebase(chunk, num_past)
         view.grow(chunks)
 
-    def _preempt(self, preemption: Preemption) -> None:
-        request_id, method = preemption
+    def _preempt(self, request_id: int, method: PreemptionMethod) -> None:
         self._requests[request_id].num_preemptions += 1
         if method is PreemptionMethod.SWAP and self._view.swap_out(request_id):
             return
@@ -386,7 +385,7 @@ class StepLoop:
     def _give_way(self) -> None:
         """Preempt the running request ranked last, else drop the swapped one's shared pages."""
         if self._scheduler.running:
-            self._preempt(self._scheduler.preempt_last(self._view))
+            self._preempt(*self._scheduler.preempt(self._scheduler.running[-1], self._view))
         else:
             self._drop_last_swapped()
 
@@ -576,7 +575,7 @@ class StepLoop:
         record.num_prefill_tokens = plan.num_tokens - record.num_decode_tokens
         record.num_running = self._scheduler.num_running
         record.num_waiting = self._scheduler.num_waiting
-        record.num_swapped = sum(each.method is PreemptionMethod.SWAP for each in plan.preempted)
+        record.num_swapped = sum(each is PreemptionMethod.SWAP for _, each in plan.preempted)
         record.num_recomputed = len(plan.preempted) - record.num_swapped
         observer.on(record, self._view.cache)
 
