@@ -30,7 +30,7 @@ from ..units import div_ceil
 from .memory_view import MemoryView
 from .observer import EngineObserver, StepRecord
 from .request import FinishReason, Request, TokenLogprobs
-from .runner import PendingStep, Runner, SlotError, StepResult
+from .runner import ModelRunner, PendingTokens, SlotError, StepResult
 from .sampler import is_out_of_memory
 from .scheduler import PlannedChunk, PreemptionMethod, Scheduler, StepPlan
 
@@ -55,7 +55,7 @@ _NEEDED_MIN, _NEEDED_MAX, _NEEDED_FACTOR, _NEEDED_DECAY = 2, 32, 2, 0.99
 class SubmittedStep:
     """A step on the device; `sampling_ids` are the requests that sample, in order."""
 
-    pending: PendingStep
+    pending: PendingTokens
     request_ids: Sequence[int]
     sampling_ids: Sequence[int]
     num_tokens: int
@@ -176,7 +176,7 @@ class StepLoop:
         self,
         scheduler: Scheduler,
         view: MemoryView,
-        runner: Runner,
+        runner: ModelRunner,
         *,
         accept: Callable[[Sequence[Sampled]], Iterable[Ended]],
         ended: Callable[[Request, FinishReason, Exception | None], None],

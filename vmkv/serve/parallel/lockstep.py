@@ -24,7 +24,7 @@ from ...core.memory import ExtentPool
 from ...errors import ConfigError, one_line
 from ...step import Piece
 from ..params import SamplingParams
-from ..runner import PendingStep, Runner, SlotError, StepResult
+from ..runner import ModelRunner, PendingTokens, SlotError, StepResult
 from ..sampler import is_out_of_memory
 from . import TensorParallel
 from .agreed_backend import AgreedBackend, StepClock
@@ -66,7 +66,7 @@ class Lockstep:
         budget_bytes = pool.stats().budget_bytes
         self.group.check_same({"page_bytes": pool.page_bytes, "budget": budget_bytes, **facts})
 
-    def runner(self, runner: Runner) -> Runner:
+    def runner(self, runner: ModelRunner) -> _LockstepRunner:
         """Wrap a runner so that its failures occur on all ranks."""
         return _LockstepRunner(runner, self)
 
@@ -118,9 +118,9 @@ class Lockstep:
 
 
 class _LockstepRunner:
-    """Implements `Runner`: a failure on one rank is a failure on all ranks."""
+    """Wraps a `ModelRunner`: a failure on one rank is a failure on all ranks."""
 
-    def __init__(self, runner: Runner, lockstep: Lockstep):
+    def __init__(self, runner: ModelRunner, lockstep: Lockstep):
         self._runner = runner
         self.close = runner.close
         self._lockstep = lockstep
@@ -155,7 +155,7 @@ class _LockstepRunner:
         if has_set and self._lockstep.group.max(int(shortage is not None)):
             raise shortage or torch.OutOfMemoryError("another rank has no memory left for a slot")
 
-    def submit(self, pieces: Sequence[Piece]) -> PendingStep:
+    def submit(self, pieces: Sequence[Piece]) -> _LockstepStep:
         """Submit a step. Cost: some 100 µs more after `set_slot`, for the ranks to agree."""
         self._lockstep.group.check()
         self._agree_on_slots()
@@ -169,9 +169,9 @@ class _LockstepRunner:
 
 
 class _LockstepStep:
-    """Implements `PendingStep`: a failure on one rank ends all ranks."""
+    """Wraps `PendingTokens`: a failure on one rank ends all ranks."""
 
-    def __init__(self, pending: PendingStep, number: int, lockstep: Lockstep):
+    def __init__(self, pending: PendingTokens, number: int, lockstep: Lockstep):
         self._pending = pending
         self._number = number
         self._lockstep = lockstep
