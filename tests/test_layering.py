@@ -1,7 +1,7 @@
 """Imports point left only, and everything up to `memory` is free of torch.
 
     errors, units, interrupts <- core (_native <- backend <- memory <- cache) <- viz <- attention
-        <- step <- hf <- serve <- cli
+        <- step <- hf <- options <- serve <- cli
 
 An import inside a function counts like any other, and across packages so does one under
 TYPE_CHECKING. No module imports itself by way of others; within one package, imports under
@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "vmkv"
 LAYERS = [
     *("errors", "units", "interrupts", "_native", "backend", "memory", "cache", "viz"),
-    *("attention", "step", "hf", "serve", "cli"),
+    *("attention", "step", "hf", "options", "serve", "cli"),
 ]
 TORCH_FREE = {*LAYERS[: LAYERS.index("cache")], "testing"}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -22,6 +22,7 @@ from vmkv import ExtentPool, KVCache, SamplingParams
 from vmkv import Sequence as Sequence_
 from vmkv.core.cache import grow_ahead, make_ready
 from vmkv.errors import CapacityError, ConfigError, DriverError
+from vmkv.options import EngineOptions
 from vmkv.serve import Engine, FinishReason, RequestHandle, engine
 from vmkv.serve.scheduler import PreemptionCosts
 
@@ -128,11 +129,11 @@ class EnginePlay(PoolPlay):
         shape = self.shape
         made: dict[str, Any] = {}
 
-        def open_rows(_: object, pool: ExtentPool, max_num_seqs: int, *__: object) -> StampedRows:
+        def open_rows(_: object, pool: ExtentPool, options: EngineOptions) -> StampedRows:
             cache = KVCache(
                 pool,
                 max_tokens=shape.max_tokens,
-                max_sequences=2 * max_num_seqs + 2,
+                max_sequences=2 * options.max_num_seqs + 2,
                 layers_per_group=shape.layers_per_group,
                 cost_model=cost_model(shape.alias_pages),
             )
@@ -144,7 +145,7 @@ class EnginePlay(PoolPlay):
             made["rows"] = StampedRows(cache, self.device, UNDERREAD_TOKENS)
             return made["rows"]
 
-        def make_runner(_: object, __: object, rows: StampedRows, **___: object) -> StampRunner:
+        def make_runner(_: object, rows: StampedRows, __: object) -> StampRunner:
             made["runner"] = StampRunner(rows)
             return made["runner"]
 

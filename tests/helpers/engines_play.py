@@ -21,6 +21,7 @@ from helpers.stamped_rows import StampedRows
 
 from vmkv import ExtentPool, KVCache, SamplingParams
 from vmkv.errors import ConfigError
+from vmkv.options import EngineOptions
 from vmkv.serve import Engine, FinishReason, RequestHandle, engine
 from vmkv.serve.scheduler import PreemptionCosts
 
@@ -64,11 +65,11 @@ class EnginesPlay(PoolPlay):
         draw, made = self._draw, {}
         swaps, is_alike = draw.random() < 0.5, draw.random() < 0.7
 
-        def open_rows(_: object, pool: ExtentPool, max_num_seqs: int, *__: object) -> StampedRows:
+        def open_rows(_: object, pool: ExtentPool, options: EngineOptions) -> StampedRows:
             cache = KVCache(
                 pool,
                 max_tokens=_MAX_TOKENS,
-                max_sequences=2 * max_num_seqs + 2,
+                max_sequences=2 * options.max_num_seqs + 2,
                 cost_model=cost_model(0),
             )
             add_layers(cache, 0, 1, 32 if is_alike else 64, None)

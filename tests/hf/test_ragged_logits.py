@@ -24,11 +24,10 @@ import transformers
 from helpers.tiny_models import VERSION
 
 from vmkv.attention import AttentionSpec, why_not
-from vmkv.hf import compat
 from vmkv.hf.attention import attending_in_place
 from vmkv.hf.configuration import layer_kinds
 from vmkv.hf.proof import prove
-from vmkv.hf.store import Settings, Store
+from vmkv.hf.store import CacheOptions, Store
 from vmkv.step import Piece, Stepper
 
 DIM = 64
@@ -122,15 +121,14 @@ def _ragged(
     name: str, model: Any, tokens: list[list[int]], device: str, backend: str
 ) -> torch.Tensor:
     """The same logits from packed prefill passes and decode steps, captured where they can be."""
-    settings = Settings(
-        compat.text_config(model.config),
+    options = CacheOptions(
         max_batch_size=len(tokens) + 1,
         attention_backend=backend,
         budget_bytes=1 << 28,
     )
     signatures = prove(model, backend).signatures
     with (
-        contextlib.closing(Store(settings, layer_kinds(model.config))) as memory,
+        contextlib.closing(Store(model.config, options, layer_kinds(model.config))) as memory,
         attending_in_place(model),
     ):
         memory.bind_all(signatures)

@@ -19,11 +19,11 @@ from helpers.tiny_models import VOCABULARY, tiny_model
 
 import vmkv
 from vmkv import ConfigError, KVCache, Sequence
-from vmkv.hf import compat, proof
+from vmkv.hf import proof
 from vmkv.hf.attention import attending_in_place
 from vmkv.hf.configuration import layer_kinds
 from vmkv.hf.proof import prove
-from vmkv.hf.store import Settings, Store
+from vmkv.hf.store import CacheOptions, Store
 from vmkv.step import Piece, Stepper
 from vmkv.step.piece import packing_order
 
@@ -64,12 +64,10 @@ def make() -> Iterator[Callable[..., Place]]:
 
         def place(name: str = "llama", num_rows: int = SLOTS + 1) -> Place:
             model = tiny_model(name)
-            settings = Settings(
-                compat.text_config(model.config), max_tokens=300, max_batch_size=num_rows
-            )
+            options = CacheOptions(max_tokens=300, max_batch_size=num_rows)
             signatures = prove(model).signatures
             memory = stack.enter_context(
-                contextlib.closing(Store(settings, layer_kinds(model.config)))
+                contextlib.closing(Store(model.config, options, layer_kinds(model.config)))
             )
             memory.bind_all(signatures)
             (cache,) = memory.cores

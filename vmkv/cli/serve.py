@@ -10,11 +10,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from ..errors import CapacityError, ConfigError, one_line
-from ..units import format_bytes
+from ..options import EngineOptions, Limits
+from ..units import MiB, format_bytes
 from .arguments import (
     DTYPES,
     KV_DTYPES,
@@ -47,64 +49,37 @@ _API_KEY_VARIABLE = "VMKV_API_KEY"
 _MIXED_HELP = """tokens in a step that decodes and computes prompts, both counted; twice as many for
 half of a long prompt; all running requests decode and prompts get half of this anyway; no bound
 while more prompt tokens are left than --max-num-batched-tokens; 0 for none"""
-#: Options that the engine takes as they are: flag, keyword, type, default, metavar, help.
+#: Fields of `EngineOptions`: name, type, metavar, help, and the flag where it is not the name.
 _ENGINE = (
-    ("--max-num-seqs", "max_num_seqs", integer(1, 1 << 16), 256, "N", "sequences in a step"),
+    ("max_num_seqs", integer(1, 1 << 16), "N", "sequences in a step"),
+    ("max_num_batched_tokens", integer(1, 1 << 20), "N", "tokens in a step"),
+    ("max_num_mixed_tokens", count_or_none, "N", _MIXED_HELP),
     (
-        "--max-num-batched-tokens",
-        "max_num_batched_tokens",
-        integer(1, 1 << 20),
-        8192,
-        "N",
-        "tokens in a step",
-    ),
-    ("--max-num-mixed-tokens", "max_num_mixed_tokens", count_or_none, 1024, "N", _MIXED_HELP),
-    (
-        "--max-model-tokens",
         "max_tokens",
         positive_int,
-        None,
         "N",
-        "prompt and output; by default the model's",
+        "prompt, output; by default the model's",
+        "--max-model-tokens",
     ),
-    ("--memory", "budget_bytes", positive_gib, None, "GiB", "for keys and values; by default all"),
-    ("--swap", "host_budget_bytes", gib, 0, "GiB", "host memory for preempted requests"),
-    ("--watermark", "watermark_bytes", gib, None, "GiB", "kept when idle; by default everything"),
-    (
-        "--attention-backend",
-        "attention_backend",
-        name,
-        None,
-        "NAME",
-        "see vmkv doctor; by default the best that runs",
-    ),
-    ("--kv-scales", "kv_scales", name, None, "FILE", "of keys and values in fp8; by default 1"),
-    (
-        "--skip-layers",
-        "skip_layers",
-        layers,
-        (),
-        "LAYERS",
-        "which stay in the model's type, as in 0,1,sliding",
-    ),
+    ("budget_bytes", positive_gib, "GiB", "for keys and values; by default all", "--memory"),
+    ("host_budget_bytes", gib, "GiB", "host memory for preempted requests", "--swap"),
+    ("watermark_bytes", gib, "GiB", "kept when idle; by default everything", "--watermark"),
+    ("attention_backend", name, "NAME", "see vmkv doctor; by default the best that runs"),
+    ("kv_scales", name, "FILE", "of keys and values in fp8; by default 1"),
+    ("skip_layers", layers, "LAYERS", "which stay in the model's type, as in 0,1,sliding"),
 )
-#: Fields of `Limits`; a default that is text is converted.
+#: Fields of `Limits`, likewise.
 _LIMITS = (
-    ("--max-body-mib", "max_body_bytes", positive_mib, "16", "MiB", "of a request"),
-    ("--max-prompt-tokens", "max_prompt_tokens", positive_int, None, "N", "by default the model's"),
-    ("--max-concurrent", "max_concurrent", positive_int, 1024, "N", "requests in the engine"),
-    ("--max-queued", "max_queued", count, 1024, "N", "requests waiting for that; then 429"),
-    (
-        "--max-connections",
-        "max_connections",
-        positive_int,
-        4096,
-        "N",
-        "as far as ulimit -n permits",
-    ),
-    ("--max-priority", "max_priority", count, 0, "N", "levels for clients to choose; 0 for none"),
-    ("--send-timeout", "send_timeout_s", seconds, 60, "S", "seconds a client may not read"),
+    ("max_body_bytes", positive_mib, "MiB", "of a request", "--max-body-mib"),
+    ("max_prompt_tokens", positive_int, "N", "by default the model's"),
+    ("max_concurrent", positive_int, "N", "requests in the engine"),
+    ("max_queued", count, "N", "requests waiting for that; then 429"),
+    ("max_connections", positive_int, "N", "as far as ulimit -n permits"),
+    ("max_priority", count, "N", "levels for clients to choose; 0 for none"),
+    ("send_timeout_s", seconds, "S", "seconds a client may not read", "--send-timeout"),
 )
+#: Here requests arrive one by one, so that long mixed steps would delay tokens.
+_MAX_NUM_MIXED_TOKENS = 1024
 
 
 def add_parser(commands: Commands) -> None:
@@ -117,7 +92,6 @@ def add_parser(commands: Commands) -> None:
         "beside them. SIGTERM drains: what is under way is finished. API keys come from a file or "
         f"from the variable {_API_KEY_VARIABLE}; without either everybody may ask.",
     )
-    parser.set_defaults(run=run)
     parser.add_argument("model", metavar="MODEL", type=name, help="a folder, or a Hub name")
     add = parser.add_argument_group("model").add_argument
     add("--tokenizer", type=name, help="a folder or Hub name, where it is not the model's")
@@ -127,14 +101,10 @@ def add_parser(commands: Commands) -> None:
     add("--tensor-parallel", type=positive_int, default=1, help="GPUs that share the model")
     add("--chat-template", type=name, metavar="FILE", help="a Jinja template, not the tokenizer's")
     add = parser.add_argument_group("engine").add_argument
-    _add_all(add, _ENGINE)
+    _add_all(add, EngineOptions, _ENGINE)
     add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values")
-    add(
-        "--no-prefix-caching",
-        dest="prefix_caching",
-        action="store_false",
-        help="compute common prefixes again",
-    )
+    text = "compute common prefixes again"
+    add("--no-prefix-caching", dest="prefix_caching", action="store_false", help=text)
     add("--deterministic", action="store_true", help="tokens do not depend on other requests")
     add = parser.add_argument_group("replicas").add_argument
     add(
@@ -155,18 +125,29 @@ def add_parser(commands: Commands) -> None:
     )
     add("--protect-all", action="store_true", help="metrics and documentation need a key too")
     add("--cors-origin", action="append", default=[], metavar="URL", help="whose pages may ask")
-    _add_all(add, _LIMITS)
+    _add_all(add, Limits, _LIMITS)
     add("--silence-timeout", type=seconds, default=60, help="until /health fails a hung engine")
     add("--drain-timeout", type=seconds, default=300, help="seconds to finish, on SIGTERM")
     add(
         "--trace", type=name, metavar="FILE", help="write a trace of every step, in Chrome's format"
     )
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.set_defaults(run=run, max_num_mixed_tokens=_MAX_NUM_MIXED_TOKENS)
 
 
-def _add_all(add: Callable[..., object], rows: Sequence[tuple[Any, ...]]) -> None:
-    for flag, dest, of, default, metavar, text in rows:
-        add(flag, dest=dest, type=of, default=default, metavar=metavar, help=text)
+def _add_all(add: Callable[..., object], options: type, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Add a flag for each of some fields, with the field's default."""
+    for dest, of, metavar, text, *flags in rows:
+        flag = flags[0] if flags else f"--{dest.replace('_', '-')}"
+        default = getattr(options, dest)
+        shown = str(default // MiB) if metavar == "MiB" else default
+        add(flag, dest=dest, type=of, default=shown, metavar=metavar, help=text)
+
+
+def _chosen(options: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of `options` that have a flag."""
+    names = [each.name for each in fields(options)]
+    return {each: getattr(arguments, each) for each in names if each in arguments}
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
@@ -305,10 +286,10 @@ def _check_engine(arguments: argparse.Namespace) -> None:
     if not (arguments.replicas and "RAY_ADDRESS" in os.environ):  # Else devices are remote.
         check_device(device)
     if arguments.tensor_parallel > 1:
-        from ..serve.parallel.engine import check_options
+        from ..serve.parallel.engine import checked_options
         from ..serve.parallel.loading import check_config
 
-        check_options(_engine_options(arguments))
+        checked_options(_chosen(EngineOptions, arguments))
         check_config(config, arguments.tensor_parallel)
         if device == "cuda":
             check_device(f"cuda:{arguments.tensor_parallel - 1}")
@@ -361,7 +342,7 @@ def _parallel_engine(
         arguments.tensor_parallel,
         device_type=_device(arguments.device),
         observer=observer,
-        **_engine_options(arguments),
+        **_chosen(EngineOptions, arguments),
     )
 
 
@@ -385,23 +366,19 @@ def make_engine(
     """Make the engine that the options describe."""
     from ..serve.engine import Engine
 
-    return Engine(model, tokenizer=tokenizer, observer=observer, **_engine_options(arguments))
-
-
-def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    names = [row[1] for row in _ENGINE] + ["kv_dtype", "prefix_caching", "deterministic"]
-    return {each: getattr(arguments, each) for each in names}
+    options = _chosen(EngineOptions, arguments)
+    return Engine(model, tokenizer=tokenizer, observer=observer, **options)
 
 
 def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptions]:
     """Make a function from a request's token limit to server options; raises `ConfigError`."""
-    from ..serve.server import Limits, ServerOptions
+    from ..serve.server import ServerOptions
     from ..serve.server.guard import read_api_keys
     from ..serve.server.prompts import read_template
 
     template = read_template(arguments.chat_template) if arguments.chat_template else None
     api_keys = read_api_keys(arguments.api_key_file, os.environ.get(_API_KEY_VARIABLE))
-    limits = Limits(**{row[1]: getattr(arguments, row[1]) for row in _LIMITS})
+    limits = Limits(**_chosen(Limits, arguments))
     return lambda max_model_tokens: ServerOptions(
         model_name=arguments.served_model_name or arguments.model,
         max_model_tokens=max_model_tokens,

@@ -5,25 +5,19 @@ model.generate(**inputs, past_key_values=VMKVCache(config=model.config))
 
 from __future__ import annotations
 
-import os
 import weakref
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from ..core.backend import Backend
 from ..core.cache import CacheStats
-from ..core.memory import ExtentPool
 from ..errors import ConfigError
 from . import compat
 from . import store as orphans
 from .configuration import LayerKind
-from .kv_format import KVScales, SkipLayers
 from .layers import VirtualLayer, VMKVFullLayer, VMKVSlidingLayer, past_is_lost
-from .store import Settings, Store
-
-_EIGHT_BIT_OPTIONS = ("kv_dtype", "kv_scales", "skip_layers")
+from .store import CacheOptions, Store
 
 
 class VMKVCache(DynamicCache):  # type: ignore[misc]
@@ -35,63 +29,25 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
 
     Args:
         config: The model's configuration.
-        max_tokens: The longest sequence. Only addresses are reserved for it, which are free; by
-            default twice the length that the model was trained for, at least 32k.
-        max_batch_size: The largest batch, beams included; by default 256 or the first batch.
-        budget_bytes: Physical memory at most, per device; by default all that is free.
-        backend: `"host"`, `"cuda:0"`, a backend, or None to follow the model's tensors.
-        pool: Physical memory to share with other caches; excludes backend and budget_bytes.
-        layers_per_group: See `KVCache`.
-        kv_dtype: "fp8" stores keys and values in eight bits (`float8_e4m3fn`), in half the memory;
-            "auto" in the model's type.
-        kv_scales: Divisors of stored keys and values: `KVScales`, or a file of them; by default 1.
-        skip_layers: Layers that stay in the model's type: their indices, or "sliding" for layers
-            with a sliding window.
-        attention_backend: The kernel for models that attend through `"vmkv"`: a name of
-            `vmkv.attention.backend_names()`; by default the best that can serve.
+        options: `max_tokens`, `max_batch_size`, `budget_bytes`, `backend`, `pool`,
+            `layers_per_group`, `attention_backend`, `kv_dtype`, `kv_scales` and `skip_layers`: see
+            `vmkv.hf.store.CacheOptions`.
 
     Raises:
-        ConfigError: An argument is invalid, or the model cannot be served.
+        ConfigError: An option is invalid, or the model cannot be served.
+        TypeError: There is no such option.
 
     `close()` or the end of a `with` block frees the cache. A cache dropped without `close` is freed
     when the next one is made, with a ResourceWarning.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        max_tokens: int | None = None,
-        max_batch_size: int | None = None,
-        budget_bytes: int | None = None,
-        backend: str | Backend | None = None,
-        pool: ExtentPool | None = None,
-        layers_per_group: int | None = None,
-        attention_backend: str | None = None,
-        kv_dtype: str = "auto",
-        kv_scales: KVScales | str | os.PathLike[str] | None = None,
-        skip_layers: SkipLayers = (),
-        offloading: bool = False,
-    ):
+    def __init__(self, config: Any, *, offloading: bool = False, **options: Any):
         if offloading:
             raise ConfigError("VMKVCache does not offload; use DynamicCache(offloading=True)")
-        settings = Settings.of(
-            config,
-            max_tokens=max_tokens,
-            max_batch_size=max_batch_size,
-            budget_bytes=budget_bytes,
-            backend=backend,
-            pool=pool,
-            layers_per_group=layers_per_group,
-            attention_backend=attention_backend,
-            kv_dtype=kv_dtype,
-            kv_scales=kv_scales,
-            skip_layers=skip_layers,
-        )
         orphans.collect()
-        self._begin(config, settings)
+        self._begin(config, CacheOptions(**options))
 
-    def _begin(self, config: Any, settings: Settings) -> None:
+    def _begin(self, config: Any, options: CacheOptions) -> None:
         originals = compat.default_layers(config)
         kinds = []
         for index, layer in enumerate(originals):
@@ -99,7 +55,7 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
             if is_ours:
                 kinds.append(LayerKind(index, window))
         self._config = config
-        self._store = Store(settings, kinds)
+        self._store = Store(config, options, kinds)
         layers = list(originals)
         for kind in kinds:
             layer_class = VMKVFullLayer if kind.window_tokens is None else VMKVSlidingLayer
@@ -119,7 +75,7 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         `options` are those of `VMKVCache`. The cross-attention cache stays in the model's type
         whatever `kv_dtype`, because models read its keys and values themselves.
         """
-        plain = {name: each for name, each in options.items() if name not in _EIGHT_BIT_OPTIONS}
+        plain = {**options, "kv_dtype": "auto", "kv_scales": None, "skip_layers": ()}
         return EncoderDecoderCache(cls(config, **options), cls(config, **plain))
 
     # ---- steps that bypass the layers -----------------------------------------------------
@@ -267,13 +223,14 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         from dataclasses import replace
 
         self._store.check_open()
-        settings = self._store.settings
+        # Scales are not read from their file again.
+        options = replace(self._store.options, kv_scales=self._store.kv_format.scales)
         cores = self._store.cores
         if len(cores) == 1:
-            settings = replace(settings, memory=cores[0].pool, budget_bytes=None)
+            options = replace(options, pool=cores[0].pool, backend=None, budget_bytes=None)
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin._begin(self._config, settings)
+        twin._begin(self._config, options)
         if self._store.keeps_past:
             twin._store.keep_past()
         try:

@@ -242,7 +242,7 @@ class CapturedDecoding:
 
     def _proof(self, model: Any, store: Store) -> Proof | None:
         """Return the model's proof; None if packed steps cannot serve the model or its cache."""
-        backend, device = store.settings.attention_backend, store.cores[0].device
+        backend, device = store.options.attention_backend, store.cores[0].device
         if (backend, device) in self._unproven:
             return None
         reason = proof = None

@@ -49,7 +49,7 @@ class CapturedSteps:
                 model,
                 [core],
                 batch_size,
-                attention_backend=store.settings.attention_backend,
+                attention_backend=store.options.attention_backend,
                 layers=layers,
                 calls=calls,
             )

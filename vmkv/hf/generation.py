@@ -194,7 +194,7 @@ def _generate(
 ) -> Tokens:
     """Continue `prompts` to their ends, in `cache` or in one made with the options `memory`."""
     outlives = cache is not None
-    backend = attention_backend if cache is None else cache.store.settings.attention_backend
+    backend = attention_backend if cache is None else cache.store.options.attention_backend
     proof = prove(model, backend)
     check_length(model.config, tokens.max_tokens)
     if streamer is not None:

@@ -139,7 +139,7 @@ class VirtualLayer:
         ):
             raise self._mismatch(keys, values)
         if start:
-            if self._store.settings.is_encoder_decoder and not self._store.has_seen_all:
+            if self._store.is_encoder_decoder and not self._store.has_seen_all:
                 raise ConfigError(
                     f"layer {self._index} was updated twice in one pass: this is an "
                     "encoder-decoder model, which needs two caches; pass "
@@ -208,7 +208,7 @@ class VirtualLayer:
         )
         if self._kernel is None or self._kernel[0] != kind:
             spec = call.spec(step.rows.core.max_tokens)
-            backend = select(spec, self._store.settings.attention_backend)
+            backend = select(spec, self._store.options.attention_backend)
             step.rows.keep_resident(backend.overread_tokens(spec))
             self._kernel = (kind, backend)
         return self._kernel[1].attend(call)

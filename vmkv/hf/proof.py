@@ -33,7 +33,7 @@ from .attention import attending_in_place
 from .compat import num_embeddings
 from .configuration import LayerKind, UnservableError, layer_kinds
 from .layer_questions import check_windows, explained, layer_signatures
-from .store import Settings, Signature, Store
+from .store import CacheOptions, Signature, Store
 
 #: Tokens of each sequence: more than the windows of models that are made for tests.
 _NUM_TOKENS = 16
@@ -174,8 +174,7 @@ def _packed_passes(
     plain: _PlainPass,
 ) -> tuple[tuple[int, ...], bool, list[_Difference]]:
     """Run the packed passes in their own cache; returns `calls`, `never_waits`, differences."""
-    settings = Settings(
-        compat.text_config(model.config),
+    options = CacheOptions(
         max_tokens=_ROW_TOKENS,
         max_batch_size=_NUM_SEQUENCES,
         attention_backend=attention_backend,
@@ -183,7 +182,7 @@ def _packed_passes(
     eps = _eps(model)
     differences: list[_Difference] = []
     with (
-        contextlib.closing(Store(settings, kinds)) as memory,
+        contextlib.closing(Store(model.config, options, kinds)) as memory,
         attending_in_place(model),
     ):
         memory.bind_all(signatures)

@@ -11,21 +11,18 @@ call's prompts begin with their contents, as far as the tokens are the same:
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List_
 from typing import Any
 
 from ..core.cache import CacheStats, KVCache, Sequence
-from ..core.memory import ExtentPool
 from ..errors import CapacityError, ClosedError, ConfigError
 from ..step import Piece, Stepper
 from ..step.piece import StepLogits
 from . import store as orphans
 from .configuration import layer_kinds
-from .kv_format import KVScales, SkipLayers
-from .store import Settings, Signature, Store
+from .store import CacheOptions, Signature, Store
 
 
 class RaggedCache:
@@ -36,50 +33,21 @@ class RaggedCache:
 
     Args:
         config: The model's configuration.
-        max_tokens: The longest sequence. Only addresses are reserved for it, which are free; by
-            default twice the length that the model was trained for, at least 32k.
-        max_batch_size: Sequences that are generated or kept at most; by default up to 256.
-        budget_bytes: Physical memory at most, per device; by default all that is free.
-        pool: Physical memory to share with other caches; excludes budget_bytes.
-        layers_per_group: See `KVCache`.
-        attention_backend, kv_dtype, kv_scales, skip_layers: See `VMKVCache`.
+        options: Those of `VMKVCache`; `max_batch_size` is the number of sequences that are
+            generated or kept at most, by default up to 256.
 
     Raises:
-        ConfigError: An argument is invalid; or the model has layers whose state is not keys and
+        ConfigError: An option is invalid; or the model has layers whose state is not keys and
             values of their own.
+        TypeError: There is no such option.
 
     `close()` or the end of a `with` block frees the cache. A cache dropped without `close` is freed
     when the next one is made, with a ResourceWarning.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        max_tokens: int | None = None,
-        max_batch_size: int | None = None,
-        budget_bytes: int | None = None,
-        pool: ExtentPool | None = None,
-        layers_per_group: int | None = None,
-        attention_backend: str | None = None,
-        kv_dtype: str = "auto",
-        kv_scales: KVScales | str | os.PathLike[str] | None = None,
-        skip_layers: SkipLayers = (),
-    ):
-        settings = Settings.of(
-            config,
-            max_tokens=max_tokens,
-            max_batch_size=max_batch_size,
-            budget_bytes=budget_bytes,
-            pool=pool,
-            layers_per_group=layers_per_group,
-            attention_backend=attention_backend,
-            kv_dtype=kv_dtype,
-            kv_scales=kv_scales,
-            skip_layers=skip_layers,
-        )
+    def __init__(self, config: Any, **options: Any):
         orphans.collect()
-        self.store = Store(settings, layer_kinds(config), num_spare_rows=1)
+        self.store = Store(config, CacheOptions(**options), layer_kinds(config), num_spare_rows=1)
         # Per sequence, its part on each device.
         self._sequences: dict[int, list[Sequence]] = {}
         self._model: weakref.ref[Any] | None = None

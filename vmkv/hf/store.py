@@ -21,7 +21,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,51 +46,49 @@ if TYPE_CHECKING:
 # ---- store ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings that the user gave; None where the choice is left to vmkv."""
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """Options of a cache for a model; those of `VMKVCache` and `RaggedCache`.
 
-    decoder_config: Any
+    Attributes:
+        max_tokens: The longest sequence. Only addresses are reserved for it, which are free; by
+            default twice the length that the model was trained for, at least 32k.
+        max_batch_size: The largest batch, beams included; by default 256 or the first batch.
+        budget_bytes: Physical memory at most, per device; by default all that is free.
+        backend: `"host"`, `"cuda:0"`, a backend, or None to follow the model's tensors.
+        pool: Physical memory to share with other caches; excludes backend and budget_bytes.
+        layers_per_group: See `KVCache`.
+        attention_backend: The kernel for models that attend through `"vmkv"`: a name of
+            `vmkv.attention.backend_names()`; by default the best that can serve.
+        kv_dtype: "fp8" stores keys and values in eight bits (`float8_e4m3fn`), in half the memory;
+            "auto" in the model's type.
+        kv_scales: Divisors of stored keys and values: `KVScales`, or a file of them; by default 1.
+        skip_layers: Layers that stay in the model's type: their indices, or "sliding" for layers
+            with a sliding window.
+
+    Raises:
+        ConfigError: An option is invalid by itself, or two exclude each other.
+    """
+
     max_tokens: int | None = None
     max_batch_size: int | None = None
     budget_bytes: int | None = None
+    backend: str | Backend | None = None
+    pool: ExtentPool | None = None
     layers_per_group: int | None = None
-    memory: str | Backend | ExtentPool | None = None
-    is_encoder_decoder: bool = False
     attention_backend: str | None = None
-    past_stated: bool = True  # See `default_max_tokens`.
-    kv_format: KVFormat = field(default_factory=KVFormat)
+    kv_dtype: str = "auto"
+    kv_scales: KVScales | str | os.PathLike[str] | None = None
+    skip_layers: SkipLayers = ()
 
-    @classmethod
-    def of(
-        cls,
-        config: Any,
-        *,
-        pool: ExtentPool | None,
-        kv_dtype: str,
-        kv_scales: KVScales | str | os.PathLike[str] | None,
-        skip_layers: SkipLayers,
-        backend: str | Backend | None = None,
-        **given: Any,
-    ) -> Settings:
-        """Return what the user gave a cache; refuses at once what the first update would refuse."""
-        if pool is not None and (backend is not None or given["budget_bytes"] is not None):
+    def __post_init__(self) -> None:
+        if self.pool is not None and (self.backend is not None or self.budget_bytes is not None):
             raise ConfigError("a pool has its own budget and backend; leave those out")
         for name in ("max_tokens", "max_batch_size", "budget_bytes", "layers_per_group"):
-            if given[name] is not None:
-                check_positive(name, given[name])
-        if given["attention_backend"] is not None:
-            get_attention_backend(given["attention_backend"])  # Refuses an unknown name.
-        decoder_config = compat.text_config(config)
-        if given["max_tokens"] is None:
-            default_max_tokens(decoder_config)
-        return cls(
-            decoder_config,
-            memory=pool if pool is not None else backend,
-            is_encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
-            kv_format=KVFormat.of(config, kv_dtype, kv_scales, skip_layers),
-            **given,
-        )
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        if self.attention_backend is not None:
+            get_attention_backend(self.attention_backend)  # Refuses an unknown name.
 
 
 class Signature(NamedTuple):
@@ -122,15 +120,32 @@ class Store:
     """Binds layers to memory on their first update.
 
     `num_layouts` counts changes of the layers' places, `num_batches` changes and truncations of the
-    batch. `num_spare_rows` are added on CUDA to the rows asked for, if there are addresses.
+    batch. `num_spare_rows` are added on CUDA to the rows asked for, if there are addresses. For
+    `past_stated` see `default_max_tokens`. `ConfigError` for what the first update would refuse.
     """
 
-    def __init__(self, settings: Settings, kinds: Sequence[LayerKind], *, num_spare_rows: int = 0):
-        self.settings = settings
+    def __init__(
+        self,
+        config: Any,
+        options: CacheOptions,
+        kinds: Sequence[LayerKind],
+        *,
+        num_spare_rows: int = 0,
+        past_stated: bool = True,
+    ):
+        self.options = options
+        self._decoder_config = compat.text_config(config)
+        self._past_stated = past_stated
+        self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+        self.kv_format = KVFormat.of(
+            config, options.kv_dtype, options.kv_scales, options.skip_layers
+        )
+        if options.max_tokens is None:
+            default_max_tokens(self._decoder_config)
         self._num_spare_rows = num_spare_rows
         self._num_spare: dict[torch.device, int] = {}
         self.kinds = {kind.index: kind for kind in kinds}
-        settings.kv_format.check(self.kinds)
+        self.kv_format.check(self.kinds)
         self.is_closed = False
         self.keeps_past = False
         self._rows: dict[torch.device, DeviceRows] = {}
@@ -200,7 +215,7 @@ class Store:
             dtype=stored,
             window_tokens=window,
             num_past_tokens=num_past_tokens,
-            scales=self.settings.kv_format.scales_of(alike) if stored == FP8 else None,
+            scales=self.kv_format.scales_of(alike) if stored == FP8 else None,
         )
         self.num_layouts += 1
         steps = {id(group): GroupStep(rows, group) for group in groups}
@@ -212,7 +227,7 @@ class Store:
     def _stored(self, index: int, signature: Signature) -> torch.dtype:
         """Return the type that a layer is stored in; refused if the device cannot convert to it."""
         window = self.kinds[index].window_tokens
-        stored = self.settings.kv_format.stored(index, window, signature.dtype)
+        stored = self.kv_format.stored(index, window, signature.dtype)
         if stored == FP8 and signature.device.type == "cuda":
             reason = why_not_fp8(signature.device, signature.dtype)
             if reason is not None:
@@ -265,8 +280,9 @@ class Store:
         """Return the rows on a layer's device, made on first use."""
         device = signature.device
         if device not in self._rows:
-            settings = self.settings
-            if self._rows and settings.memory is not None:
+            options = self.options
+            memory = options.backend if options.pool is None else options.pool
+            if self._rows and memory is not None:
                 raise ConfigError(
                     f"keys arrived on {device}, but this cache was given one device's memory "
                     f"({next(iter(self._rows))}); leave backend out for models spread over several"
@@ -276,20 +292,20 @@ class Store:
             num_rows, max_tokens = rows_and_tokens(
                 batch_size,
                 token_bytes,
-                settings.max_batch_size,
-                settings.max_tokens,
-                settings.decoder_config,
-                past_stated=settings.past_stated,
+                options.max_batch_size,
+                options.max_tokens,
+                self._decoder_config,
+                past_stated=self._past_stated,
             )
             spare = self._num_spare_rows if device.type == "cuda" else 0
             if fitting_rows(token_bytes, max_tokens, num_rows + spare) < num_rows + spare:
                 spare = 0
             core = KVCache(
-                settings.memory if settings.memory is not None else _backend_for(device),
+                memory if memory is not None else _backend_for(device),
                 max_tokens=max_tokens,
                 max_sequences=num_rows + spare,
-                budget_bytes=settings.budget_bytes,
-                layers_per_group=settings.layers_per_group,
+                budget_bytes=options.budget_bytes,
+                layers_per_group=options.layers_per_group,
             )
             if core.device != device:
                 core.close()
@@ -306,7 +322,7 @@ class Store:
     @property
     def attends_in_place(self) -> bool:
         """Whether the model reads rows themselves rather than the tensors that updates return."""
-        return getattr(self.settings.decoder_config, "_attn_implementation", None) == "vmkv"
+        return getattr(self._decoder_config, "_attn_implementation", None) == "vmkv"
 
     def num_rows(self, core: KVCache) -> int:
         """Return how many sequences a cache takes, spare rows excluded."""

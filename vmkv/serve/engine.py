@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -25,9 +24,8 @@ import torch
 from ..core.cache import KVCache
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ClosedError, ConfigError, DriverError
-from ..hf import KVScales
-from ..hf.kv_format import KVFormat, SkipLayers
 from ..interrupts import uninterrupted
+from ..options import EngineOptions
 from ..units import GiB, format_bytes
 from .detokenize import Detokenizer
 from .memory_view import MemoryView, open_rows, pool_beside
@@ -50,41 +48,20 @@ class Engine:
     Args:
         model: A causal language model, in eval mode, on one device.
         tokenizer: The model's tokenizer, for prompts and outputs that are text.
-        max_num_seqs: Maximum number of running requests. Each slot takes 5 bytes of device memory
-            per vocabulary entry, allocated at the start.
-        max_num_batched_tokens: Token budget of a step; longer prompts take several steps.
-        max_num_mixed_tokens: Token budget of a mixed step, which both decodes and computes prompts;
-            up to twice as much to fit half of the next prompt. All running requests decode, and
-            prompts get at least half of the budget, so many decoding requests may exceed it. Not
-            applied while more prompt tokens are left than `max_num_batched_tokens`. None, the
-            default, for no extra bound, which suits requests that arrive together.
-        max_tokens: Maximum length of a request, prompt and output; by default the model's.
-        budget_bytes: Physical memory for keys and values; by default 0.9 of what is free now.
-        host_budget_bytes: Host memory for swapping preempted requests; 0 to recompute them.
-        deterministic: Make a request's tokens independent of the rest of the batch, by forward
-            passes of its own. This costs most of the throughput.
-        prefix_caching: Reuse cached keys and values of prompts' prefixes.
-        attention_backend, kv_dtype, kv_scales, skip_layers: See `VMKVCache`.
-        runner: "eager", "graphs" (compiled layers and CUDA graphs), or "auto": graphs on CUDA.
-        runner_options: A `RunnerOptions` for "graphs".
         pool: Physical memory, with its own budget, shared with other caches and engines. Its
             engines preempt each other's requests in one order of arrival and priority. A request
             that fits the pool alone waits for memory; it fails with `OutOfPagesError` if for 100
             steps no memory comes free and no engine makes progress.
-        preemption_costs: Speed of the machine; by default an H200 and the model's size.
-        watermark_bytes: Device memory, free memory and cached prefixes together, that the pool
-            keeps when no request is left. The rest returns to the device: free memory first, then
-            the least recently used prefixes. Memory of the pool's other users counts but is not
-            taken. None, the default, keeps everything.
-        seed: Seed for requests without one; by default random.
         observer: Receives the engine's events.
+        options: Those of `vmkv.options.EngineOptions`.
 
     Attributes:
         cache: The keys and values.
         on_update: Called with each handle that has new output, its end included.
 
     Raises:
-        ConfigError: The model cannot be served, or an argument is impossible.
+        ConfigError: The model cannot be served, or an option is impossible.
+        TypeError: There is no such option.
         OutOfPagesError: The budget does not hold one token.
         CapacityError: The device has no memory for `max_num_seqs` requests; lower it.
     """
@@ -94,68 +71,43 @@ class Engine:
         model: Any,
         *,
         tokenizer: Any = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 8192,
-        max_num_mixed_tokens: int | None = None,
-        max_tokens: int | None = None,
-        budget_bytes: int | None = None,
-        host_budget_bytes: int = 0,
-        deterministic: bool = False,
-        prefix_caching: bool = True,
-        attention_backend: str | None = None,
-        kv_dtype: str = "auto",
-        kv_scales: KVScales | str | os.PathLike[str] | None = None,
-        skip_layers: SkipLayers = (),
-        runner: str = "auto",
-        runner_options: Any = None,
         pool: ExtentPool | None = None,
-        preemption_costs: PreemptionCosts | None = None,
-        watermark_bytes: int | None = None,
-        seed: int | None = None,
         observer: EngineObserver | None = None,
+        **options: Any,
     ):
         self._is_closed = True
+        given = EngineOptions(**options)
         self._scheduler = Scheduler(
-            max_num_seqs,
-            max_num_batched_tokens,
-            costs=preemption_costs or PreemptionCosts.of(model),
-            max_num_mixed_tokens=max_num_mixed_tokens,
-            fixed_chunks=deterministic,
+            given.max_num_seqs,
+            given.max_num_batched_tokens,
+            costs=given.preemption_costs or PreemptionCosts.of(model),
+            max_num_mixed_tokens=given.max_num_mixed_tokens,
+            fixed_chunks=given.deterministic,
         )
         self.tokenizer = tokenizer
         self._vocab_size, self._input_vocab_size = vocabulary_sizes(model)
         self._observer = observer
-        self._watermark_bytes = _watermark(watermark_bytes)
+        self._watermark_bytes = given.watermark_bytes
         self._is_idle = True  # Warming up has trimmed the cache.
-        self._random = random.Random(seed)
+        self._random = random.Random(given.seed)
         self._num_requests = 0
         self._handles: dict[int, RequestHandle] = {}
         self._detokenizers: dict[int, Detokenizer] = {}
         self._end_tokens = end_tokens(model)
         self.on_update: Callable[[RequestHandle], None] | None = None
-        kv_format = KVFormat.of(model.config, kv_dtype, kv_scales, skip_layers)
-        pool = pool_beside(model, pool, budget_bytes, host_budget_bytes)
+        pool = pool_beside(model, pool, given)
         with contextlib.ExitStack() as undo:
-            rows = open_rows(model, pool, max_num_seqs, max_tokens, attention_backend, kv_format)
+            rows = open_rows(model, pool, given)
             undo.callback(rows.close)
             self.cache: KVCache = rows.cache
             self._view = MemoryView(
                 self.cache,
-                max_num_batched_tokens,
+                given.max_num_batched_tokens,
                 # Cached values from other chunk sizes are rounded differently.
-                prefix_caching=prefix_caching and not deterministic,
-                num_reserved_rows=max_num_seqs + 2,
+                prefix_caching=given.prefix_caching and not given.deterministic,
+                num_reserved_rows=given.max_num_seqs + 2,
             )
-            self._runner = make_runner(
-                runner,
-                model,
-                rows,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                deterministic=deterministic,
-                attention_backend=attention_backend,
-                options=runner_options,
-            )
+            self._runner = make_runner(model, rows, given)
             undo.callback(self._runner.close)
             self._view.fitting_tokens()  # Checks that one token fits, with the over-read.
             self._undo = undo.pop_all()
@@ -524,11 +476,3 @@ class Engine:
             f"Engine({self._scheduler.num_running} running, {self._scheduler.num_waiting} waiting, "
             f"{format_bytes(self.cache.pool.stats().resident_bytes)} resident)"
         )
-
-
-def _watermark(watermark_bytes: int | None) -> int | None:
-    if watermark_bytes is not None and watermark_bytes < 0:
-        raise ConfigError(
-            f"watermark_bytes={watermark_bytes} is negative; 0 keeps nothing, None everything"
-        )
-    return watermark_bytes

@@ -21,11 +21,10 @@ from ..core.cache.growing import lacking_room, surplus_bytes
 from ..core.cache.layer_group import UNDERREAD_TOKENS
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ConfigError, DriverError
-from ..hf import compat
 from ..hf.configuration import check_length, layer_kinds
-from ..hf.kv_format import KVFormat
 from ..hf.proof import prove
-from ..hf.store import Settings, Store
+from ..hf.store import CacheOptions, Store
+from ..options import EngineOptions
 from ..units import format_bytes
 from .request import Request
 from .scheduler import PlannedChunk
@@ -47,19 +46,12 @@ class ServedRows(NamedTuple):
     close: Callable[[], None]
 
 
-def open_rows(
-    model: Any,
-    pool: ExtentPool,
-    max_num_seqs: int,
-    max_tokens: int | None,
-    attention_backend: str | None,
-    kv_format: KVFormat,
-) -> ServedRows:
-    """Open the cache of a model on one device, for `max_num_seqs` running requests.
+def open_rows(model: Any, pool: ExtentPool, options: EngineOptions) -> ServedRows:
+    """Open the cache of a model on one device, for the engine's running requests.
 
-    The model proves itself first, which reveals the layout of its layers. `max_tokens` defaults to
-    the model's length. `ConfigError` if the model cannot be served (see `prove`) or is spread over
-    several devices; a pool that closes with its last user is closed then.
+    The model proves itself first, which reveals the layout of its layers. `ConfigError` if the
+    model cannot be served (see `prove`) or is spread over several devices; a pool that closes with
+    its last user is closed then.
     """
     pool.attach()  # An unshared pool closes with its last user, also on failure.
     try:
@@ -68,25 +60,25 @@ def open_rows(
                 "the engine serves decoder-only models; use model.generate with "
                 "past_key_values=VMKVCache.for_encoder_decoder(config)"
             )
-        signatures, calls, _ = prove(model, attention_backend)
-        if max_tokens is not None:
-            check_length(model.config, max_tokens)
+        signatures, calls, _ = prove(model, options.attention_backend)
+        if options.max_tokens is not None:
+            check_length(model.config, options.max_tokens)
         if len({each.device for each in signatures.values()}) > 1:
             raise ConfigError(
                 "the model is spread over several devices, which the engine cannot serve yet; "
                 "load it on one, or use vmkv.generate"
             )
-        settings = Settings(
-            compat.text_config(model.config),
-            max_tokens=max_tokens,
-            past_stated=False,
+        its = CacheOptions(
             # Twice as many: swapped requests and cached prefixes keep their rows.
-            max_batch_size=2 * max_num_seqs + 2,
-            memory=pool,
-            attention_backend=attention_backend,
-            kv_format=kv_format,
+            max_batch_size=2 * options.max_num_seqs + 2,
+            pool=pool,
+            max_tokens=options.max_tokens,
+            attention_backend=options.attention_backend,
+            kv_dtype=options.kv_dtype,
+            kv_scales=options.kv_scales,
+            skip_layers=options.skip_layers,
         )
-        store = Store(settings, layer_kinds(model.config))
+        store = Store(model.config, its, layer_kinds(model.config), past_stated=False)
         try:
             store.bind_all(signatures)
         except BaseException:
@@ -100,24 +92,22 @@ def open_rows(
 def pool_beside(
     model: Any,
     shared: ExtentPool | None,
-    budget_bytes: int | None,
-    host_budget_bytes: int,
-    *,
+    options: EngineOptions,
     open_memory: Callable[[str], str | Backend] = str,
 ) -> ExtentPool:
     """Return the `shared` pool, or open one on the model's device.
 
-    `budget_bytes` defaults to 0.9 of the memory that is free now; `open_memory` opens a backend by
-    the device's name. `ConfigError` if a budget is impossible, or given with a shared pool.
+    `open_memory` opens a backend by the device's name. `ConfigError` if a budget is impossible, or
+    given with a shared pool.
     """
     if shared is not None:
-        if budget_bytes is not None or host_budget_bytes:
+        if options.budget_bytes is not None or options.host_budget_bytes:
             raise ConfigError("a shared pool has its own budgets; leave budget_bytes out")
         return shared
     device: torch.device = model.get_input_embeddings().weight.device
     name = "host" if device.type == "cpu" else str(device)
-    pool = open_pool(open_memory(name), budget_bytes, host_budget_bytes)
-    if budget_bytes is None:
+    pool = open_pool(open_memory(name), options.budget_bytes, options.host_budget_bytes)
+    if options.budget_bytes is None:
         page_bytes = pool.page_bytes
         fraction = int(pool.stats().budget_bytes * _BUDGET_FRACTION)
         pool.set_budget(max(page_bytes, fraction // page_bytes * page_bytes))

@@ -20,6 +20,7 @@ from ..core.cache import KVCache
 from ..errors import ClosedError, ConfigError, VMKVError
 from ..hf import compat as vocabulary
 from ..hf.attention import attending_in_place
+from ..options import EngineOptions
 from ..step import Piece, Stepper
 from ..step.piece import HeadInParts, StepLogits
 from ..step.row_attention import check_free
@@ -383,37 +384,28 @@ class ModelRunner:
 _SPARE_FRACTION = 0.02
 
 
-def make_runner(
-    kind: str,
-    model: Any,
-    rows: ServedRows,
-    *,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    deterministic: bool,
-    attention_backend: str | None = None,
-    options: Any = None,
-) -> ModelRunner:
-    """Make a runner and warm it up.
+def make_runner(model: Any, rows: ServedRows, given: EngineOptions) -> ModelRunner:
+    """Make an engine's runner and warm it up.
 
-    `kind` is "eager", "graphs", or "auto": graphs on CUDA unless `deterministic`, which needs
-    "eager". `ConfigError` if the runner is unknown or cannot do what is asked.
+    `deterministic` needs an "eager" one. `ConfigError` if the runner is unknown or cannot do what
+    is asked.
     """
+    kind, deterministic = given.runner, given.deterministic
     if kind == "auto":
         kind = "graphs" if rows.cache.device.type == "cuda" and not deterministic else "eager"
     if kind not in ("eager", "graphs"):
         raise ConfigError(f'runner={kind!r} is none of "auto", "eager" and "graphs"')
     if deterministic and kind != "eager":
         raise ConfigError('deterministic needs runner="eager": leave the runner out')
-    options = options or RunnerOptions()
+    options = given.runner_options or RunnerOptions()
     if kind == "eager":
         options = replace(options, compile_layers=False, capture=False)
     runner = ModelRunner(
         model,
         rows.cache,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        attention_backend=attention_backend,
+        max_num_seqs=given.max_num_seqs,
+        max_num_batched_tokens=given.max_num_batched_tokens,
+        attention_backend=given.attention_backend,
         calls=rows.calls,
         options=options,
         deterministic=deterministic,

@@ -24,9 +24,11 @@ from functools import partial
 from typing import Any
 
 from ...errors import CapacityError, ConfigError, RankError
+from ...options import EngineOptions
 from ..engine import Engine
 from ..engine_loop import FAILED_STEPS_MAX
 from ..memory_view import pool_beside
+from ..observer import EngineObserver
 from ..runner import RunnerOptions
 from ..scheduler import PreemptionCosts
 from . import Ranks, TensorParallel, localise
@@ -55,28 +57,25 @@ class ParallelEngine(Engine):
         model: Any,
         *,
         tensor_parallel: TensorParallel,
-        budget_bytes: int | None = None,
-        host_budget_bytes: int = 0,
+        tokenizer: Any = None,
+        observer: EngineObserver | None = None,
         **options: Any,
     ):
         self._is_closed, self._is_following = True, False
-        check_options(options)
+        given = checked_options(options)
         self._ranks = ranks = tensor_parallel
         self._lockstep = lockstep = Lockstep(ranks)
         localise(model, ranks)
-        pool = pool_beside(
-            model, None, budget_bytes, host_budget_bytes, open_memory=lockstep.backend
-        )
+        pool = pool_beside(model, None, given, open_memory=lockstep.backend)
         lockstep.level(pool)
         # Choices that a rank would make for itself are rank 0's.
-        seed = options.get("seed")
-        options["seed"] = ranks.share(random.getrandbits(64) if seed is None else seed)
-        costs = options.get("preemption_costs") or PreemptionCosts.of(model)
-        options["preemption_costs"] = ranks.share(costs)
-        how = options.get("runner_options") or RunnerOptions()
+        seed = ranks.share(random.getrandbits(64) if given.seed is None else given.seed)
+        costs = ranks.share(given.preemption_costs or PreemptionCosts.of(model))
+        how = given.runner_options or RunnerOptions()
         how = replace(how, agree=ranks.max, wrap=lockstep.runner, head=head_of(model))
-        options["runner_options"] = how
-        super().__init__(model, **{**options, "pool": pool})
+        its = replace(given, seed=seed, preemption_costs=costs, runner_options=how)
+        its = replace(its, budget_bytes=None, host_budget_bytes=0)  # The pool has them.
+        super().__init__(model, tokenizer=tokenizer, observer=observer, pool=pool, **vars(its))
         try:
             lockstep.begin(
                 pool,
@@ -193,12 +192,14 @@ class ParallelEngine(Engine):
             self.close()
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for an `Engine` option that a `ParallelEngine` does not support."""
-    if options.get("pool") is not None:
+def checked_options(options: Mapping[str, Any]) -> EngineOptions:
+    """Return the options; `ConfigError` for one that a `ParallelEngine` does not support."""
+    if "pool" in options:
         raise ConfigError("ranks cannot share a pool with others; leave pool out")
-    if options.get("kv_scales") is not None:
+    given = EngineOptions(**options)
+    if given.kv_scales is not None:
         raise ConfigError("kv_scales are of all heads, of which a rank has some; leave them out")
+    return given
 
 
 @contextlib.contextmanager
@@ -210,19 +211,21 @@ def open_parallel_engine(
     dtype: str | None = None,
     timeout_s: float = 60.0,
     observer: Any = None,
+    tokenizer: Any = None,
     **options: Any,
 ) -> Iterator[ParallelEngine]:
     """Open rank 0's engine, with every other rank in a process of its own.
 
     `model` is a folder, a Hub name, or a picklable function that makes the model on a rank;
     `device_type` is "cuda" or "cpu"; `dtype` is of the weights, by default as saved; for
-    `timeout_s` see `TensorParallel`. `observer` is rank 0's, and `options`, which are pickled, are
-    of every `ParallelEngine`.
+    `timeout_s` see `TensorParallel`. `observer` is rank 0's; `tokenizer` and `options`, which are
+    pickled, are of every `ParallelEngine`.
 
     If a rank ends, all end: calls raise `RankError`, and another engine can be opened once this one
     is closed. Raises `ConfigError` for too few devices or a model that cannot be divided.
     """
-    check_options(options)
+    checked_options(options)
+    options["tokenizer"] = tokenizer
     make = partial(load, model, dtype=dtype) if isinstance(model, str) else model
     ranks = Ranks(
         num_ranks,

@@ -20,9 +20,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from ...options import Limits
 from ..metrics import CONTENT_TYPE, Metrics
 from .errors import ApiError
-from .guard import ApiKeys, Guard, Limits
+from .guard import ApiKeys, Guard
 from .schema import ChatRequest, CompletionRequest, TokenizeRequest
 from .service import ServerMetrics, Service, StreamingEngine
 

@@ -9,9 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import math
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,15 +19,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import ConfigError
-from ...units import MiB
+from ...options import Limits
 from .errors import ApiError, api_error, draining
 
 if TYPE_CHECKING:
     from .service import Service
 
-#: More priority levels would make waiting times practically unbounded: Note [Waiting is bounded].
-_PRIORITY_MAX = 16
-_MAY_BE_ZERO = ("max_queued", "max_priority")
 #: nginx's status for a client that closed its connection; seen in the metrics only.
 _CLIENT_GONE = 499
 #: Paths without a key; every other path, existing or not, needs one.
@@ -38,50 +33,6 @@ _OPEN = frozenset(
     | {"/openapi.json"}
 )
 _ALWAYS_OPEN = frozenset({"/health"})  # Health probes have no key.
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits beyond which the server refuses a request; the HTTP status is given in parentheses.
-
-    Attributes:
-        max_connections: Simultaneous connections (503).
-        max_body_bytes: Size of a request's body (413). The number of JSON values in it is bounded
-            as well (400): one per 128 bytes of this limit, and at least twice the model's tokens,
-            where a list, an object or a key counts as eight.
-        max_prompt_tokens: Tokens of one prompt (400); None for as many as the model takes.
-        max_concurrent: Requests in the engine at once; others wait for admission.
-        max_queued: Requests waiting for admission (429).
-        max_answer_logprobs: Log-probabilities of one answer, samples x tokens x (alternatives + 1)
-            (400); at least what one sample may have. Each takes some 30 bytes in a completion and
-            60 in a chat until the answer is sent.
-        max_priority: Priority levels above and below zero (400), at most 16; 0 for none.
-        head_timeout_s: Time to send the head of a request; the connection is closed afterwards.
-        body_timeout_s: Time for a body to arrive (408).
-        send_timeout_s: Time a client may leave sent data unread before its request is cancelled.
-
-    Raises:
-        ConfigError: A limit is not positive (`max_queued` and `max_priority`: negative).
-    """
-
-    max_connections: int = 4096
-    max_body_bytes: int = 16 * MiB
-    max_prompt_tokens: int | None = None
-    max_concurrent: int = 1024
-    max_queued: int = 1024
-    max_answer_logprobs: int = 1 << 22
-    max_priority: int = 0
-    head_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    send_timeout_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            is_positive = value is None or 0 < value < math.inf
-            if not is_positive and not (name in _MAY_BE_ZERO and value == 0):
-                raise ConfigError(f"{name}={value!r} must be a positive number")
-        if self.max_priority > _PRIORITY_MAX:
-            raise ConfigError(f"max_priority={self.max_priority}; at most {_PRIORITY_MAX} can be")
 
 
 # ---- keys ----------------------------------------------------------------------------------------

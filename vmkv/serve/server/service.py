@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ...errors import LostError, shown
+from ...options import Limits
 from ..params import SamplingParams
 from ..request import RequestOutput
 from .choices import (
@@ -37,7 +38,7 @@ from .choices import (
     encoded,
 )
 from .errors import ApiError, api_error, invalid
-from .guard import Gate, Limits, receive_body, tenant_of
+from .guard import Gate, receive_body, tenant_of
 from .prompts import Prompt, Prompts
 from .schema import (
     LOGPROBS_MAX,

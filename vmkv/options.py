@@ -1,0 +1,127 @@
+"""Options of the engine, and limits of its server; each default stands here only.
+
+Their keywords are those of `Engine` and `vmkv.serve.server.Limits`, and `vmkv serve` has flags for
+most. This module imports no torch, so that the command's help is quick.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .errors import ConfigError
+from .units import MiB
+
+if TYPE_CHECKING:
+    import os
+
+    from .hf.kv_format import KVScales, SkipLayers
+
+#: More priority levels would make waiting times practically unbounded: Note [Waiting is bounded].
+_PRIORITY_MAX = 16
+_MAY_BE_ZERO = ("max_queued", "max_priority")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of an engine.
+
+    Attributes:
+        max_num_seqs: Maximum number of running requests. Each slot takes 5 bytes of device memory
+            per vocabulary entry, allocated at the start.
+        max_num_batched_tokens: Token budget of a step; longer prompts take several steps.
+        max_num_mixed_tokens: Token budget of a mixed step, which both decodes and computes prompts;
+            up to twice as much to fit half of the next prompt. All running requests decode, and
+            prompts get at least half of the budget, so many decoding requests may exceed it. Not
+            applied while more prompt tokens are left than `max_num_batched_tokens`. None, the
+            default, for no extra bound, which suits requests that arrive together.
+        max_tokens: Maximum length of a request, prompt and output; by default the model's.
+        budget_bytes: Physical memory for keys and values; by default 0.9 of what is free now.
+        host_budget_bytes: Host memory for swapping preempted requests; 0 to recompute them.
+        deterministic: Make a request's tokens independent of the rest of the batch, by forward
+            passes of its own. This costs most of the throughput.
+        prefix_caching: Reuse cached keys and values of prompts' prefixes.
+        attention_backend, kv_dtype, kv_scales, skip_layers: See `vmkv.hf.store.CacheOptions`.
+        runner: "eager", "graphs" (compiled layers and CUDA graphs), or "auto": graphs on CUDA.
+        runner_options: A `RunnerOptions` for "graphs".
+        preemption_costs: `PreemptionCosts`, the speed of the machine; by default an H200 and the
+            model's size.
+        watermark_bytes: Device memory, free memory and cached prefixes together, that the pool
+            keeps when no request is left. The rest returns to the device: free memory first, then
+            the least recently used prefixes. Memory of the pool's other users counts but is not
+            taken. None, the default, keeps everything.
+        seed: Seed for requests without one; by default random.
+
+    Raises:
+        ConfigError: The watermark is negative.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_num_mixed_tokens: int | None = None
+    max_tokens: int | None = None
+    budget_bytes: int | None = None
+    host_budget_bytes: int = 0
+    deterministic: bool = False
+    prefix_caching: bool = True
+    attention_backend: str | None = None
+    kv_dtype: str = "auto"
+    kv_scales: KVScales | str | os.PathLike[str] | None = None
+    skip_layers: SkipLayers = ()
+    runner: str = "auto"
+    runner_options: Any = None
+    preemption_costs: Any = None
+    watermark_bytes: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.watermark_bytes is not None and self.watermark_bytes < 0:
+            raise ConfigError(
+                f"watermark_bytes={self.watermark_bytes} is negative; 0 keeps nothing, None "
+                "everything"
+            )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits beyond which the server refuses a request; the HTTP status is given in parentheses.
+
+    Attributes:
+        max_connections: Simultaneous connections (503).
+        max_body_bytes: Size of a request's body (413). The number of JSON values in it is bounded
+            as well (400): one per 128 bytes of this limit, and at least twice the model's tokens,
+            where a list, an object or a key counts as eight.
+        max_prompt_tokens: Tokens of one prompt (400); None for as many as the model takes.
+        max_concurrent: Requests in the engine at once; others wait for admission.
+        max_queued: Requests waiting for admission (429).
+        max_answer_logprobs: Log-probabilities of one answer, samples x tokens x (alternatives + 1)
+            (400); at least what one sample may have. Each takes some 30 bytes in a completion and
+            60 in a chat until the answer is sent.
+        max_priority: Priority levels above and below zero (400), at most 16; 0 for none.
+        head_timeout_s: Time to send the head of a request; the connection is closed afterwards.
+        body_timeout_s: Time for a body to arrive (408).
+        send_timeout_s: Time a client may leave sent data unread before its request is cancelled.
+
+    Raises:
+        ConfigError: A limit is not positive (`max_queued` and `max_priority`: negative).
+    """
+
+    max_connections: int = 4096
+    max_body_bytes: int = 16 * MiB
+    max_prompt_tokens: int | None = None
+    max_concurrent: int = 1024
+    max_queued: int = 1024
+    max_answer_logprobs: int = 1 << 22
+    max_priority: int = 0
+    head_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    send_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            is_positive = value is None or 0 < value < math.inf
+            if not is_positive and not (name in _MAY_BE_ZERO and value == 0):
+                raise ConfigError(f"{name}={value!r} must be a positive number")
+        if self.max_priority > _PRIORITY_MAX:
+            raise ConfigError(f"max_priority={self.max_priority}; at most {_PRIORITY_MAX} can be")
