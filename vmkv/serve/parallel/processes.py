@@ -31,6 +31,8 @@ from .group import TensorParallel, abort, set_up
 _EXPLAIN_S = 2.0
 #: Interval of the check whether a kernel has timed out waiting for a rank.
 _WATCH_S = 1.0
+#: Message of a rank's process that has started.
+_BEGUN = "begun"
 #: Environment variables that gloo and NCCL read.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -65,8 +67,8 @@ class Ranks:
     ):
         _check(size, device_type)
         self._is_closing = False
-        self._reasons: dict[int, str] = {}
-        self._hearing = threading.Lock()
+        self._reason: str | None = None  # Why the first rank has ended.
+        self._has_reason = threading.Event()
         self.group: TensorParallel | None = None
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
@@ -87,13 +89,17 @@ class Ranks:
                 self._processes.append(process)
             undo.enter_context(_environment(0, size))
             try:
-                self._wait_for_begin()
-                join(0)
+                for rank in range(1, size):  # `join` would not notice that one has ended.
+                    if (reason := self._hear(rank)) != _BEGUN:
+                        raise RankError(reason)
                 undo.callback(_leave)
-                self.group = open_group(explain=self._explain)
                 watcher = threading.Thread(target=self._watch, name="vmkv-ranks", daemon=True)
                 watcher.start()
                 undo.callback(self._stop_watching, watcher)
+                join(0)
+                self.group = open_group(explain=self._explain)
+                if self._reason is not None:
+                    raise RankError(self._reason)
             except RankError:
                 raise
             except RuntimeError as error:
@@ -119,28 +125,22 @@ class Ranks:
         for process in self._processes:
             end_child(process)
 
-    def _wait_for_begin(self) -> None:
-        """Wait until every rank has started; `_join` would not notice that one has ended."""
-        pairs = zip(self._connections, self._processes, strict=True)
-        for rank, (connection, process) in enumerate(pairs, 1):
-            try:
-                connection.recv()
-            except EOFError:
-                raise RankError(f"rank {rank} has ended: {why_ended(process)}") from None
-
     # ---- ranks that end -------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Wait until a rank ends or a kernel times out; then fail the group."""
-        assert self.group is not None  # Set before the watcher starts.
-        sentinels = [process.sentinel for process in self._processes]
         reason = None
-        while reason is None and not wait([*sentinels, self._closing], _WATCH_S):
-            reason = self.group.stuck()
-        if self._is_closing:
-            return
-        reason = reason or self._explain() or "a rank has ended"
-        if not self._is_closing:
+        while reason is None:
+            ready: list[Any] = wait([self._closing, *self._connections], _WATCH_S)
+            if self._is_closing:
+                return
+            if ready:
+                reason = self._hear(1 + self._connections.index(ready[0]))
+            elif self.group is not None:
+                reason = self.group.stuck()
+        self._reason = reason
+        self._has_reason.set()
+        if self.group is not None and not self._is_closing:
             self.group.lose(reason)
 
     def _stop_watching(self, watcher: threading.Thread) -> None:
@@ -157,25 +157,16 @@ class Ranks:
 
     def _explain(self) -> str | None:
         """Return which rank has ended and why, as far as it is known within `_EXPLAIN_S`."""
-        deadline_s = time.monotonic() + _EXPLAIN_S
-        while not self._is_closing:
-            for rank, process in enumerate(self._processes, 1):
-                self._hear(rank)
-                if rank in self._reasons:
-                    return f"rank {rank} has ended: {self._reasons[rank]}"
-                if process.exitcode is not None:
-                    self._hear(rank)
-                    return f"rank {rank} has ended: {self._reasons.get(rank) or why_ended(process)}"
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                break
-            wait([*self._connections, *(each.sentinel for each in self._processes)], left_s)
-        return None
+        self._has_reason.wait(_EXPLAIN_S)
+        return self._reason
 
-    def _hear(self, rank: int) -> None:
-        with self._hearing, contextlib.suppress(EOFError, OSError):
-            if rank not in self._reasons and self._connections[rank - 1].poll():
-                self._reasons[rank] = self._connections[rank - 1].recv()
+    def _hear(self, rank: int) -> str:
+        """Wait for a rank's message: `_BEGUN`, or why it ends or has ended."""
+        try:
+            said = self._connections[rank - 1].recv()
+        except (EOFError, OSError):
+            said = why_ended(self._processes[rank - 1])
+        return said if said == _BEGUN else f"rank {rank} has ended: {said}"
 
     def __enter__(self) -> Ranks:
         return self
@@ -235,7 +226,7 @@ def _run_rank(
     """Entry point of a rank's process."""
     be_child(connection)
     try:
-        connection.send("begun")
+        connection.send(_BEGUN)
         with _environment(rank, size):
             join(rank)
             target(open_group(), *arguments)
