@@ -106,6 +106,7 @@ class Engine:
                 # Cached values from other chunk sizes are rounded differently.
                 prefix_caching=given.prefix_caching and not given.deterministic,
                 num_reserved_rows=given.max_num_seqs + 2,
+                requests=self._scheduler.requests,
             )
             self._runner = make_runner(model, rows, given)
             undo.callback(self._runner.close)
@@ -193,12 +194,13 @@ class Engine:
         num_tokens = max_total - len(tokens)
         resolved = resolve(params, seed + index, self._end_tokens, num_tokens, self._vocab_size)
         number = self._num_requests
-        request = Request(number, tokens, resolved, priority, max_total, tenant)
+        leader = number - index if index else None
+        request = Request(number, tokens, resolved, priority, max_total, tenant, leader)
         request.arrived_s = time.perf_counter()
         if self.tokenizer is not None and params.detokenize:
             self._detokenizers[number] = Detokenizer(self.tokenizer, tokens, resolved)
         try:
-            self._loop.add(request, number - index if index else None)
+            self._loop.add(request)
         except BaseException:
             self._detokenizers.pop(number, None)
             raise

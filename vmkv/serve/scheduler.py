@@ -385,7 +385,7 @@ class Scheduler:
     def run_first(self) -> None:
         """Give a free slot to the first waiting request; both must exist."""
         request = self.requests[heapq.heappop(self._waiting)[1]]
-        request.slot = heapq.heappop(self.free_slots)
+        request.slot, request.is_set = heapq.heappop(self.free_slots), False
         request.state = RequestState.RUNNING
         insort(self.running, request, key=attrgetter("rank"))
 
