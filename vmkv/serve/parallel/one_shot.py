@@ -49,17 +49,19 @@ class OneShotSums:
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float):
-        self._rank, self._size = rank, size
-        self._patience_ns = int(1e9 * timeout_s)
-        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._size = size
+        device = torch.device("cuda", torch.cuda.current_device())
         for dtype in FORMATS:  # Compile before any graph is captured.
-            sum_kernel.kernel_of(self._device.index, dtype, size)
-        self._turns = torch.zeros(NUM_BLOCKS, dtype=torch.int64, device=self._device)
-        self._rooms = torch.zeros(size, dtype=torch.int64, device=self._device)
+            sum_kernel.kernel_of(device.index, dtype, size)
+        self._turns = torch.zeros(NUM_BLOCKS, dtype=torch.int64, device=device)
+        self._rooms = torch.zeros(size, dtype=torch.int64, device=device)
         self._given_up = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         turn_bytes = size * CHUNK_BYTES
         self._room = PeerMemory(NUM_BLOCKS * (size * FLAG_BYTES + NUM_TURNS * turn_bytes))
         self.handle = self._room.handle
+        turns, rooms = self._turns.data_ptr(), self._rooms.data_ptr()
+        patience_ns = int(1e9 * timeout_s)
+        self._exchange = turns, rank, rooms, self._given_up.data_ptr(), patience_ns
 
     def meet(self, handles: Sequence[bytes]) -> None:
         """Open all ranks' buffers by their handles, in rank order; raises `CudaDriverError`."""
@@ -69,19 +71,16 @@ class OneShotSums:
         """Release the buffer, after all ranks have stopped adding. Idempotent."""
         self._room.close()
 
-    def takes(self, part: torch.Tensor) -> bool:
-        """Return whether a part is small enough, of a supported type and 16-byte aligned."""
-        is_aligned = not (part.nbytes | part.data_ptr()) % VECTOR_BYTES
-        return part.dtype in FORMATS and is_aligned and self._is_small(part, is_with_norm=False)
+    def takes(self, part: torch.Tensor, *, is_with_norm: bool = False) -> bool:
+        """Return whether a part is small enough, of a supported type and 16-byte aligned.
 
-    def takes_rows(self, part: torch.Tensor) -> bool:
-        """Return whether a part that `has_rows` can be added together with a norm."""
-        row_bytes = part.shape[-1] * part.itemsize
-        return row_bytes <= CHUNK_BYTES and self._is_small(part, is_with_norm=True)
-
-    def _is_small(self, part: torch.Tensor, *, is_with_norm: bool) -> bool:
+        A part that is added with a norm must also have rows that fit a block's buffer.
+        """
         most = max_bytes(self._size, is_with_norm=is_with_norm)
-        return most is None or part.nbytes <= most
+        is_small = most is None or part.nbytes <= most
+        is_aligned = not (part.nbytes | part.data_ptr()) % VECTOR_BYTES
+        has_room = not is_with_norm or part.shape[-1] * part.itemsize <= CHUNK_BYTES
+        return part.dtype in FORMATS and is_aligned and is_small and has_room
 
     def add(self, part: torch.Tensor) -> None:
         """Replace a contiguous part by the sum of all ranks' parts, in the current stream's order.
@@ -90,27 +89,18 @@ class OneShotSums:
         and the part's transfer to each other rank (bench_parallel).
         """
         if part.nbytes:
-            _launch(part, None, b"", self._size, self._exchange())
+            _launch(part, None, b"", self._size, self._exchange)
 
     def add_norm(
         self, part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
         """Add all ranks' parts and the residual into `part`; return the RMS norm of the sum.
 
-        `part` is contiguous and accepted by `takes_rows`. Shapes and types are those of
+        `part` is contiguous, `has_rows` and is accepted by `takes`. Shapes and types are those of
         `collectives.norm_of_sum`. Cost: as `add`, plus reading the residual and writing the norm
         meanwhile.
         """
-        return _add_norm(part, residual, weight, epsilon, self._size, self._exchange())
-
-    def _exchange(self) -> tuple[int, ...]:
-        return (
-            self._turns.data_ptr(),
-            self._rank,
-            self._rooms.data_ptr(),
-            self._given_up.data_ptr(),
-            self._patience_ns,
-        )
+        return _add_norm(part, residual, weight, epsilon, self._size, self._exchange)
 
     def give_up(self) -> None:
         """End kernels that wait for other ranks; their sums are invalid. Thread-safe."""
