@@ -29,7 +29,7 @@ from vmkv.serve import FinishReason
 from vmkv.serve.parallel import Ranks, TensorParallel, localise, lockstep, one_shot
 from vmkv.serve.parallel.collectives import all_reduce, norm_of_sum
 from vmkv.serve.parallel.engine import ParallelEngine
-from vmkv.serve.parallel.loading import load
+from vmkv.serve.parallel.localise import load
 from vmkv.serve.request import RequestHandle
 from vmkv.serve.runner import RunnerOptions, SlotError
 from vmkv.serve.sampler import Sampler

@@ -32,9 +32,8 @@ from ..observer import EngineObserver
 from ..runner import RunnerOptions
 from ..scheduler import PreemptionCosts
 from . import Ranks, TensorParallel, localise
-from .divided_head import head_of
-from .loading import load
-from .lockstep import Lockstep
+from .localise import head_of, load
+from .lockstep import Lockstep, LockstepRunner
 
 _LOG = logging.getLogger(__name__)
 #: Time for the other ranks to free their resources, once rank 0 has closed its engine.
@@ -71,8 +70,8 @@ class ParallelEngine(Engine):
         # Choices that a rank would make for itself are rank 0's.
         seed = ranks.share(random.getrandbits(64) if given.seed is None else given.seed)
         costs = ranks.share(given.preemption_costs or PreemptionCosts.of(model))
-        how = given.runner_options or RunnerOptions()
-        how = replace(how, agree=ranks.max, wrap=lockstep.runner, head=head_of(model))
+        how, wrap = given.runner_options or RunnerOptions(), partial(LockstepRunner, lockstep)
+        how = replace(how, agree=ranks.max, wrap=wrap, head=head_of(model))
         its = replace(given, seed=seed, preemption_costs=costs, runner_options=how)
         its = replace(its, budget_bytes=None, host_budget_bytes=0)  # The pool has them.
         super().__init__(model, tokenizer=tokenizer, observer=observer, pool=pool, **vars(its))

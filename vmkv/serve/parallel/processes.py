@@ -163,10 +163,10 @@ class Ranks:
     def _hear(self, rank: int) -> str:
         """Wait for a rank's message: `_BEGUN`, or why it ends or has ended."""
         try:
-            said = self._connections[rank - 1].recv()
+            message = self._connections[rank - 1].recv()
         except (EOFError, OSError):
-            said = why_ended(self._processes[rank - 1])
-        return said if said == _BEGUN else f"rank {rank} has ended: {said}"
+            message = why_ended(self._processes[rank - 1])
+        return message if message == _BEGUN else f"rank {rank} has ended: {message}"
 
     def __enter__(self) -> Ranks:
         return self
