@@ -11,7 +11,7 @@ import torch
 from vmkv import ConfigError
 from vmkv.attention import decode_fp8
 from vmkv.attention.nvrtc import FORMATS, Kernel, assembled
-from vmkv.serve.parallel import sum_kernel
+from vmkv.serve.parallel import one_shot
 
 append_cuda = importlib.import_module("vmkv.attention.append")  # The package exports a function.
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -46,7 +46,7 @@ KERNELS = {
     },
     **{
         f"add {dtype} of {size}{f', and norms of {vectors} vectors' if vectors else ''}": (
-            sum_kernel,
+            one_shot,
             "kernel_of",
             (0, dtype, size, vectors),
         )

@@ -235,7 +235,7 @@ class EnginePlay(PoolPlay):
         assert not self.asked
         assert len(self.guests) == self.cache.stats().num_sequences
         assert not self.engine._view._sequences
-        assert not self.engine._view._requests
+        assert not self.engine._scheduler.requests
 
     # ---- memory ---------------------------------------------------------------------------
 

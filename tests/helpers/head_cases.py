@@ -15,8 +15,7 @@ from helpers.tiny_models import tiny_model
 
 from vmkv import Engine, SamplingParams
 from vmkv.serve.parallel import TensorParallel
-from vmkv.serve.parallel.divided_head import DividedHead, head_of
-from vmkv.serve.parallel.localise import GatheredLinear
+from vmkv.serve.parallel.localise import DividedHead, GatheredLinear, head_of
 from vmkv.serve.runner import RunnerOptions
 
 #: On the host the padded steps of graphs run as they are.

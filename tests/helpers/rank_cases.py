@@ -29,7 +29,7 @@ from vmkv.serve import FinishReason
 from vmkv.serve.parallel import Ranks, TensorParallel, localise, lockstep, one_shot
 from vmkv.serve.parallel.collectives import all_reduce, norm_of_sum
 from vmkv.serve.parallel.engine import ParallelEngine
-from vmkv.serve.parallel.loading import load
+from vmkv.serve.parallel.localise import load
 from vmkv.serve.request import RequestHandle
 from vmkv.serve.runner import RunnerOptions, SlotError
 from vmkv.serve.sampler import Sampler
@@ -632,7 +632,7 @@ def adds_with_norms_in_graphs(group: TensorParallel) -> None:
 def is_alone(group: TensorParallel) -> None:
     """Rank 0's part is there, and nobody else's."""
     if group.rank:
-        group.receive(0)  # Until rank 0 has gone, however long that takes.
+        group.exchange([], False, 0)  # Until rank 0 has gone, however long that takes.
     all_reduce(torch.ones(64, device="cuda"), group.name)
     torch.cuda.synchronize()
     group.check()

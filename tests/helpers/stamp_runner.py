@@ -1,6 +1,6 @@
 """A runner without a model: it writes stamps, and reads them as an attention kernel would.
 
-What it is asked to do is checked against what the protocol promises (see `vmkv.serve.runner`),
+What it is asked to do is checked against what the engine promises (see `vmkv.serve.runner`),
 and against the page tables. What it says next is a hash of everything before, so a wrong history
 gives a wrong answer even where memory is right.
 """
@@ -68,7 +68,7 @@ class Mishap:
 
 @dataclass
 class _Step:
-    """A submitted step. Implements `PendingStep`."""
+    """A submitted step. Like `PendingTokens`."""
 
     runner: StampRunner
     chunks: Sequence[tuple[_Slot, Piece, Claim]]
@@ -105,7 +105,7 @@ class _Step:
 
 
 class StampRunner:
-    """Implements `Runner`.
+    """Like `ModelRunner`.
 
     Args:
         rows: Where it writes.

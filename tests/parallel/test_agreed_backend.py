@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from vmkv import ConfigError, HostBackend, RankError
 from vmkv.serve.parallel import TensorParallel
-from vmkv.serve.parallel.agreed_backend import AgreedBackend, StepClock
+from vmkv.serve.parallel.lockstep import AgreedBackend, StepClock
 from vmkv.units import KiB
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,11 +14,11 @@ from helpers import head_cases as cases
 from helpers.rank_cases import Pair
 from helpers.tiny_models import VERSION
 
-from vmkv.serve.parallel import divided_head
-from vmkv.serve.parallel.divided_head import DividedHead
-from vmkv.serve.parallel.localise import GatheredLinear
+from vmkv.serve.parallel.localise import DividedHead, GatheredLinear
 from vmkv.units import div_ceil
 
+#: The function of this name hides the module.
+localising = importlib.import_module("vmkv.serve.parallel.localise")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
@@ -41,7 +42,7 @@ def _likeliest(logits: torch.Tensor, size: int) -> torch.Tensor:
     told: list[torch.Tensor] = []
 
     def all_ranks(reduce: Callable[[torch.Tensor], torch.Tensor]) -> Sequence[torch.Tensor]:
-        with mock.patch.object(divided_head, "all_reduce", lambda part, group: reduce(part)):
+        with mock.patch.object(localising, "all_reduce", lambda part, group: reduce(part)):
             return [each.likeliest(part) for each, part in zip(heads, parts, strict=True)]
 
     all_ranks(lambda part: (told.append(part.clone()), part)[1])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vmkv.attention.nvrtc import Kernel
-from vmkv.serve.parallel import one_shot, sum_kernel
+from vmkv.serve.parallel import one_shot
 from vmkv.units import MiB
 
 ROWS = (1, 2, 7, 129, 256, 257, 1000, 2048, 2049, 8192, 20000)
@@ -36,12 +36,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[_Launch]]:
     def launch(_: Kernel, num_blocks: int, num_threads: int, __: int, words: bytes) -> None:
         made.append(_Launch(num_blocks, num_threads, *struct.unpack_from("=3q", words, 8)))
 
-    monkeypatch.setattr(sum_kernel, "compiled", lambda *_: Kernel("add_parts", 0, 0, 0))
+    monkeypatch.setattr(one_shot, "compiled", lambda *_: Kernel("add_parts", 0, 0, 0))
     monkeypatch.setattr(one_shot, "launch", launch)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    sum_kernel.kernel_of.cache_clear()
+    one_shot.kernel_of.cache_clear()
     yield made
-    sum_kernel.kernel_of.cache_clear()
+    one_shot.kernel_of.cache_clear()
 
 
 def _part(rows: int, hidden: int, dtype: torch.dtype) -> Any:
@@ -62,11 +62,11 @@ def test_blocks_have_all_rows_and_room_for_them(
     """Whole ones where there is a norm, which one rank's block takes without a break."""
     if size == 1 and not has_norm:
         pytest.skip("what one rank has is the sum")
-    room = sum_kernel.CHUNK_BYTES // sum_kernel.VECTOR_BYTES
+    room = one_shot.CHUNK_BYTES // one_shot.VECTOR_BYTES
     largest = (size > 1 and one_shot.max_bytes(size, is_with_norm=has_norm)) or 512 * MiB
     for hidden in HIDDEN_SIZES:
-        row = hidden * dtype.itemsize // sum_kernel.VECTOR_BYTES
-        is_short = sum_kernel.threads_for(row) is not None and (size == 1 or row <= room)
+        row = hidden * dtype.itemsize // one_shot.VECTOR_BYTES
+        is_short = one_shot.threads_for(row) is not None and (size == 1 or row <= room)
         for rows in ROWS if is_short else ():
             part = _part(rows, hidden, dtype)
             if part.nbytes > largest:
@@ -76,7 +76,7 @@ def test_blocks_have_all_rows_and_room_for_them(
             what = size, hidden, rows, launches[-1]
             assert vectors == rows * row, what
             assert blocks * share >= vectors > (blocks - 1) * share, what
-            assert blocks <= sum_kernel.NUM_BLOCKS or size == 1, what
+            assert blocks <= one_shot.NUM_BLOCKS or size == 1, what
             assert threads in range(32, 513, 32), what
             if has_norm:
                 assert share % row == chunk % row == 0, what

@@ -15,7 +15,7 @@ import pytest
 from vmkv.serve import Engine, FinishReason, SamplingParams
 from vmkv.serve.engine_loop import Add, Cancel, Command, EngineLoop, News, Stop
 from vmkv.serve.observer import Event, StepRecord
-from vmkv.serve.runner import PendingStep, StepResult
+from vmkv.serve.runner import PendingTokens, StepResult
 from vmkv.serve.step_loop import Pace, StepLoop, SubmittedStep
 from vmkv.step import Piece
 
@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
 class Work:
-    """A step on a device that is told how long it takes. Implements `PendingStep`."""
+    """A step on a device that is told how long it takes. Like `PendingTokens`."""
 
     def __init__(self, host: Host, end_s: float):
         self._host, self._end_s = host, end_s
@@ -330,7 +330,7 @@ def test_an_engine_tells_its_pace_what_becomes_of_steps(
     class Timed(Work):
         """A step of the engine's own, which takes longer."""
 
-        def __init__(self, inner: PendingStep, end_s: float):
+        def __init__(self, inner: PendingTokens, end_s: float):
             super().__init__(clock, end_s)
             self.result = inner.result  # type: ignore[method-assign]
 

@@ -181,7 +181,7 @@ class Trace:
         assert most_mixed_tokens is None or plan.num_tokens <= most_mixed_tokens
         if fails:
             self.give_up(plan)
-            plan = StepPlan()
+            plan = StepPlan([], [], [], [])
         else:
             self.check(plan)
             self.view.carry_out(plan)
@@ -214,7 +214,7 @@ class Trace:
         """As the engine does when a growth fails: what was preempted stays so."""
         for request_id, method in plan.preempted:
             self.note_preempted(request_id, method)
-        self.view.carry_out(StepPlan(preempted=plan.preempted))
+        self.view.carry_out(StepPlan(plan.preempted, [], [], []))
         self.scheduler.undo(plan.chunks)
         for request_id in plan.admitted:
             self.scheduler.requeue(request_id, PreemptionMethod.RECOMPUTE)
@@ -616,7 +616,7 @@ def test_the_last_gives_way_and_comes_back(
     methods = []
     while trace.scheduler.requests:
         plan = trace.step()
-        methods += [(each.request_id, each.method) for each in plan.preempted]
+        methods += plan.preempted
         if trace.lives[1].was_preempted and not trace.lives[0].ended:
             waiting = RequestState.WAITING
             state = RequestState.SWAPPED if method is PreemptionMethod.SWAP else waiting

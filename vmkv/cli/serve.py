@@ -222,7 +222,7 @@ def _check_engine(arguments: argparse.Namespace) -> None:
         check_device(device)
     if arguments.tensor_parallel > 1:
         from ..serve.parallel.engine import checked_options
-        from ..serve.parallel.loading import check_config
+        from ..serve.parallel.localise import check_config
 
         checked_options(_chosen(EngineOptions, arguments))
         check_config(config, arguments.tensor_parallel)
@@ -276,7 +276,7 @@ def _engine(
 
 
 def _part(arguments: argparse.Namespace, ranks: TensorParallel) -> Any:
-    from ..serve.parallel.loading import load
+    from ..serve.parallel.localise import load
 
     _set_logging(arguments)
     return load(arguments.model, ranks, dtype=arguments.dtype)

@@ -33,10 +33,10 @@ def start_child(
     return process
 
 
-def be_child(connection: Any, clean_up: Callable[[], None] = lambda: None) -> None:
+def be_child(connection: Any) -> None:
     """Ignore termination signals; end this process some time after the other end has closed.
 
-    `connection` is a socket or a duplex pipe to the parent; `clean_up` is called before that end.
+    `connection` is a socket or a duplex pipe to the parent.
     """
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
@@ -47,7 +47,6 @@ def be_child(connection: Any, clean_up: Callable[[], None] = lambda: None) -> No
     def end_with_parent() -> None:
         poll.poll()
         time.sleep(_END_S)
-        clean_up()
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()

@@ -11,96 +11,27 @@ each byte after them becomes one replacement character.
 
 from __future__ import annotations
 
-import functools
-from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..hf import compat
 from .params import SamplingParams
 
 # ---- stop texts ----------------------------------------------------------------------------------
 
-#: State of a text no end of which begins a stop text.
-START = 0
+
+def find_stop(text: str, stops: Sequence[str], num_seen: int) -> tuple[int, str] | None:
+    """Return the first stop text that ends after `num_seen` characters, and where it begins."""
+    found = [(text.find(stop, max(0, num_seen - len(stop) + 1)), stop) for stop in stops]
+    return min((each for each in found if each[0] >= 0), default=None)
 
 
-class Found(NamedTuple):
-    """A stop text found in a text; `end` counts characters from where the search began."""
-
-    end: int
-    stop: str
-
-
-class StopTexts:
-    """Automaton (Aho-Corasick) that finds non-empty stop texts; any number of searches share it."""
-
-    def __init__(self, stops: Sequence[str]):
-        self._next: list[dict[str, int]] = [{}]
-        # Fallback: state of the longest proper end of the text that begins a stop text.
-        self._shorter = [START]
-        # Longest stop text at the end of the state's text.
-        self._stop: list[str | None] = [None]
-        # Length of the longest end that begins a stop text without completing it.
-        self._num_begun = [0]
-        for stop in stops:
-            self._insert(stop)
-        self._link()
-
-    def _insert(self, stop: str) -> None:
-        state = START
-        for depth, char in enumerate(stop, 1):
-            following = self._next[state].get(char)
-            if following is None:
-                following = self._next[state][char] = len(self._next)
-                self._next.append({})
-                self._shorter.append(START)
-                self._stop.append(None)
-                self._num_begun.append(depth)
-            state = following
-        self._stop[state] = stop
-
-    def _link(self) -> None:
-        states = deque(self._next[START].values())
-        while states:
-            state = states.popleft()
-            shorter = self._shorter[state]
-            if self._stop[state] is None:
-                self._stop[state] = self._stop[shorter]
-            if not self._next[state]:
-                self._num_begun[state] = self._num_begun[shorter]
-            for char, following in self._next[state].items():
-                self._shorter[following] = self._step(shorter, char) if state else START
-                states.append(following)
-
-    def _step(self, state: int, char: str) -> int:
-        while state and char not in self._next[state]:
-            state = self._shorter[state]
-        return self._next[state].get(char, START)
-
-    def num_begun(self, state: int) -> int:
-        """Length in characters of the text's longest end that may become part of a stop text."""
-        return self._num_begun[state]
-
-    def advance(self, state: int, text: str) -> tuple[int, Found | None]:
-        """Read more `text` from `state`; returns the state after it and the first match, if any.
-
-        Of the stop texts that end in `text`, the match is the one that begins first. The state is
-        meaningless after a match.
-        """
-        found, first = None, len(text)
-        for end, char in enumerate(text, 1):
-            state = self._step(state, char)
-            stop = self._stop[state]
-            if stop is not None and end - len(stop) < first:
-                found, first = Found(end, stop), end - len(stop)
-        return state, found
-
-
-@functools.lru_cache(maxsize=16)
-def stop_texts(stops: tuple[str, ...]) -> StopTexts:
-    """Return the automaton of `stops`, shared by the samples of a request."""
-    return StopTexts(stops)
+def num_begun(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins the stop text without completing it."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return len(text) - at if at >= 0 else 0
 
 
 # ---- detokenize ----------------------------------------------------------------------------------
@@ -128,8 +59,7 @@ class Detokenizer:
         # Without clean-up of spaces before punctuation, which would change text already returned.
         self._decode_tokens = compat.decoder(tokenizer)
         self._skips_special = params.skip_special_tokens
-        self._stops = stop_texts(tuple(params.stop)) if params.stop else None
-        self._stop_state = START
+        self._stops = tuple(params.stop)
         self._min_tokens = params.min_tokens
         self._includes_stop = params.include_stop_str_in_output
         self._window = list(prompt_token_ids[-_WINDOW_MAX_TOKENS:])
@@ -194,19 +124,16 @@ class Detokenizer:
             self._num_taken = len(self._window)
         if len(self._window) >= _WINDOW_TOKENS:
             self._move_window()
-        if self._stops is None:
-            self._new += added
-            return None
         if not added:
             return None
-        self._stop_state, found = self._stops.advance(self._stop_state, added)
         text = self._held + added
+        found = find_stop(text, self._stops, len(self._held))
         if found is None or self._num_tokens < self._min_tokens:
-            end = len(text) - self._stops.num_begun(self._stop_state)
+            end = len(text) - max((num_begun(text, stop) for stop in self._stops), default=0)
             self._new, self._held = self._new + text[:end], text[end:]
             return None
-        end, self.stop = len(self._held) + found.end, found.stop
-        self._new += text[: end if self._includes_stop else end - len(self.stop)]
+        at, self.stop = found
+        self._new += text[: at + len(self.stop) if self._includes_stop else at]
         self._held = ""
         return self.stop
 

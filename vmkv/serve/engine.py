@@ -106,6 +106,7 @@ class Engine:
                 # Cached values from other chunk sizes are rounded differently.
                 prefix_caching=given.prefix_caching and not given.deterministic,
                 num_reserved_rows=given.max_num_seqs + 2,
+                requests=self._scheduler.requests,
             )
             self._runner = make_runner(model, rows, given)
             undo.callback(self._runner.close)
@@ -154,6 +155,7 @@ class Engine:
         self._check_open()
         self._is_idle = False
         params = params or SamplingParams()
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         text = prompt if isinstance(prompt, str) else None
         tokens = packed_prompt(prompt, self.tokenizer, self._input_vocab_size)
         check_text(params, self.tokenizer)
@@ -166,42 +168,33 @@ class Engine:
                 f"a prompt of {len(tokens)} tokens leaves no room for an answer: requests hold "
                 f"{longest} at most here; shorten it, or raise max_tokens or the budget"
             )
+        self._announce("add", prompt, params, priority, tenant=tenant)
         requests: list[Request] = []
         try:
-            for index in range(params.n):
-                request = self._add_sample(tokens, params, priority, max_total, index, tenant)
+            for index in range(params.n):  # Samples after the first fork the computed prompt.
+                seed = params.seed if params.seed is not None else self._random.getrandbits(48)
+                resolved = resolve(
+                    params,
+                    seed + index,
+                    self._end_tokens,
+                    max_total - len(tokens),
+                    self._vocab_size,
+                )
+                number = self._num_requests
+                leader = number - index if index else None
+                request = Request(number, tokens, resolved, priority, max_total, tenant, leader)
+                request.arrived_s = time.perf_counter()
                 requests.append(request)
+                if self.tokenizer is not None and params.detokenize:
+                    self._detokenizers[number] = Detokenizer(self.tokenizer, tokens, resolved)
+                self._loop.add(request)
+                self._num_requests += 1
         except BaseException:
             for request in requests:
                 self._loop.end(request, FinishReason.CANCELLED)
+                self._detokenizers.pop(request.request_id, None)
             raise
         return self._follow(requests, text)
-
-    def _add_sample(
-        self,
-        tokens: Sequence[int],
-        params: SamplingParams,
-        priority: int,
-        max_total: int,
-        index: int,
-        tenant: str | None,
-    ) -> Request:
-        """Add one sample of a prompt; samples after the first fork the computed prompt."""
-        seed = params.seed if params.seed is not None else self._random.getrandbits(48)
-        num_tokens = max_total - len(tokens)
-        resolved = resolve(params, seed + index, self._end_tokens, num_tokens, self._vocab_size)
-        number = self._num_requests
-        request = Request(number, tokens, resolved, priority, max_total, tenant)
-        request.arrived_s = time.perf_counter()
-        if self.tokenizer is not None and params.detokenize:
-            self._detokenizers[number] = Detokenizer(self.tokenizer, tokens, resolved)
-        try:
-            self._loop.add(request, number - index if index else None)
-        except BaseException:
-            self._detokenizers.pop(number, None)
-            raise
-        self._num_requests += 1
-        return request
 
     def _follow(self, requests: Sequence[Request], text: str | None) -> RequestHandle:
         handle = RequestHandle(requests, text, step=self.step, cancel=self.cancel)
@@ -216,20 +209,30 @@ class Engine:
     def cancel(self, handle: RequestHandle) -> None:
         """End a request; it keeps the tokens it has. Idempotent."""
         for request in handle.requests:
-            self._loop.end(request, FinishReason.CANCELLED)
+            self._end(request.request_id, FinishReason.CANCELLED)
 
     @uninterrupted
     def finish(self, handle: RequestHandle, sample: int) -> None:
         """End a sample as if at a stop token, for callers that find stop texts. Idempotent."""
-        self._loop.end(handle.requests[sample], FinishReason.STOP)
+        self._end(handle.requests[sample].request_id, FinishReason.STOP)
+
+    def _end(self, request_id: int, reason: FinishReason) -> None:
+        request = self._scheduler.requests.get(request_id)
+        if request is not None:
+            self._announce("_end", request_id, reason)
+            self._loop.end(request, reason)
 
     @uninterrupted
     def cancel_all(self, error: Exception | None = None) -> None:
         """Cancel every request, or fail them all with `error`."""
         if error is not None:
+            self._announce("cancel_all", RuntimeError(str(error)))
             self._loop.end_all(error)
         for handle in tuple(self._handles.values()):
             self.cancel(handle)
+
+    def _announce(self, name: str, *arguments: Any, **options: Any) -> None:
+        """Called before a method changes requests; other ranks of the model repeat the call."""
 
     # ---- outcomes -------------------------------------------------------------------------
 
@@ -402,9 +405,14 @@ class Engine:
         if len(each) != len(several):
             raise ConfigError(f"{len(each)} sampling parameters for {len(several)} prompts")
         handles: list[RequestHandle] = []
+
+        @uninterrupted
+        def add(prompt: str | Sequence[int], params: SamplingParams | None) -> None:
+            handles.append(self.add(prompt, params, priority, tenant=tenant))
+
         try:
             for prompt, its in zip(several, each, strict=True):
-                self._add_to(handles, prompt, its, priority, tenant)
+                add(prompt, its)
             for handle in handles:
                 while not handle.is_finished:
                     self.step()
@@ -413,18 +421,6 @@ class Engine:
                 self.cancel(handle)
             raise
         return [handle.output() for handle in handles]
-
-    @uninterrupted
-    def _add_to(
-        self,
-        handles: list[RequestHandle],
-        prompt: str | Sequence[int],
-        params: SamplingParams | None,
-        priority: int,
-        tenant: str | None,
-    ) -> None:
-        """Add a request and its handle to `handles`; an interrupt cannot separate the two."""
-        handles.append(self.add(prompt, params, priority, tenant=tenant))
 
     def when_lost(self, call: Callable[[], None]) -> None:
         """Register `call`, invoked from any thread when a part of the engine has died."""

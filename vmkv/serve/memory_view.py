@@ -7,7 +7,8 @@ fork of a sibling), growing, swapping, closing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -159,7 +160,7 @@ class MemoryView:
     """Sequences of requests in one cache, used by the engine's thread only. Implements `CacheView`.
 
     A sequence grows by at most `max_chunk_tokens` per step, and swapped sequences leave
-    `num_reserved_rows` rows free.
+    `num_reserved_rows` rows free. `requests` are the unfinished ones by number.
     """
 
     def __init__(
@@ -169,49 +170,39 @@ class MemoryView:
         *,
         prefix_caching: bool,
         num_reserved_rows: int,
+        requests: Mapping[int, Request],
     ):
         self.cache = cache
         self.page_bytes = cache.pool.page_bytes
         self._max_chunk_tokens = max_chunk_tokens
         self._prefix_caching = prefix_caching
         self._num_reserved_rows = num_reserved_rows
-        self._requests: dict[int, Request] = {}
-        self._leaders: dict[int, int] = {}
+        self._requests = requests
         self._sequences: dict[int, _Held] = {}
         #: Ended sequences that are still open, and since which submission they are idle.
         self.ending: list[tuple[CacheSequence, int | None]] = []
         self._num_steps = 0
         self._submitted_at = (0, 0)  # The last two submissions.
-        self._fitting: tuple[tuple[int, int], int] | None = None
+        self._fitting = (0, 0), 0
 
     # ---- requests -------------------------------------------------------------------------
-
-    def add(self, request: Request, leader_id: int | None = None) -> None:
-        """Register a request; with `leader_id`, a sample that may fork that request's prompt."""
-        self._requests[request.request_id] = request
-        if leader_id is not None and self._prefix_caching:
-            self._leaders[request.request_id] = leader_id
 
     def begin(self, request_id: int) -> int:
         """Open a sequence and return its number of cached tokens; on errors, open none."""
         if request_id in self._sequences:
             self.end(request_id)  # Left by an incomplete preemption.
         request = self._requests[request_id]
-        tokens = request.tokens(0, len(request.prompt_token_ids) + len(request.output_token_ids))
         leader = self._leader(request)
         if leader is not None:
             sequence = leader.fork(len(request.prompt_token_ids) - 1)
         else:
+            tokens = request.tokens(0, request.num_known)
             prompt = tokens if self._prefix_caching else None
             sequence = self.cache.open(len(tokens) + 1, prompt=prompt, tenant=request.tenant)
-        if request_id not in self._leaders and not request.num_preemptions:
+        if request.leader is None and not request.num_preemptions:
             request.num_cached_tokens = sequence.num_tokens
         self._sequences[request_id] = _Held(sequence, sequence.num_tokens)
         return sequence.num_tokens
-
-    def row(self, request_id: int) -> int:
-        """Row of a request's sequence."""
-        return self._sequences[request_id].sequence.row
 
     def rows(self, chunks: Iterable[PlannedChunk]) -> list[int]:
         """Rows of the chunks' sequences."""
@@ -276,8 +267,7 @@ class MemoryView:
     def end(self, request_id: int, *, keep: bool = True) -> None:
         """Close a request's sequence; with `keep`, its tokens enter the prefix cache. Idempotent.
 
-        If the driver fails, `close_ended` closes it later. The request may begin again until
-        `remove`.
+        If the driver fails, `close_ended` closes it later.
         """
         held = self._sequences.get(request_id)
         if held is None:
@@ -305,11 +295,6 @@ class MemoryView:
             close_idle(sequence, idle_since)
             self.ending.pop()
 
-    def remove(self, request_id: int) -> None:
-        """Forget a request whose sequence has ended. Idempotent."""
-        self._requests.pop(request_id, None)
-        self._leaders.pop(request_id, None)
-
     def reclaim(self, num_bytes: int | None = None) -> int:
         """Return at least `num_bytes`, or all, of unused memory to the device; returns the bytes.
 
@@ -323,22 +308,21 @@ class MemoryView:
         if not self._prefix_caching or not sequence.is_resident:
             return
         start = self.cache.prefixes.num_recorded(sequence.row)
-        num_known = len(request.prompt_token_ids) + len(request.output_token_ids)
-        end = min(num_known, held.num_computed, sequence.num_tokens)
+        end = min(request.num_known, held.num_computed, sequence.num_tokens)
         if end > start:
             sequence.record(request.tokens(start, end))
 
     def _leader(self, request: Request) -> CacheSequence | None:
         """Live sequence of the sibling that has computed the whole prompt, for a fork; or None."""
-        leader = self._sequences.get(self._leaders.get(request.request_id, -1))
+        if request.leader is None or not self._prefix_caching:
+            return None
+        leader, num_prompt = self._sequences.get(request.leader), len(request.prompt_token_ids)
         if leader is None or not leader.sequence.is_resident:
             return None
-        num_prompt = len(request.prompt_token_ids)
-        if num_prompt < 2 or leader.num_computed < num_prompt:
-            return None
-        if any(group.window_tokens is not None for group in self.cache.groups):
-            return None  # The leader's windows may have moved on.
-        return leader.sequence
+        # Windows of the leader may have moved on.
+        has_windows = any(group.window_tokens is not None for group in self.cache.groups)
+        has_prompt = leader.num_computed >= num_prompt > 1
+        return leader.sequence if has_prompt and not has_windows else None
 
     # ---- host memory ----------------------------------------------------------------------
 
@@ -451,16 +435,15 @@ class MemoryView:
 
     def held_pages(self, request_id: int) -> int:
         """Pages that only this request's sequence references."""
-        row, num_bytes = self.row(request_id), 0
-        for group in self.cache.groups:
-            for mapping in group.table.rows[row].mappings:
-                if mapping.extent.num_references == 1:
-                    num_bytes += mapping.extent.num_bytes
-        return num_bytes // self.page_bytes
+        row = self._sequences[request_id].sequence.row
+        mappings = [each for group in self.cache.groups for each in group.table.rows[row].mappings]
+        its = [each.extent.num_bytes for each in mappings if each.extent.num_references == 1]
+        return sum(its) // self.page_bytes
 
     def is_ready(self, request_id: int) -> bool:
         """Whether the request may begin; false while its leader computes the shared prompt."""
-        leader = self._requests.get(self._leaders.get(request_id, -1))
+        number = self._requests[request_id].leader
+        leader = self._requests.get(number) if number is not None and self._prefix_caching else None
         if leader is None or leader.output_token_ids:
             return True
         held = self._sequences.get(leader.request_id)
@@ -473,30 +456,21 @@ class MemoryView:
             return len(request.prompt_token_ids) - 1
         if not self._prefix_caching:
             return 0
-        num_known = len(request.prompt_token_ids) + len(request.output_token_ids)
+        tokens = request.tokens(0, request.num_known - 1)
         with self.cache.pool.lock:
-            matches = self.cache.prefixes.matches(request.tokens(0, num_known - 1), request.tenant)
-            match = next(matches, None)
+            match = next(self.cache.prefixes.matches(tokens, request.tenant), None)
         return 0 if match is None else match.num_tokens
 
     def fitting_tokens(self) -> int:
         """Length of the longest request that fits the budget alone, at most a row."""
         total_pages = self.total_pages
         asked = (total_pages, self.cache.overread_tokens)
-        if self._fitting is not None and self._fitting[0] == asked:
-            return self._fitting[1]
-        low, high = 0, self.cache.max_tokens
-        middle = high  # Usually a whole row fits.
-        while low < high:
-            if self.peak_pages(middle) <= total_pages:
-                low = middle
-            else:
-                high = middle - 1
-            middle = (low + high + 1) // 2
-        if not low:
+        if self._fitting[0] != asked:
+            lengths = range(1, self.cache.max_tokens + 1)
+            self._fitting = asked, bisect_right(lengths, total_pages, key=self.peak_pages)
+        if not self._fitting[1]:
             raise ConfigError(
                 f"the budget of {total_pages} pages of {self.page_bytes} bytes does not hold "
                 "a single token; raise budget_bytes"
             )
-        self._fitting = asked, low
-        return low
+        return self._fitting[1]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -36,70 +37,64 @@ _TOKENS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075,
 _PARTS_S = (1e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 1)
 
 
+_Table = tuple[tuple[Any, ...], ...]
+#: Name, meaning and labels.
+_COUNTERS: _Table = (
+    ("requests", "Requests that ended", ("finish_reason",)),
+    ("prompt_tokens", "Prompt tokens of ended requests"),
+    ("prompt_tokens_cached", "Prompt tokens that the prefix index supplied"),
+    ("generation_tokens", "Tokens generated"),
+    ("steps", "Steps submitted"),
+    ("step_tokens", "Tokens computed by steps", ("phase",)),
+    ("preemptions", "Requests preempted", ("kind",)),
+)
+_GAUGES: _Table = (
+    ("requests_running", "Requests that hold memory"),
+    ("requests_waiting", "Requests that wait for admission"),
+)
+#: Name, meaning and bounds of the buckets.
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "From a request's arrival to its first token", _WAITS_S),
+    ("time_per_output_token_seconds", "Mean time between tokens, after the first", _TOKENS_S),
+    ("request_queue_seconds", "From a request's arrival to its first step", _WAITS_S),
+    ("request_seconds", "From a request's arrival to its end", _WAITS_S),
+    ("step_seconds", "Host time of a step", _PARTS_S),
+    ("mapping_seconds", "Host time of a step to map memory", _PARTS_S),
+    ("device_wait_seconds", "Time of a step spent waiting for tokens", _PARTS_S),
+    ("fence_wait_seconds", "Time of a step spent waiting for fences, where it had to", _PARTS_S),
+)
+_MEMORY = ("used", "resident", "parked", "shared", "host", "free", "retired", "budget", "reserved")
+_SHARING = ("aliased", "copied", "copied_on_write", "swapped_out", "swapped_in")
+
+
 class Metrics:
     """Observer that counts, with a `registry` other than prometheus-client's global one."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         self._page_bytes: int | None = None
         self._stats: CacheStats | None = None
         self._snapshot_s = float("-inf")
-        self._add_request_metrics()
-        self._add_step_metrics()
-        self.http_responses = http_responses(self.registry)
-        self.registry.register(self)
-
-    def _add_request_metrics(self) -> None:
-        self._requests = self._counter("requests", "Requests that ended", "finish_reason")
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests")
-        self._cached_tokens = self._counter(
-            "prompt_tokens_cached", "Prompt tokens that the prefix index supplied"
-        )
-        self._output_tokens = self._counter("generation_tokens", "Tokens generated")
-        self._first_token = self._histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token", _WAITS_S
-        )
-        self._per_token = self._histogram(
-            "time_per_output_token_seconds",
-            "Mean time between the tokens of a request, after its first",
-            _TOKENS_S,
-        )
-        self._queue_time = self._histogram(
-            "request_queue_seconds", "From a request's arrival to its first step", _WAITS_S
-        )
-        self._request_time = self._histogram(
-            "request_seconds", "From a request's arrival to its end", _WAITS_S
-        )
-
-    def _add_step_metrics(self) -> None:
-        self._running = self._gauge("requests_running", "Requests that hold memory")
-        self._waiting = self._gauge("requests_waiting", "Requests that wait for admission")
-        self._steps = self._counter("steps", "Steps submitted")
-        self._step_tokens = self._counter("step_tokens", "Tokens computed by steps", "phase")
-        self._step_time = self._histogram("step_seconds", "Host time of a step", _PARTS_S)
-        self._mapping = self._histogram(
-            "mapping_seconds", "Host time of a step to map memory", _PARTS_S
-        )
-        self._device_wait = self._histogram(
-            "device_wait_seconds", "Time of a step spent waiting for tokens", _PARTS_S
-        )
-        self._fence_wait = self._histogram(
-            "fence_wait_seconds",
-            "Time of a step spent waiting for fences, where it had to",
-            _PARTS_S,
-        )
-        self._preemptions = self._counter("preemptions", "Requests preempted", "kind")
+        kinds: tuple[tuple[Any, _Table], ...] = ((Counter, _COUNTERS), (Gauge, _GAUGES))
+        self._metrics: dict[str, Any] = {
+            name: kind(f"vmkv_{name}", *others, registry=registry)
+            for kind, table in kinds
+            for name, *others in table
+        }
+        for name, what, buckets in _HISTOGRAMS:
+            self._metrics[name] = Histogram(
+                f"vmkv_{name}", what, buckets=buckets, registry=registry
+            )
         for kind in ("swap", "recompute"):
-            self._preemptions.labels(kind)  # Exports the counter at zero.
+            self._count("preemptions", 0, kind)  # Exports the counter at zero.
+        registry.register(self)
 
-    def _counter(self, name: str, what: str, *labels: str) -> Counter:
-        return Counter(f"vmkv_{name}", what, labels, registry=self.registry)
+    def _count(self, name: str, amount: int = 1, *labels: str) -> None:
+        counter = self._metrics[name]
+        (counter.labels(*labels) if labels else counter).inc(amount)
 
-    def _gauge(self, name: str, what: str) -> Gauge:
-        return Gauge(f"vmkv_{name}", what, registry=self.registry)
-
-    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"vmkv_{name}", what, registry=self.registry, buckets=buckets)
+    def _observe(self, name: str, seconds: float) -> None:
+        self._metrics[name].observe(seconds)
 
     # ---- observing ------------------------------------------------------------------------
 
@@ -112,39 +107,42 @@ class Metrics:
         elif isinstance(event, RequestRecord):
             self._note_request(event)
         elif isinstance(event, RequestAdded):
-            self._waiting.inc()  # Corrected by the next step.
+            self._metrics["requests_waiting"].inc()  # Corrected by the next step.
         elif isinstance(event, FirstToken):
-            self._first_token.observe(event.wait_s)
+            self._observe("time_to_first_token_seconds", event.wait_s)
         elif isinstance(event, Idle):
-            self._running.set(0)
-            self._waiting.set(0)
+            self._note_queue(0, 0)
             self._look(cache)
 
     def _note_request(self, request: RequestRecord) -> None:
-        self._requests.labels(request.finish_reason).inc()
-        self._prompt_tokens.inc(request.num_prompt_tokens)
-        self._cached_tokens.inc(request.num_cached_tokens)
-        self._output_tokens.inc(request.num_output_tokens)
-        self._request_time.observe(request.end_s - request.arrival_s)
+        self._count("requests", 1, request.finish_reason)
+        self._count("prompt_tokens", request.num_prompt_tokens)
+        self._count("prompt_tokens_cached", request.num_cached_tokens)
+        self._count("generation_tokens", request.num_output_tokens)
+        self._observe("request_seconds", request.end_s - request.arrival_s)
         if request.start_s is not None:
-            self._queue_time.observe(request.start_s - request.arrival_s)
+            self._observe("request_queue_seconds", request.start_s - request.arrival_s)
         num_later = request.num_output_tokens - 1
         if request.first_token_s is not None and num_later > 0:
-            self._per_token.observe((request.end_s - request.first_token_s) / num_later)
+            mean_s = (request.end_s - request.first_token_s) / num_later
+            self._observe("time_per_output_token_seconds", mean_s)
 
     def _note_step(self, step: StepRecord) -> None:
-        self._steps.inc()
-        self._step_tokens.labels("prefill").inc(step.num_prefill_tokens)
-        self._step_tokens.labels("decode").inc(step.num_decode_tokens)
-        self._step_time.observe(step.total_s)
-        self._mapping.observe(step.map_s)
-        self._device_wait.observe(step.wait_s)
+        self._count("steps")
+        self._count("step_tokens", step.num_prefill_tokens, "prefill")
+        self._count("step_tokens", step.num_decode_tokens, "decode")
+        self._count("preemptions", step.num_swapped, "swap")
+        self._count("preemptions", step.num_recomputed, "recompute")
+        self._observe("step_seconds", step.total_s)
+        self._observe("mapping_seconds", step.map_s)
+        self._observe("device_wait_seconds", step.wait_s)
         if step.fence_wait_s:
-            self._fence_wait.observe(step.fence_wait_s)
-        self._preemptions.labels("swap").inc(step.num_swapped)
-        self._preemptions.labels("recompute").inc(step.num_recomputed)
-        self._running.set(step.num_running)
-        self._waiting.set(step.num_waiting)
+            self._observe("fence_wait_seconds", step.fence_wait_s)
+        self._note_queue(step.num_running, step.num_waiting)
+
+    def _note_queue(self, num_running: int, num_waiting: int) -> None:
+        self._metrics["requests_running"].set(num_running)
+        self._metrics["requests_waiting"].set(num_waiting)
 
     def _look(self, cache: ObservedCache) -> None:
         self._stats = cache.stats()
@@ -153,84 +151,41 @@ class Metrics:
     # ---- reporting ------------------------------------------------------------------------
 
     def bind_pages(self, page_bytes: int) -> None:
-        """Set the page size once the cache exists, to report memory in pages too."""
+        """Set the page size once the cache exists, to report it too."""
         self._page_bytes = page_bytes
 
     def collect(self) -> Iterator[Metric]:
         """Yield metrics of the last cache statistics; called by the registry for a scrape."""
-        stats, page_bytes = self._stats, self._page_bytes
-        if page_bytes is not None:
-            yield GaugeMetricFamily("vmkv_page_bytes", "The unit of mapping", value=page_bytes)
-        if stats is None:
-            return
-        states = {
-            "used": stats.used_bytes,
-            "resident": stats.resident_bytes,
-            "parked": stats.parked_bytes,
-            "shared": stats.shared_bytes,
-            "host": stats.host_bytes,
-            "free": stats.free_bytes,
-            "retired": stats.retired_bytes,
-            "budget": stats.budget_bytes,
-            "reserved": stats.reserved_bytes,
-        }
-        sizes = GaugeMetricFamily("vmkv_memory_bytes", "Memory of the cache", labels=["state"])
-        pages = GaugeMetricFamily("vmkv_pages", "The same in pages", labels=["state"])
-        for state, num_bytes in states.items():
-            sizes.add_metric([state], num_bytes)
-            if page_bytes is not None:
-                pages.add_metric([state], num_bytes / page_bytes)
-        yield sizes
-        if page_bytes is not None:
-            yield pages
-        yield GaugeMetricFamily("vmkv_sequences", "Live sequences", value=stats.num_sequences)
-        yield from _totals(stats)
+        if self._page_bytes is not None:
+            yield GaugeMetricFamily("vmkv_page_bytes", "The unit of mapping", self._page_bytes)
+        if self._stats is not None:
+            yield from _families(self._stats)
 
     def text(self) -> bytes:
         """Render all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
-def http_responses(registry: CollectorRegistry) -> Counter:
-    """Create the counter of HTTP responses by route and status."""
-    what = "HTTP responses by route and status"
-    return Counter("vmkv_http_responses", what, ("route", "status"), registry=registry)
+def _families(stats: CacheStats) -> Iterator[Metric]:
+    """Yield cache statistics; those that only grow as counters."""
+    memory = GaugeMetricFamily("vmkv_memory_bytes", "Memory of the cache", labels=["state"])
+    yield _filled(memory, {state: getattr(stats, f"{state}_bytes") for state in _MEMORY})
+    yield GaugeMetricFamily("vmkv_sequences", "Live sequences", stats.num_sequences)
+    calls = CounterMetricFamily("vmkv_driver_calls", "Calls to the driver", labels=["primitive"])
+    yield _filled(calls, stats.driver_calls)
+    what = "Sequences that looked for a cached prefix"
+    lookups = CounterMetricFamily("vmkv_prefix_lookups", what, labels=["result"])
+    yield _filled(lookups, {"hit": stats.num_prefix_hits, "miss": stats.num_prefix_misses})
+    what = "Tokens that a cached prefix supplied"
+    yield CounterMetricFamily("vmkv_prefix_hit_tokens", what, stats.num_prefix_hit_tokens)
+    what = "Sequences that began with another row's tokens"
+    yield CounterMetricFamily("vmkv_forks", what, stats.sharing.num_forks)
+    what = "Memory by how it was shared or moved"
+    sharing = CounterMetricFamily("vmkv_sharing_bytes", what, labels=["how"])
+    yield _filled(sharing, {how: getattr(stats.sharing, f"{how}_bytes") for how in _SHARING})
 
 
-def _totals(stats: CacheStats) -> Iterator[Metric]:
-    """Yield the statistics that only grow, as counters."""
-    sharing = stats.sharing
-    yield _by("vmkv_driver_calls", "Calls to the driver", "primitive", stats.driver_calls)
-    yield _by(
-        "vmkv_prefix_lookups",
-        "Sequences that looked for a cached prefix",
-        "result",
-        {"hit": stats.num_prefix_hits, "miss": stats.num_prefix_misses},
-    )
-    yield CounterMetricFamily(
-        "vmkv_prefix_hit_tokens",
-        "Tokens that a cached prefix supplied",
-        value=stats.num_prefix_hit_tokens,
-    )
-    yield CounterMetricFamily(
-        "vmkv_forks", "Sequences that began with another row's tokens", value=sharing.num_forks
-    )
-    yield _by(
-        "vmkv_sharing_bytes",
-        "Memory by how it was shared or moved",
-        "how",
-        {
-            "aliased": sharing.aliased_bytes,
-            "copied": sharing.copied_bytes,
-            "copied_on_write": sharing.copied_on_write_bytes,
-            "swapped_out": sharing.swapped_out_bytes,
-            "swapped_in": sharing.swapped_in_bytes,
-        },
-    )
-
-
-def _by(name: str, what: str, label: str, values: Mapping[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, what, labels=[label])
-    for key, value in sorted(values.items()):
-        family.add_metric([key], value)
+def _filled(family: Any, values: Mapping[str, int]) -> Any:
+    for label, value in sorted(values.items()):
+        family.add_metric([label], value)
     return family

@@ -120,11 +120,13 @@ def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
 class Request:
     """A sample of a prompt, as the engine tracks it. Changed by the engine's thread only.
 
-    `request_id` ascends in order of arrival. `prompt_token_ids` are packed (see `packed_prompt`)
+    `request_id` ascends in order of arrival. `leader` is the number of the first sample of the same
+    prompt, None for that one itself. `prompt_token_ids` are packed (see `packed_prompt`)
     and `params` resolved. `rank` is the place in the schedule, smallest first, and never changes.
     `num_computed` counts tokens whose keys and values are computed, or will be by submitted steps;
     `num_unread` counts sampled tokens that were not read; `is_on_device` is whether its slot holds
-    the last token. Times are `time.perf_counter`, 0.0 until reached.
+    the last token, `is_set` whether it holds its parameters. Times are `time.perf_counter`, 0.0
+    until reached.
     """
 
     request_id: int
@@ -133,6 +135,7 @@ class Request:
     priority: int = 0
     max_total_tokens: int = 0
     tenant: str | None = None
+    leader: int | None = None
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -150,6 +153,12 @@ class Request:
     num_computed: int = 0
     num_unread: int = 0
     is_on_device: bool = False
+    is_set: bool = False
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that were read."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def num_tokens(self) -> int:

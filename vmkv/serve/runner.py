@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
@@ -47,52 +47,6 @@ class SlotError(VMKVError):
     def __init__(self, slot: int, error: Exception, what: str = "a logits processor"):
         super().__init__(f"{what} failed: {error!r}")
         self.slot = slot
-
-
-class PendingStep(Protocol):
-    """A submitted step."""
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the device has finished or failed. Never blocks, never raises."""
-
-    def wait(self) -> None:
-        """Wait for the device, raising the error of a failed step. May be repeated."""
-
-    def result(self) -> StepResult:
-        """Wait for the step and return its tokens; raises if it failed on the device.
-
-        Called once per step in the order of submission, and again only after an interrupt.
-        """
-
-
-class Runner(Protocol):
-    """Executes steps over the rows of one cache, in the order of submission."""
-
-    def set_slot(
-        self,
-        slot: int,
-        params: SamplingParams,
-        prompt_token_ids: Sequence[int],
-        output_token_ids: Sequence[int] = (),
-    ) -> None:
-        """Set the state of `slot` for a request that begins or resumes.
-
-        Submitted steps are unaffected. `params` are resolved. The prompt counts for the repetition
-        penalty; the output before a preemption for penalties, `min_tokens` and the random
-        generator. Token i is drawn from `(seed, i)` alone.
-        """
-
-    def submit(self, pieces: Sequence[Piece]) -> PendingStep:
-        """Launch a forward pass over all pieces, then sampling. Never waits for the device.
-
-        If it raises, nothing was sampled and no slot has advanced; `SlotError` names the one
-        request at fault. Keys and values may have been written: submitting the same pieces again is
-        harmless.
-        """
-
-    def close(self) -> None:
-        """Wait for submitted steps and free everything. Idempotent."""
 
 
 # ---- host tokens ---------------------------------------------------------------------------------
@@ -137,7 +91,7 @@ def _process(
 
 
 class PendingTokens:
-    """Sampled tokens on their way to the host. Implements `PendingStep`.
+    """Sampled tokens on their way to the host.
 
     `parts` are sampled one after another; by the place of a token in all of them, `num_logprobs`
     is the number of log-probabilities to report, and `histories` a list to append the token to.
@@ -164,19 +118,22 @@ class PendingTokens:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the copy to the host has ended, or failed."""
+        """Whether the copy to the host has ended, or failed. Never blocks, never raises."""
         try:
             return self._ready is None or self._ready.query()
         except RuntimeError:  # Errors of the device are raised by `wait`.
             return True
 
     def wait(self) -> None:
-        """Wait for the copy to the host."""
+        """Wait for the copy to the host, raising the error of a failed step. May be repeated."""
         if self._ready is not None:
             self._ready.synchronize()
 
     def result(self) -> StepResult:
-        """Wait, append tokens to their histories, and return them in order."""
+        """Wait, append tokens to their histories, and return them in order.
+
+        Called once per step in the order of submission, and again only after an interrupt.
+        """
         if self._ready is not None:
             self._ready.synchronize()
         token_ids: list[int] = []
@@ -238,7 +195,7 @@ class RunnerOptions:
         compile_cache: Folder for compiled code; by default torch's temporary one.
         show_progress: Show a progress bar while warming up.
         agree: Returns the maximum of a number over all ranks.
-        wrap: Wraps the finished runner.
+        wrap: Wraps the finished runner in one with the same methods.
         head: The model's output head in parts, for tensor parallelism; see `GraphSpace`.
     """
 
@@ -254,7 +211,7 @@ class RunnerOptions:
 
 
 class ModelRunner:
-    """Runs the engine's steps of one model over the rows of one cache. Implements `Runner`.
+    """Runs the engine's steps of one model over the rows of one cache, in order of submission.
 
     The model attends through this runner until `close`. Captured or warmed-up steps take one row of
     the cache for padding. The default attention backend of captured steps is flash3 if it can serve
@@ -332,7 +289,12 @@ class ModelRunner:
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int] = (),
     ) -> None:
-        """Set the state of a slot in the sampler and for logits processors."""
+        """Set the state of `slot` for a request that begins or resumes.
+
+        Submitted steps are unaffected. `params` are resolved. The prompt counts for the repetition
+        penalty; the output before a preemption for penalties, `min_tokens` and the random
+        generator. Token i is drawn from `(seed, i)` alone.
+        """
         self.sampler.set_slot(slot, params, prompt_token_ids, output_token_ids)
         self._histories.pop(slot, None)
         if params.logits_processors:
@@ -343,7 +305,12 @@ class ModelRunner:
 
     @torch.no_grad()
     def submit(self, pieces: Sequence[Piece]) -> PendingTokens:
-        """Run the pieces, in one forward pass or one each if deterministic, and sample."""
+        """Run the pieces, in one forward pass or one each if deterministic, and sample.
+
+        Never waits for the device. If it raises, nothing was sampled and no slot has advanced;
+        `SlotError` names the one request at fault. Keys and values may have been written:
+        submitting the same pieces again is harmless.
+        """
         if self._is_closed:
             raise ClosedError("this runner is closed; make a new one")
         count = len(pieces)
@@ -417,7 +384,7 @@ class ModelRunner:
 _SPARE_FRACTION = 0.02
 
 
-def make_runner(model: Any, rows: ServedRows, given: EngineOptions) -> Runner:
+def make_runner(model: Any, rows: ServedRows, given: EngineOptions) -> ModelRunner:
     """Make an engine's runner and warm it up.
 
     `deterministic` needs an "eager" one. `ConfigError` if the runner is unknown or cannot do what
@@ -452,4 +419,5 @@ def make_runner(model: Any, rows: ServedRows, given: EngineOptions) -> Runner:
     except BaseException:
         runner.close()
         raise
-    return cast("Runner", options.wrap(runner))
+    wrapped: ModelRunner = options.wrap(runner)
+    return wrapped

@@ -15,10 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from ..errors import CapacityError, ConfigError
+from ..errors import CapacityError
 from ..step.piece import likeliest
 from ..units import format_bytes
 from .params import SamplingParams
@@ -81,7 +82,7 @@ _TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
 #: Columns of the integer parameters, followed by the token count sent with them.
 _SEED, _TOP_K, _MIN_TOKENS, _COUNT = range(4)
 #: Bounds that keep scores in the range of float32; a temperature of 1e-5 is greedy in practice.
-_TEMPERATURES = _REPETITIONS = (1e-5, 1e5)
+_LEAST, _MOST = 1e-5, 1e5
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,12 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Needs:
-    """Sampling features that a slot, or a batch of slots, uses."""
+class _Needs(NamedTuple):
+    """Sampling features of a slot; those of a batch are the greatest of its slots'."""
 
     draws: bool = False
-    top_k: int = 0  # With `draws`: 0 to sort all tokens.
     orders: bool = False
+    num_candidates: int = 0  # Of a drawing slot: tokens to choose among, at most.
     penalties: bool = False
     bans: bool = False
     logprobs: int = -1
@@ -126,15 +126,14 @@ class _Needs:
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int) -> _Needs:
         draws = params.temperature > 0
-        # A top_k of the whole vocabulary needs no order.
-        top_k = params.top_k if draws and params.top_k < vocab_size else 0
+        num_candidates = min(params.top_k or vocab_size, vocab_size) if draws else 0
         return cls(
-            draws=draws,
-            top_k=top_k,
-            orders=draws and (top_k > 0 or params.top_p < 1),
-            penalties=params.has_penalties,
-            bans=bool(params.min_tokens and params.stop_token_ids),
-            logprobs=-1 if params.logprobs is None else params.logprobs,
+            draws,
+            draws and (num_candidates < vocab_size or params.top_p < 1),
+            num_candidates,
+            params.has_penalties,
+            bool(params.min_tokens and params.stop_token_ids),
+            -1 if params.logprobs is None else params.logprobs,
         )
 
 
@@ -183,20 +182,8 @@ class Sampler:
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int] = (),
     ) -> None:
-        """Set the state of a slot; see `Runner.set_slot`.
-
-        `ConfigError` if the slot does not exist, a stop token is not in the vocabulary, or the
-        device cannot hold a parameter; the slot is unchanged then.
-        """
-        if not 0 <= slot < self.max_num_seqs:
-            raise ConfigError(f"slot {slot} is not one of 0 to {self.max_num_seqs - 1}")
-        outside = [each for each in params.stop_token_ids if each >= self.vocab_size]
-        if outside:
-            raise ConfigError(
-                f"stop_token_ids {outside} are not in the vocabulary of {self.vocab_size}"
-            )
+        """Set the state of a slot; see `ModelRunner.set_slot`."""
         needs = _Needs.of(params, self.vocab_size)
-        staged = self._as_tensors(params, needs, len(output_token_ids))
         if needs.penalties:
             self._count_tokens(slot, prompt_token_ids, output_token_ids)
         if needs.bans:
@@ -206,7 +193,7 @@ class Sampler:
             self._demanding.discard(slot)
         else:
             self._demanding.add(slot)
-        self._staged[slot] = staged
+        self._staged[slot] = self._as_tensors(params, needs, len(output_token_ids))
 
     def is_greedy(self, slots: Sequence[int]) -> bool:
         """Whether all slots are greedy and stateless, so that `likeliest` can replace `sample`."""
@@ -243,7 +230,7 @@ class Sampler:
         if self._demanding.isdisjoint(slot_ids):
             return SampledTokens(likeliest(scores))
         self._upload()
-        needs = self._joint_needs(slot_ids)
+        needs = _Needs(*map(max, zip(*{self._needs[slot] for slot in slot_ids}, strict=True)))
         scores = self._adjusted(scores.float(), slots, needs)
         tokens = self._choose(scores, slots, needs)
         if needs.penalties:
@@ -264,8 +251,8 @@ class Sampler:
         temperature = floats[:, _TEMPERATURE, None]
         is_greedy = temperature == 0
         scores = scores / temperature.masked_fill(is_greedy, 1.0)
-        if needs.top_k:
-            ordered, ids = _likeliest(scores, needs.top_k)
+        if needs.num_candidates < self.vocab_size:
+            ordered, ids = _likeliest(scores, needs.num_candidates)
         else:
             ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(ids.shape[1], device=ids.device)
@@ -300,47 +287,24 @@ class Sampler:
             scores = scores.scatter(1, ids, theirs)
         return scores
 
-    def _joint_needs(self, slot_ids: Sequence[int] | range) -> _Needs:
-        all_needs = {self._needs[slot] for slot in slot_ids}
-        if len(all_needs) == 1:
-            return next(iter(all_needs))
-        drawing = [each for each in all_needs if each.draws]
-        top_ks = [each.top_k for each in drawing]
-        return _Needs(
-            draws=bool(drawing),
-            top_k=max(top_ks) if top_ks and all(top_ks) else 0,
-            orders=any(each.orders for each in drawing),
-            penalties=any(each.penalties for each in all_needs),
-            bans=any(each.bans for each in all_needs),
-            logprobs=max((each.logprobs for each in all_needs), default=-1),
-        )
-
     # ---- state ----------------------------------------------------------------------------
 
     def _as_tensors(
         self, params: SamplingParams, needs: _Needs, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convert a slot's parameters early, so that a `ConfigError` concerns only this slot."""
-        floats = [0.0] * 6
-        floats[_TEMPERATURE] = params.temperature and _clamped(params.temperature, _TEMPERATURES)
-        floats[_TOP_P] = params.top_p
-        # As a difference from the greatest logit.
-        floats[_MIN_P] = math.log(params.min_p) if params.min_p else -math.inf
-        floats[_REPETITION] = _clamped(params.repetition_penalty, _REPETITIONS)
-        floats[_PRESENCE] = params.presence_penalty
-        floats[_FREQUENCY] = params.frequency_penalty
-        integers = [0] * 4
-        integers[_SEED] = params.seed or 0
-        integers[_TOP_K] = min(params.top_k, self.vocab_size) or self.vocab_size
-        integers[_MIN_TOKENS] = params.min_tokens if needs.bans else 0
-        integers[_COUNT] = count
-        try:
-            return (
-                torch.tensor(floats, dtype=torch.float32),
-                torch.tensor(integers, dtype=torch.int64),
-            )
-        except (ValueError, OverflowError, RuntimeError, TypeError) as error:
-            raise ConfigError(f"parameters that the device cannot hold: {error}") from error
+        """Convert a slot's parameters, in the order of their columns."""
+        floats = [
+            params.temperature and _clamped(params.temperature),
+            params.top_p,
+            # As a difference from the greatest logit.
+            math.log(params.min_p) if params.min_p else -math.inf,
+            _clamped(params.repetition_penalty),
+            params.presence_penalty,
+            params.frequency_penalty,
+        ]
+        top_k = min(params.top_k, self.vocab_size) or self.vocab_size
+        integers = [params.seed or 0, top_k, params.min_tokens if needs.bans else 0, count]
+        return torch.tensor(floats, dtype=torch.float32), torch.tensor(integers)
 
     def _upload(self) -> None:
         """Send the staged slots: three launches for any number of them."""
@@ -402,8 +366,8 @@ def _token_tables(
         ) from error
 
 
-def _clamped(value: float, bounds: tuple[float, float]) -> float:
-    return min(max(value, bounds[0]), bounds[1])
+def _clamped(value: float) -> float:
+    return min(max(value, _LEAST), _MOST)
 
 
 def _likeliest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,16 +25,21 @@ from __future__ import annotations
 
 import enum
 import heapq
+import sys
 from bisect import insort
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.cache.geometry import check_positive
+from ..core.memory.arbiter import Rank
 from ..errors import ConfigError, InternalError
 from ..units import div_ceil
 from .request import Request, RequestState
+
+if TYPE_CHECKING:
+    from .memory_view import MemoryView
 
 # ---- plan ----------------------------------------------------------------------------------------
 
@@ -61,75 +66,26 @@ class PlannedChunk(NamedTuple):
     samples: bool
 
 
-class Preemption(NamedTuple):
-    """A preempted request and the method."""
-
-    request_id: int
-    method: PreemptionMethod
+#: The number of a preempted request, and the method.
+Preemption = tuple[int, PreemptionMethod]
 
 
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """Plan of one step, carried out in the order of the attributes.
 
     Swapped requests are resumed before others are admitted and take rows. Chunks are in order of
     rank, and empty if nothing can run.
     """
 
-    preempted: tuple[Preemption, ...] = ()
-    resumed: tuple[int, ...] = ()
-    admitted: tuple[int, ...] = ()
-    chunks: tuple[PlannedChunk, ...] = ()
+    preempted: list[Preemption]
+    resumed: list[int]
+    admitted: list[int]
+    chunks: list[PlannedChunk]
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
         return sum(chunk.num_new_tokens for chunk in self.chunks)
-
-
-# ---- cache view ----------------------------------------------------------------------------------
-
-
-class CacheView(Protocol):
-    """The scheduler's view of the cache. Pages are the pool's, over all layer groups."""
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page."""
-
-    @property
-    def total_pages(self) -> int:
-        """Pages in the cache's budget."""
-
-    def free_pages(self) -> int:
-        """Pages available to growth now, without eviction."""
-
-    def evictable_pages(self, enough_pages: int) -> int:
-        """Pages that eviction can free. Counting, which is slow, stops at `enough_pages`."""
-
-    def surplus_pages(self) -> int:
-        """Pages that open sequences hold beyond their length. Costs a look at each of them."""
-
-    def lacking(self, wanted: Sequence[tuple[int, int]]) -> Mapping[int, int]:
-        """Pages that sequences lack for `(request_id, num_tokens)`, by request, if above 0."""
-
-    def held_pages(self, request_id: int) -> int:
-        """Pages that become free when the request's sequence ends."""
-
-    def pages_to_begin(self, request_id: int, num_tokens: int) -> int:
-        """Pages that a new sequence of the request takes for `num_tokens`, without shared pages."""
-
-    def is_ready(self, request_id: int) -> bool:
-        """Whether the request may begin; false while a prompt that it shares is being computed."""
-
-    def cached_tokens(self, request_id: int) -> int:
-        """Leading tokens that a new sequence of the request would find computed."""
-
-    def pages_to_resume(self, request_id: int) -> int:
-        """Pages that resuming a swapped request takes."""
-
-    def can_swap(self, request_id: int) -> bool:
-        """Whether the request's sequence can move to host memory now."""
 
 
 # ---- preemption ----------------------------------------------------------------------------------
@@ -173,6 +129,8 @@ class PreemptionCosts:
 
 # ---- scheduler -----------------------------------------------------------------------------------
 
+#: A rank behind those of all requests.
+_LAST = (sys.maxsize, 0)
 #: Admission keeps one page of this many free, for a few steps of growth of running requests.
 _HEADROOM_DIVISOR = 100
 #: Steps for which memory is made ready: memory retired in a step is free two steps later.
@@ -223,13 +181,13 @@ class Scheduler:
         self.requests: dict[int, Request] = {}
         self.running: list[Request] = []
         self.free_slots = list(range(max_num_seqs))  # A heap: low slots first.
-        self._waiting: list[tuple[tuple[int, int], int]] = []  # A heap; may hold ended requests.
+        self._waiting: list[tuple[Rank, int]] = []  # A heap; may hold ended requests.
         self._num_steps = 0
         self._looked_up_id: int | None = None  # First waiting request at the last lookup.
 
     # ---- requests -------------------------------------------------------------------------
 
-    def add(self, request: Request, arrival: tuple[int, int] | None = None) -> None:
+    def add(self, request: Request, arrival: Rank | None = None) -> None:
         """Add a request, numbered above all earlier ones, that fits the cache alone.
 
         `arrival` is a step and a number; by default this scheduler's step and the request's number.
@@ -278,7 +236,7 @@ class Scheduler:
         return None
 
     @property
-    def last_rank(self) -> tuple[int, int] | None:
+    def last_rank(self) -> Rank | None:
         """Rank of the running request ranked last, else of the swapped one; from any thread."""
         running = self.running[-1:]
         last = running[0] if running else self.last_swapped
@@ -354,12 +312,12 @@ class Scheduler:
 
     def plan(
         self,
-        view: CacheView,
+        view: MemoryView,
         *,
         max_num_batched_tokens: int | None = None,
         withheld_pages: int = 0,
         max_begun: int | None = None,
-        outranked_by: tuple[int, int] | None = None,
+        outranked_by: Rank | None = None,
     ) -> StepPlan:
         """Plan a step, assuming that it will be carried out.
 
@@ -376,25 +334,21 @@ class Scheduler:
             max_num_batched_tokens or self.max_num_batched_tokens,
             withheld_pages,
             self.max_num_seqs if max_begun is None else max_begun,
-            looks_for_surplus=len(self.running) <= _LOOK_STEPS or not self._num_steps % _LOOK_STEPS,
-            outranked_by=outranked_by,
+            len(self.running) <= _LOOK_STEPS or not self._num_steps % _LOOK_STEPS,
+            outranked_by or _LAST,
         ).plan()
 
-    def preempt_last(self, view: CacheView) -> Preemption:
-        """Preempt the running request ranked last, which must exist. Between plans only."""
-        return self.preempt(self.running[-1], view)
-
-    def preempt(self, victim: Request, view: CacheView) -> Preemption:
+    def preempt(self, victim: Request, view: MemoryView) -> Preemption:
         """Move a running request back to waiting, by swapping if possible and cheaper."""
         method, request_id = PreemptionMethod.RECOMPUTE, victim.request_id
         if view.can_swap(request_id):
             num_pages = view.held_pages(request_id)
             method = self.costs.cheaper(victim.num_computed, num_pages, view.page_bytes)
         self.requeue(request_id, method)
-        return Preemption(request_id, method)
+        return request_id, method
 
     def upcoming(
-        self, chunks: Sequence[PlannedChunk], view: CacheView
+        self, chunks: Sequence[PlannedChunk], view: MemoryView
     ) -> tuple[list[tuple[int, int]], int, bool]:
         """Predict what the next steps need, given the chunks submitted last.
 
@@ -431,7 +385,7 @@ class Scheduler:
     def run_first(self) -> None:
         """Give a free slot to the first waiting request; both must exist."""
         request = self.requests[heapq.heappop(self._waiting)[1]]
-        request.slot = heapq.heappop(self.free_slots)
+        request.slot, request.is_set = heapq.heappop(self.free_slots), False
         request.state = RequestState.RUNNING
         insort(self.running, request, key=attrgetter("rank"))
 
@@ -515,12 +469,13 @@ def untake(request: Request, chunk: PlannedChunk) -> None:
     request.num_unread -= chunk.samples
 
 
-def look_up(request: Request, view: CacheView) -> None:
+def look_up(request: Request, view: MemoryView) -> None:
     """Look up how many tokens of a waiting request are cached; the last one is always computed."""
     # The last token must be computed, to sample the next one.
     request.num_computed = min(view.cached_tokens(request.request_id), request.num_tokens - 1)
 
 
+@dataclass
 class _Planning:
     """Plans one step.
 
@@ -529,23 +484,16 @@ class _Planning:
     of running ones, which are slow to count and mostly needed soon.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        view: CacheView,
-        num_tokens: int,
-        withheld_pages: int,
-        max_begun: int,
-        *,
-        looks_for_surplus: bool,
-        outranked_by: tuple[int, int] | None,
-    ):
-        self._scheduler = scheduler
-        self._view = view
-        self._withheld_pages = withheld_pages
-        self._max_begun = max_begun
-        self._looks_for_surplus = looks_for_surplus
-        self._outranked_by = outranked_by
+    scheduler: Scheduler
+    view: MemoryView
+    num_tokens: InitVar[int]
+    withheld_pages: int
+    max_begun: int
+    looks_for_surplus: bool
+    outranked_by: Rank
+
+    def __post_init__(self, num_tokens: int) -> None:
+        scheduler = self.scheduler
         self._free_pages: int | None = None  # Unknown until a request needs some.
         self._evictable_pages = 0  # Evictable pages counted so far.
         self._has_counted_evictable = self._has_counted_surplus = False  # Completely.
@@ -565,22 +513,19 @@ class _Planning:
                 if num_left > 1:
                     begun.append(request)
         # Pages that each request lacks for all its tokens; for a decoding one, in this step.
-        self._lacking = view.lacking(wanted)
+        self._lacking = self.view.lacking(wanted)
         self._promised_pages = sum(self._lacking.values())  # For requests not planned yet.
         self._decode_tokens = min(num_tokens, len(wanted) - len(begun))
         self._prompt_tokens = scheduler.prompt_tokens_beside(self._decode_tokens, num_tokens, begun)
         self._is_short = False  # Whether a request must be preempted, or stall.
-        self._preempted: list[Preemption] = []
-        self._admitted: list[int] = []
-        self._resumed: list[int] = []
-        self._chunks: list[PlannedChunk] = []
+        self._plan = StepPlan([], [], [], [])
 
     def plan(self) -> StepPlan:
         """Make the plan."""
-        running, lacking, chunks = RequestState.RUNNING, self._lacking, self._chunks
+        running, lacking, chunks = RequestState.RUNNING, self._lacking, self._plan.chunks
         for request, num_left in self._running:
             if num_left > 1:  # A begun prompt: requests ranked before it come first.
-                self._admit_before(request)
+                self._admit_before(request.rank)
             if request.state is not running or not num_left:
                 continue  # Preempted by a request ranked before it, or all tokens exist.
             waits_for_host = bool(request.params.logits_processors)
@@ -601,44 +546,40 @@ class _Planning:
                     chunks.append(
                         PlannedChunk(request_id, request.slot, past, 1, from_device, True)
                     )
-        self._admit_before(None)
-        return StepPlan(
-            tuple(self._preempted), tuple(self._resumed), tuple(self._admitted), tuple(chunks)
-        )
+        self._admit_before(_LAST)
+        return self._plan
 
-    def _admit_before(self, request: Request | None) -> None:
-        """Admit or resume waiting requests that rank before `request`, in order, or all."""
-        scheduler = self._scheduler
-        while self._max_begun and not self._is_short and scheduler.free_slots:
+    def _admit_before(self, rank: Rank) -> None:
+        """Admit or resume waiting requests that rank before `rank`, in order."""
+        scheduler = self.scheduler
+        while self.max_begun and not self._is_short and scheduler.free_slots:
             waiting = scheduler.first_waiting
-            if waiting is None or (request is not None and waiting.rank > request.rank):
-                break
-            if self._outranked_by is not None and waiting.rank > self._outranked_by:
+            if waiting is None or waiting.rank > min(rank, self.outranked_by):
                 break
             # A request that does not fit ends admission: none behind it may pass.
-            self._max_begun = self._max_begun - 1 if self._admit(waiting) else 0
+            self.max_begun = self.max_begun - 1 if self._admit(waiting) else 0
 
     def _prefill(self, request: Request) -> None:
-        num_new = self._scheduler.chunk_tokens(request, self._prompt_tokens)
+        num_new = self.scheduler.chunk_tokens(request, self._prompt_tokens)
         if not num_new:
             return
         target = (request.request_id, request.num_computed + num_new)
-        needed = self._view.lacking([target]).get(request.request_id, 0)
+        needed = self.view.lacking([target]).get(request.request_id, 0)
         if self._make_room(request, needed):
             self._prompt_tokens -= num_new
-            self._chunks.append(take(request, num_new))
+            self._plan.chunks.append(take(request, num_new))
 
     def _admit(self, request: Request) -> bool:
-        view, scheduler, request_id = self._view, self._scheduler, request.request_id
+        view, scheduler, request_id = self.view, self.scheduler, request.request_id
         is_swapped = request.state is RequestState.SWAPPED
-        if request.num_unread:
-            return False  # Preempted in this step: its last token is not known yet.
-        if not self._prompt_tokens:
-            return False  # Avoids a lookup of a long prompt in vain.
-        if not is_swapped and not view.is_ready(request_id):
+        # A request preempted in this step has a token that is not known yet. Without tokens left, a
+        # long prompt would be looked up in vain.
+        if request.num_unread or not self._prompt_tokens:
             return False
         if is_swapped:
             needed = view.pages_to_resume(request_id)
+        elif not view.is_ready(request_id):
+            return False
         else:
             look_up(request, view)
             num_tokens = min(request.num_tokens + 1, request.max_total_tokens)
@@ -647,48 +588,46 @@ class _Planning:
         if num_running:
             kept += div_ceil(view.total_pages, _HEADROOM_DIVISOR) + num_running
         num_new = scheduler.chunk_tokens(request, self._prompt_tokens)
-        if not num_new:
-            return False
-        if not self._take_pages(needed, kept, looks_for_surplus=self._looks_for_surplus):
+        if not num_new or not self._take_pages(needed, kept, self.looks_for_surplus):
             return False
         scheduler.run_first()
-        (self._resumed if is_swapped else self._admitted).append(request_id)
+        (self._plan.resumed if is_swapped else self._plan.admitted).append(request_id)
         self._prompt_tokens -= num_new
-        self._chunks.append(take(request, num_new))
+        self._plan.chunks.append(take(request, num_new))
         return True
 
     def _make_room(self, request: Request, num_pages: int) -> bool:
         """Take pages for a request, preempting requests ranked behind it; returns success."""
         self._promised_pages -= num_pages
-        if num_pages and self._outranked_by is not None and request.rank > self._outranked_by:
+        if num_pages and request.rank > self.outranked_by:
             return False
         while not self._take_pages(num_pages):
             self._is_short = True
-            victim = self._scheduler.running[-1]
+            victim = self.scheduler.running[-1]
             if victim is request:
                 return False
-            held_pages = self._view.held_pages(victim.request_id)
-            self._preempted.append(self._scheduler.preempt(victim, self._view))
+            held_pages = self.view.held_pages(victim.request_id)
+            self._plan.preempted.append(self.scheduler.preempt(victim, self.view))
             self._free_pages = (self._free_pages or 0) + held_pages
         return True
 
     def _take_pages(
-        self, num_pages: int, kept_pages: int = 0, *, looks_for_surplus: bool = True
+        self, num_pages: int, kept_pages: int = 0, looks_for_surplus: bool = True
     ) -> bool:
         """Take free pages if `kept_pages` are left; returns success."""
         wanted, free_pages = num_pages + kept_pages, self._free_pages
         if free_pages is None:
-            free_pages = self._view.free_pages() - self._withheld_pages
+            free_pages = self.view.free_pages() - self.withheld_pages
         missing_pages = wanted - free_pages
         if missing_pages > 0 and not self._has_counted_evictable:
             enough_pages = self._evictable_pages + missing_pages
-            found_pages = self._view.evictable_pages(enough_pages)
+            found_pages = self.view.evictable_pages(enough_pages)
             free_pages += found_pages - self._evictable_pages
             self._evictable_pages = found_pages
             self._has_counted_evictable = found_pages < enough_pages
         if wanted > free_pages and looks_for_surplus and not self._has_counted_surplus:
             self._has_counted_surplus = True
-            free_pages += self._view.surplus_pages()
+            free_pages += self.view.surplus_pages()
         has_free = wanted <= free_pages
         self._free_pages = free_pages - num_pages if has_free else free_pages
         return has_free

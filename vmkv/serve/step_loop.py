@@ -30,9 +30,9 @@ from ..units import div_ceil
 from .memory_view import MemoryView
 from .observer import EngineObserver, StepRecord
 from .request import FinishReason, Request, TokenLogprobs
-from .runner import PendingStep, Runner, SlotError, StepResult
+from .runner import ModelRunner, PendingTokens, SlotError, StepResult
 from .sampler import is_out_of_memory
-from .scheduler import PlannedChunk, Preemption, PreemptionMethod, Scheduler, StepPlan
+from .scheduler import PlannedChunk, PreemptionMethod, Scheduler, StepPlan
 
 # ---- pace ----------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ _NEEDED_MIN, _NEEDED_MAX, _NEEDED_FACTOR, _NEEDED_DECAY = 2, 32, 2, 0.99
 class SubmittedStep:
     """A step on the device; `sampling_ids` are the requests that sample, in order."""
 
-    pending: PendingStep
+    pending: PendingTokens
     request_ids: Sequence[int]
     sampling_ids: Sequence[int]
     num_tokens: int
@@ -176,7 +176,7 @@ class StepLoop:
         self,
         scheduler: Scheduler,
         view: MemoryView,
-        runner: Runner,
+        runner: ModelRunner,
         *,
         accept: Callable[[Sequence[Sampled]], Iterable[Ended]],
         ended: Callable[[Request, FinishReason, Exception | None], None],
@@ -191,8 +191,6 @@ class StepLoop:
         self._requests = scheduler.requests
         # Unread steps, in order: one between steps, more after an interrupt.
         self._pending: deque[SubmittedStep] = deque()
-        # Requests whose state must be set in their slot before the next step.
-        self._to_set: set[int] = set()
         # Reduced token budget while the device is short of memory, or None.
         self._token_limit: int | None = None
         self._shortage: Exception | None = None
@@ -221,10 +219,9 @@ class StepLoop:
 
     # ---- requests -------------------------------------------------------------------------
 
-    def add(self, request: Request, leader_id: int | None = None) -> None:
+    def add(self, request: Request) -> None:
         """Add a request that fits the cache alone; see `Scheduler.add`."""
         self._scheduler.add(request, self._arbiter.arrival())
-        self._view.add(request, leader_id)
 
     def end(
         self,
@@ -237,11 +234,9 @@ class StepLoop:
         """End a request in any state; `keep` leaves its tokens in the prefix cache. Idempotent."""
         if request.request_id not in self._requests:
             return
-        self._scheduler.finish(request.request_id)
         self._borrower.withdraw()  # A claim for another request is renewed later.
-        self._to_set.discard(request.request_id)
         self._view.end(request.request_id, keep=keep)
-        self._view.remove(request.request_id)
+        self._scheduler.finish(request.request_id)
         self._ended(request, reason, error)
 
     def end_all(self, error: Exception) -> None:
@@ -350,7 +345,7 @@ class StepLoop:
                     self._make_ready(chunks)
                 record.ready_s += time.perf_counter() - submitted.submitted_s
             return submitted, plan
-        return None, StepPlan()
+        return None, StepPlan([], [], [], [])
 
     def _carry_out(self, plan: StepPlan, chunks: list[PlannedChunk]) -> None:
         """Preempt, resume, admit and grow as planned; on errors, call `_give_up`.
@@ -359,13 +354,11 @@ class StepLoop:
         `chunks`.
         """
         view = self._view
-        for preemption in plan.preempted:
-            self._preempt(preemption)
+        for request_id, method in plan.preempted:
+            self._preempt(request_id, method)
         for request_id in plan.resumed:
-            self._to_set.add(request_id)
             view.swap_in(request_id)
         for request_id in plan.admitted:
-            self._to_set.add(request_id)
             num_past = view.begin(request_id)
             request = self._requests[request_id]
             if not request.num_preemptions:
@@ -375,8 +368,7 @@ class StepLoop:
                     chunks[at] = self._scheduler.rebase(chunk, num_past)
         view.grow(chunks)
 
-    def _preempt(self, preemption: Preemption) -> None:
-        request_id, method = preemption
+    def _preempt(self, request_id: int, method: PreemptionMethod) -> None:
         self._requests[request_id].num_preemptions += 1
         if method is PreemptionMethod.SWAP and self._view.swap_out(request_id):
             return
@@ -386,7 +378,7 @@ class StepLoop:
     def _give_way(self) -> None:
         """Preempt the running request ranked last, else drop the swapped one's shared pages."""
         if self._scheduler.running:
-            self._preempt(self._scheduler.preempt_last(self._view))
+            self._preempt(*self._scheduler.preempt(self._scheduler.running[-1], self._view))
         else:
             self._drop_last_swapped()
 
@@ -430,15 +422,14 @@ class StepLoop:
         sampling_ids: list[int] = []
         num_tokens = 0
         try:
-            if self._to_set:
-                for chunk in chunks:
-                    if chunk.request_id in self._to_set:
-                        self._set_slot(chunk)
             for row, chunk in zip(self._view.rows(chunks), chunks, strict=True):
                 request_id, slot, past, new, from_device, samples = chunk
                 tokens = None
                 if not from_device:
-                    tokens = self._requests[request_id].tokens(past, past + new)
+                    request = self._requests[request_id]
+                    if not request.is_set:
+                        self._set_slot(request)
+                    tokens = request.tokens(past, past + new)
                 pieces.append(Piece(slot, row, past, new, tokens, samples))
                 writes.append((row, past, past + new))
                 request_ids.append(request_id)
@@ -459,15 +450,13 @@ class StepLoop:
             self._token_limit = more if more < self._scheduler.max_num_batched_tokens else None
         return SubmittedStep(pending, request_ids, sampling_ids, num_tokens, time.perf_counter())
 
-    def _set_slot(self, chunk: PlannedChunk) -> None:
-        request = self._requests[chunk.request_id]
+    def _set_slot(self, request: Request) -> None:
+        prompt, output = request.prompt_token_ids, request.output_token_ids
         try:
-            self._runner.set_slot(
-                chunk.slot, request.params, request.prompt_token_ids, request.output_token_ids
-            )
+            self._runner.set_slot(request.slot, request.params, prompt, output)
         except ConfigError as error:
-            raise SlotError(chunk.slot, error, "its parameters") from error
-        self._to_set.discard(chunk.request_id)
+            raise SlotError(request.slot, error, "its parameters") from error
+        request.is_set = True
 
     def _recover(self, chunks: Sequence[PlannedChunk], error: BaseException) -> None:
         """Restore the state before a step that was not submitted, and fail the requests at fault.
@@ -479,9 +468,9 @@ class StepLoop:
         self._read()  # The previous step's tokens are valid.
         self._scheduler.undo(chunks)
         for chunk in chunks:
-            if chunk.request_id in self._requests:
-                self._requests[chunk.request_id].is_on_device = False
-                self._to_set.add(chunk.request_id)
+            request = self._requests.get(chunk.request_id)
+            if request is not None:
+                request.is_on_device = request.is_set = False
                 self._shrink(chunk)
         if not isinstance(error, Exception):
             raise error
@@ -576,7 +565,7 @@ class StepLoop:
         record.num_prefill_tokens = plan.num_tokens - record.num_decode_tokens
         record.num_running = self._scheduler.num_running
         record.num_waiting = self._scheduler.num_waiting
-        record.num_swapped = sum(each.method is PreemptionMethod.SWAP for each in plan.preempted)
+        record.num_swapped = sum(each is PreemptionMethod.SWAP for _, each in plan.preempted)
         record.num_recomputed = len(plan.preempted) - record.num_swapped
         observer.on(record, self._view.cache)
 

@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import os
-import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 _STEPS_TRACK = 1
 #: Interval of memory samples, which with many rows cost more than all other events.
 _SAMPLE_INTERVAL_S = 0.1
+#: A JSON array may not end in a comma, so the last event is an empty one.
+_END = '{"ph":"M","name":"process_sort_index","args":{}}\n]\n'
 
 
 class ChromeTrace:
@@ -44,7 +46,6 @@ class ChromeTrace:
     def __init__(self, path: str | Path, *, max_bytes: int = GiB):
         self.path = Path(path)
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()
         self._pid = os.getpid()
         self._num_bytes = 0
         self._sampled_s = float("-inf")
@@ -56,10 +57,8 @@ class ChromeTrace:
                 "folder that exists and is writable"
             ) from error
         self._put("[\n")
-        self._write({"ph": "M", "name": "process_name", "args": {"name": "vmkv engine"}})
-        self._write(
-            {"ph": "M", "name": "thread_name", "tid": _STEPS_TRACK, "args": {"name": "steps"}}
-        )
+        self._write("M", "process_name", args={"name": "vmkv engine"})
+        self._write("M", "thread_name", tid=_STEPS_TRACK, args={"name": "steps"})
 
     # ---- observing ------------------------------------------------------------------------
 
@@ -69,46 +68,36 @@ class ChromeTrace:
             self._draw_step(event, cache)
         elif isinstance(event, RequestRecord):
             self._draw_request(event)
-        elif isinstance(event, Idle):
-            with self._lock:
-                if self._file is not None:
-                    try:
-                        self._file.flush()
-                    except OSError as error:
-                        self._give_up(error)
+        elif isinstance(event, Idle) and self._file is not None:
+            with self._giving_up():
+                self._file.flush()
 
     def _draw_request(self, request: RequestRecord) -> None:
         """Draw the request as bars from its arrival to its end."""
-        common = {"cat": "request", "id": request.request_id}
-        bars = [("request", request.arrival_s, request.end_s)]
-        if request.start_s is not None:
-            bars.append(("queued", request.arrival_s, request.start_s))
-            if request.first_token_s is not None:
-                bars.append(("prefill", request.start_s, request.first_token_s))
-                bars.append(("decode", request.first_token_s, request.end_s))
-        for name, start_s, end_s in bars:
-            arguments: dict[str, Any] = {}
-            if name == "request":
-                arguments = {
-                    "prompt_tokens": request.num_prompt_tokens,
-                    "cached_tokens": request.num_cached_tokens,
-                    "output_tokens": request.num_output_tokens,
-                    "finish_reason": request.finish_reason,
-                }
-            begin = {"ph": "b", "name": name, "ts": _us(start_s), "args": arguments}
-            self._write(common | begin)
-            self._write(common | {"ph": "e", "name": name, "ts": _us(end_s)})
+        arguments = {
+            "prompt_tokens": request.num_prompt_tokens,
+            "cached_tokens": request.num_cached_tokens,
+            "output_tokens": request.num_output_tokens,
+            "finish_reason": request.finish_reason,
+        }
+        for name, start_s, end_s, args in (
+            ("request", request.arrival_s, request.end_s, arguments),
+            ("queued", request.arrival_s, request.start_s, {}),
+            ("prefill", request.start_s, request.first_token_s, {}),
+            ("decode", request.first_token_s, request.end_s, {}),
+        ):
+            if start_s is not None and end_s is not None:
+                common = {"cat": "request", "id": request.request_id}
+                self._write("b", name, ts=_us(start_s), args=args, **common)
+                self._write("e", name, ts=_us(end_s), **common)
 
     def _draw_step(self, step: StepRecord, cache: ObservedCache) -> None:
         """Draw the step's parts one after another, and its tokens and queue as curves."""
-        arguments = {
-            "prefill_tokens": step.num_prefill_tokens,
-            "decode_tokens": step.num_decode_tokens,
-            "swapped": step.num_swapped,
-            "recomputed": step.num_recomputed,
-        }
-        self._bar("step", step.start_s, step.total_s, arguments)
-        at_s = step.start_s
+        at_s = start_s = step.start_s
+        tokens = {"prefill": step.num_prefill_tokens, "decode": step.num_decode_tokens}
+        arguments = {f"{name}_tokens": number for name, number in tokens.items()}
+        arguments |= {"swapped": step.num_swapped, "recomputed": step.num_recomputed}
+        self._bar("step", start_s, step.total_s, args=arguments)
         for name, part_s in (
             ("plan", step.plan_s),
             ("map", step.map_s),
@@ -118,86 +107,55 @@ class ChromeTrace:
         ):
             self._bar(name, at_s, part_s)
             at_s += part_s
-        self._curve(
-            "tokens",
-            step.start_s,
-            {"prefill": step.num_prefill_tokens, "decode": step.num_decode_tokens},
-        )
-        self._curve(
-            "requests", step.start_s, {"running": step.num_running, "waiting": step.num_waiting}
-        )
-        if step.start_s - self._sampled_s >= _SAMPLE_INTERVAL_S:
-            self._sampled_s = step.start_s
-            stats = cache.stats()
-            self._curve(
-                "memory_bytes",
-                at_s,
-                {
-                    "used": stats.used_bytes,
-                    "resident": stats.resident_bytes,
-                    "parked": stats.parked_bytes,
-                    "shared": stats.shared_bytes,
-                },
-            )
+        self._write("C", "tokens", ts=_us(start_s), args=tokens)
+        queue = {"running": step.num_running, "waiting": step.num_waiting}
+        self._write("C", "requests", ts=_us(start_s), args=queue)
+        if start_s - self._sampled_s >= _SAMPLE_INTERVAL_S:
+            self._sampled_s, stats = start_s, cache.stats()
+            states = ("used", "resident", "parked", "shared")
+            sizes = {state: getattr(stats, f"{state}_bytes") for state in states}
+            self._write("C", "memory_bytes", ts=_us(at_s), args=sizes)
 
     # ---- writing --------------------------------------------------------------------------
 
     def close(self) -> None:
         """Complete the array and close the file. Idempotent."""
-        with self._lock:
-            self._end()
+        self._put(_END)
+        file, self._file = self._file, None
+        if file is not None:
+            with self._giving_up():
+                file.close()
 
-    def _bar(
-        self, name: str, start_s: float, part_s: float, arguments: dict[str, int] | None = None
-    ) -> None:
-        event: dict[str, Any] = {"ph": "X", "name": name, "tid": _STEPS_TRACK}
-        event |= {"ts": _us(start_s), "dur": _us(part_s)}
-        if arguments:
-            event["args"] = arguments
-        self._write(event)
+    def _bar(self, name: str, start_s: float, part_s: float, **fields: Any) -> None:
+        self._write("X", name, tid=_STEPS_TRACK, ts=_us(start_s), dur=_us(part_s), **fields)
 
-    def _curve(self, name: str, at_s: float, values: dict[str, int]) -> None:
-        self._write({"ph": "C", "name": name, "ts": _us(at_s), "args": values})
-
-    def _write(self, event: dict[str, Any]) -> None:
-        text = json.dumps({"pid": self._pid, **event}, separators=(",", ":"))
-        with self._lock:
-            self._put(text + ",\n")
-            if self._file is not None and self._num_bytes >= self._max_bytes:
-                self._end()
-                _log.warning(
-                    "the trace %s has reached %s and ends here; the engine goes on",
-                    self.path,
-                    format_bytes(self._max_bytes),
-                )
+    def _write(self, phase: str, name: str, **fields: Any) -> None:
+        event = {"pid": self._pid, "ph": phase, "name": name, **fields}
+        self._put(json.dumps(event, separators=(",", ":")) + ",\n")
+        if self._file is not None and self._num_bytes >= self._max_bytes:
+            self.close()
+            _log.warning(
+                "the trace %s has reached %s and ends here; the engine goes on",
+                self.path,
+                format_bytes(self._max_bytes),
+            )
 
     def _put(self, text: str) -> None:
-        if self._file is None:
-            return
+        if self._file is not None:
+            with self._giving_up():
+                self._num_bytes += self._file.write(text)
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """End the trace at an `OSError`."""
         try:
-            self._num_bytes += self._file.write(text)
+            yield
         except OSError as error:
-            self._give_up(error)
-
-    def _end(self) -> None:
-        if self._file is None:
-            return
-        # A JSON array may not end in a comma, so the last event is an empty one.
-        last = {"pid": self._pid, "ph": "M", "name": "process_sort_index", "args": {}}
-        self._put(json.dumps(last) + "\n]\n")
-        file, self._file = self._file, None
-        if file is not None:
-            try:
-                file.close()
-            except OSError as error:
-                self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with contextlib.suppress(OSError):
-                file.close()
-        _log.warning("the trace %s ends early: %s; the engine goes on", self.path, error)
+            file, self._file = self._file, None
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+            _log.warning("the trace %s ends early: %s; the engine goes on", self.path, error)
 
 
 def _us(seconds: float) -> float:

@@ -56,16 +56,6 @@ def test_a_replica_that_is_gone_is_shown_no_more() -> None:
     assert found["vmkv_prompt_tokens_total", "b", None] == 60
 
 
-def test_http_responses_are_the_servers() -> None:
-    """Replicas give none: they are counted once, where they are given."""
-    metrics = ReplicaMetrics()
-    metrics.take({"a": counted(1)})
-    metrics.http_responses.labels("/v1/completions", "200").inc()
-    page = metrics.text().decode()
-    assert 'vmkv_http_responses_total{route="/v1/completions",status="200"} 1.0' in page
-    assert page.count("vmkv_http_responses_total{") == 1
-
-
 def test_those_who_read_the_page_see_all_replicas_together(
     make_engine: Callable[..., Engine],
 ) -> None:

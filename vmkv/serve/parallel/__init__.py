@@ -2,9 +2,8 @@
 
 `group.py` connects the ranks; `collectives.py` has the layers' collectives as operators, and
 `one_shot.py` adds small parts in one kernel; `sharding.py` divides a model's parameters;
-`localise.py` and `divided_head.py` compute with a part; `agreed_backend.py` makes drivers answer
-all ranks the same; `lockstep.py` and `engine.py` run an engine on every rank; `processes.py` starts
-ranks.
+`localise.py` loads a part and computes with it; `lockstep.py` and `engine.py` run an engine on
+every rank; `processes.py` starts ranks.
 """
 
 from .group import TensorParallel as TensorParallel

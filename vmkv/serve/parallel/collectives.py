@@ -60,7 +60,7 @@ def _norm_of_sum_(
     residual, weight = residual.contiguous(), weight.contiguous()
     has = has_rows(part) and has_rows(residual) and has_rows(weight)
     sums = _ONE_SHOT.get(group)
-    if has and sums is not None and sums.takes_rows(part):
+    if has and sums is not None and sums.takes(part, is_with_norm=True):
         return sums.add_norm(part, residual, weight, epsilon)
     _all_reduce_(part, group)
     if has:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,15 +29,11 @@ from ..engine import Engine
 from ..engine_loop import FAILED_STEPS_MAX
 from ..memory_view import pool_beside
 from ..observer import EngineObserver
-from ..params import SamplingParams
-from ..prompts import check_tenant
-from ..request import RequestHandle
 from ..runner import RunnerOptions
 from ..scheduler import PreemptionCosts
 from . import Ranks, TensorParallel, localise
-from .divided_head import head_of
-from .loading import load
-from .lockstep import Lockstep
+from .localise import head_of, load
+from .lockstep import Lockstep, LockstepRunner
 
 _LOG = logging.getLogger(__name__)
 #: Time for the other ranks to free their resources, once rank 0 has closed its engine.
@@ -64,7 +60,7 @@ class ParallelEngine(Engine):
         observer: EngineObserver | None = None,
         **options: Any,
     ):
-        self._is_closed = True
+        self._is_closed, self._is_following = True, False
         given = checked_options(options)
         self._ranks = ranks = tensor_parallel
         self._lockstep = lockstep = Lockstep(ranks)
@@ -74,8 +70,8 @@ class ParallelEngine(Engine):
         # Choices that a rank would make for itself are rank 0's.
         seed = ranks.share(random.getrandbits(64) if given.seed is None else given.seed)
         costs = ranks.share(given.preemption_costs or PreemptionCosts.of(model))
-        how = given.runner_options or RunnerOptions()
-        how = replace(how, agree=ranks.max, wrap=lockstep.runner, head=head_of(model))
+        how, wrap = given.runner_options or RunnerOptions(), partial(LockstepRunner, lockstep)
+        how = replace(how, agree=ranks.max, wrap=wrap, head=head_of(model))
         its = replace(given, seed=seed, preemption_costs=costs, runner_options=how)
         its = replace(its, budget_bytes=None, host_budget_bytes=0)  # The pool has them.
         super().__init__(model, tokenizer=tokenizer, observer=observer, pool=pool, **vars(its))
@@ -101,69 +97,48 @@ class ParallelEngine(Engine):
         if self._ranks.failure is not None:
             call()
 
-    # ---- calls on rank 0 ------------------------------------------------------------------
+    # ---- rank 0 ---------------------------------------------------------------------------
 
-    def add(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
-        priority: int = 0,
-        *,
-        tenant: str | None = None,
-    ) -> RequestHandle:
-        """Add a request; raises `ConfigError` also if it cannot be pickled for the other ranks."""
-        self._check_asked()
-        check_tenant(tenant)
-        if params is not None and params.logits_processors:
-            self._ranks.check_sendable(params)
-        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        self._lockstep.note("add", prompt, params, priority, tenant)
-        return super().add(prompt, params, priority, tenant=tenant)
+    @property
+    def _leads(self) -> bool:
+        """Whether other ranks repeat this one's calls: on rank 0, until a rank has ended."""
+        return not self._ranks.rank and self._ranks.failure is None
 
-    def cancel(self, handle: RequestHandle) -> None:
-        """Cancel a request on all ranks."""
-        if not handle.is_finished:
-            self._note("cancel", _unfinished_id(handle))
-            super().cancel(handle)
+    def _announce(self, name: str, *arguments: Any, **options: Any) -> None:
+        if self._leads:
+            self._lockstep.note((name, arguments, options))
 
-    def cancel_all(self, error: Exception | None = None) -> None:
-        """Cancel every request on all ranks."""
-        if error is not None:
-            self._note("fail_all", str(error))
-        super().cancel_all(error)
-
-    def finish(self, handle: RequestHandle, sample: int) -> None:
-        """End one sample on all ranks."""
-        if not handle.is_finished:
-            self._note("finish", _unfinished_id(handle), sample)
-            super().finish(handle, sample)
+    def _announce_now(self, name: str, *arguments: Any) -> None:
+        """Have the other ranks make a call at once, as this one does next."""
+        if self._leads:
+            self._lockstep.note((name, arguments, {}))
+            self._lockstep.flush()
 
     def set_budget(self, budget_bytes: int) -> None:
         """Set each rank's memory for keys and values; may evict prefixes and preempt requests.
 
         Raises `ConfigError`, and changes nothing, if running requests use more.
         """
-        self._check_asked()
-        self._lockstep.note("set_budget", budget_bytes)
-        self._lockstep.flush()
+        self._check_open()
+        self._announce_now("set_budget", budget_bytes)
         self.cache.pool.set_budget(budget_bytes)
 
     def advance(self) -> bool:
         """Run one step on all ranks; if a rank ends, all requests end with its `RankError`."""
         try:
-            self._check_asked()
+            self._check_open()
             if not self._loop.has_work:
                 return False
             self._lockstep.flush(is_step=True)
             more = self._run_step()
             self._ranks.check()
         except RankError as error:
-            super().cancel_all(error)
+            self.cancel_all(error)
             raise
         except BaseException as error:
             if not isinstance(error, Exception):
                 # An interrupt: the other ranks may wait for this one in the middle of the step.
-                super().cancel_all(self._ranks.fail("a step was interrupted"))
+                self.cancel_all(self._ranks.fail("a step was interrupted"))
             raise
         return more
 
@@ -172,14 +147,8 @@ class ParallelEngine(Engine):
         self._lockstep.num_requests = len(self._scheduler.requests)
         return more
 
-    def fall_idle(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
-        """Give back memory above the watermark, the same on all ranks; see `Engine.fall_idle`."""
-        self._check_asked()
-        super().fall_idle(is_wanted)
-
     def _reclaim(self, num_bytes: int) -> int:
-        self._lockstep.note("reclaim", num_bytes)
-        self._lockstep.flush()
+        self._announce_now("_reclaim", num_bytes)
         return super()._reclaim(num_bytes)
 
     def close(self) -> None:
@@ -187,71 +156,39 @@ class ParallelEngine(Engine):
         if self._is_closed:
             return
         try:
-            if not self._ranks.rank and self._ranks.failure is None:
-                super().cancel_all()
-                self._lockstep.note("close")
-                self._lockstep.flush()
+            self.cancel_all()
+            self._announce_now("close")
         except RankError as error:
             _LOG.error("%s", error)
         if self._ranks.failure is not None:
-            super().cancel_all(self._ranks.failure)
+            self.cancel_all(self._ranks.failure)
         super().close()
-
-    def _note(self, *command: Any) -> None:
-        """Forward a command, unless a rank has ended: then this rank acts alone."""
-        if not self._ranks.rank and self._ranks.failure is None:
-            self._lockstep.note(*command)
 
     def _check_open(self) -> None:
         super()._check_open()
         self._ranks.check()
-
-    def _check_asked(self) -> None:
-        self._check_open()
-        if self._ranks.rank:
+        if self._ranks.rank and not self._is_following:
             raise ConfigError("this engine follows that of rank 0: call follow(), and ask there")
 
-    # ---- calls on the other ranks ---------------------------------------------------------
+    # ---- other ranks ----------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Repeat rank 0's commands and steps until its engine closes; then close this one."""
+        """Repeat rank 0's calls and steps until its engine closes; then close this one."""
         if not self._ranks.rank:
             raise ConfigError("this engine is asked, and follows nobody")
+        self._is_following = True
         try:
             while not self._is_closed:
                 commands, is_step = self._lockstep.receive()
-                for name, *arguments in commands:
-                    self._obey(name, arguments)
+                for name, arguments, options in commands:
+                    try:
+                        getattr(self, name)(*arguments, **options)
+                    except (ConfigError, CapacityError) as error:  # Rank 0 has raised it, too.
+                        _LOG.debug("%s is refused: %s", name, error)
                 if is_step:
                     self._run_step()
         finally:
             self.close()
-
-    def _obey(self, name: str, arguments: Sequence[Any]) -> None:
-        """Run one of rank 0's commands; a refusal, which rank 0 has raised, is only logged."""
-        try:
-            if name == "add":
-                *others, tenant = arguments
-                super().add(*others, tenant=tenant)
-            elif name == "reclaim":
-                super()._reclaim(*arguments)
-            elif name == "set_budget":
-                self.cache.pool.set_budget(*arguments)
-            elif name == "fail_all":
-                self._loop.end_all(RuntimeError(*arguments))
-            elif name == "close":
-                super().close()
-            elif name == "finish":
-                super().finish(self._handles[arguments[0]], arguments[1])
-            elif name == "cancel":
-                super().cancel(self._handles[arguments[0]])
-        except (ConfigError, CapacityError) as error:
-            _LOG.debug("%s is refused: %s", name, error)
-
-
-def _unfinished_id(handle: RequestHandle) -> int:
-    """Return the number of an unfinished sample, by which every rank finds the handle."""
-    return next(each.request_id for each in handle.requests if not each.is_finished)
 
 
 def checked_options(options: Mapping[str, Any]) -> EngineOptions:

@@ -14,13 +14,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import re
 import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,13 +37,6 @@ _NOTICE_S, _POLL_S = 1.0, 0.01
 _GLOO_FILE = re.compile(r"\[(enforce fail at )?\S+:\d+\] ")
 #: Time limit of ranks that wait for commands.
 _FOREVER = timedelta(days=3650)
-
-
-class Message(NamedTuple):
-    """Rank 0's commands before a step, None for none, and whether a step follows."""
-
-    commands: Any
-    is_step: bool
 
 
 class TensorParallel:
@@ -102,31 +94,31 @@ class TensorParallel:
     def _open_sums(self, timeout_s: float) -> OneShotSums | None:
         """Open one-shot sums if all ranks can; a rank that cannot makes all use NCCL."""
         sums = reason = None
-        if self.share(socket.gethostname()) != socket.gethostname():
-            reason = "the ranks are on several hosts"
-        else:
+        hosts = self._gather(socket.gethostname())
+        try:
+            if len({*hosts}) > 1:
+                raise ConfigError("the ranks are on several hosts")
+            sums = OneShotSums(self.rank, self.size, timeout_s)
+        except (RuntimeError, ConfigError) as error:  # Any error of the device.
+            reason = one_line(error)
+        handles = self._gather(sums and sums.handle)
+        if sums is not None and all(handles):
             try:
-                sums = OneShotSums(self.rank, self.size, timeout_s)
-            except (RuntimeError, ConfigError) as error:  # Any error of the device.
-                reason = one_line(error)
-        if self.min(int(sums is not None)) and sums is not None:
-            try:
-                sums.meet(self._gather(sums.handle))
+                sums.meet(handles)
             except DriverError as error:
                 reason = one_line(error)
-            if self.min(int(reason is None)):
-                return sums
+        if self.min(int(reason is None and all(handles))):
+            return sums
         if sums is not None:
             sums.close()
         _LOG.info("rank %d: all sums are NCCL's: %s", self.rank, reason or "another rank's choice")
         return None
 
-    def _gather(self, data: bytes) -> list[bytes]:
-        """Gather bytes of equal length from all ranks."""
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        self._call(lambda: dist.all_gather(parts, mine, group=self._agreement))
-        return [part.numpy().tobytes() for part in parts]
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, pickled, in rank order; a collective call."""
+        values: list[Any] = [None] * self.size
+        self._call(lambda: dist.all_gather_object(values, value, group=self._agreement))
+        return values
 
     @classmethod
     def from_environment(
@@ -159,23 +151,16 @@ class TensorParallel:
 
     def share(self, value: Any) -> Any:
         """Return rank 0's value, pickled, on all ranks; like `min`, a collective call."""
-        data = self._bytes(value) if not self.rank else b""
-        size = self.max(len(data))
-        buffer = torch.zeros(size, dtype=torch.uint8)
-        if not self.rank:
-            buffer[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._call(lambda: dist.broadcast(buffer, 0, group=self._agreement))
-        return pickle.loads(buffer.numpy().tobytes())
+        values = [value]
+        self._call(lambda: dist.broadcast_object_list(values, 0, group=self._agreement))
+        return values[0]
 
     def check_same(self, facts: dict[str, int]) -> None:
         """Check that named values are equal on all ranks; all ranks raise `RankError` otherwise."""
-        different = [
-            f"{name} ({low} to {high})"
-            for name, value in facts.items()
-            if (low := self.min(value)) != (high := self.max(value))
-        ]
+        every = self._gather(facts)
+        different = [name for name in facts if any(each[name] != facts[name] for each in every)]
         if different:
-            raise self.fail(f"the ranks differ in {', '.join(different)}")
+            raise self.fail(f"the ranks differ in {', '.join(different)}: {every}")
 
     def _reduce(self, value: int, operation: Any) -> int:
         tensor = torch.tensor([value], dtype=torch.int64)
@@ -184,38 +169,23 @@ class TensorParallel:
 
     # ---- commands of rank 0 ---------------------------------------------------------------
 
-    def send(self, message: Message, checksum: int) -> None:
-        """Send a message from rank 0; `checksum` covers the state before it. Cost: 50 to 100 µs."""
-        data = b"" if message.commands is None else self._bytes(message.commands)
-        head = torch.tensor([len(data), message.is_step, checksum], dtype=torch.int64)
-        self._call(lambda: dist.broadcast(head, 0, group=self._control))
-        if data:
-            body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            self._call(lambda: dist.broadcast(body, 0, group=self._control))
+    def exchange(
+        self, commands: list[bytes], is_step: bool, checksum: int
+    ) -> tuple[list[bytes], bool]:
+        """Return rank 0's commands, and whether a step follows, on all ranks.
 
-    def receive(self, checksum: int) -> Message:
-        """Wait for rank 0's message, without a limit; `RankError` if the checksums differ."""
-        head = torch.zeros(3, dtype=torch.int64)
+        The other ranks pass none, and wait without a limit. `checksum` covers the state before;
+        `RankError` if it is not rank 0's. Cost: 50 to 100 µs, more with commands.
+        """
+        head = torch.tensor([len(commands), is_step, checksum], dtype=torch.int64)
         self._call(lambda: dist.broadcast(head, 0, group=self._control))
-        num_bytes, is_step, theirs = head.tolist()
-        if theirs != checksum:
+        num_commands, follows, expected = head.tolist()
+        if checksum != expected:
             raise self.fail("its tokens, memory or requests differ from rank 0's")
-        if not num_bytes:
-            return Message(None, bool(is_step))
-        body = torch.zeros(num_bytes, dtype=torch.uint8)
-        self._call(lambda: dist.broadcast(body, 0, group=self._control))
-        return Message(pickle.loads(body.numpy().tobytes()), bool(is_step))
-
-    def check_sendable(self, value: Any) -> None:
-        """Check that a value can be pickled; raises `ConfigError` otherwise."""
-        self._bytes(value)
-
-    @staticmethod
-    def _bytes(value: Any) -> bytes:
-        try:
-            return pickle.dumps(value)
-        except Exception as error:
-            raise ConfigError(f"it cannot be sent to the other ranks: {one_line(error)}") from error
+        told = [commands]
+        if num_commands:
+            self._call(lambda: dist.broadcast_object_list(told, 0, group=self._control))
+        return told[0], bool(follows)
 
     # ---- failure and shutdown -------------------------------------------------------------
 

@@ -12,25 +12,142 @@ See DESIGN.md, Note [Ranks plan alike].
 
 from __future__ import annotations
 
+import pickle
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
-from ...core.backend import Backend, MemoryLocation, open_backend
+from ...core.backend import (
+    Backend,
+    Fence,
+    ForwardingBackend,
+    MemoryLocation,
+    Op,
+    forwarded,
+    open_backend,
+)
 from ...core.memory import ExtentPool
-from ...errors import ConfigError
+from ...errors import ConfigError, DriverError, OutOfAddressSpaceError, one_line
 from ...step import Piece
+from ...units import Handle
 from ..params import SamplingParams
-from ..runner import PendingStep, Runner, SlotError, StepResult
+from ..runner import ModelRunner, PendingTokens, SlotError, StepResult
 from ..sampler import is_out_of_memory
 from . import TensorParallel
-from .agreed_backend import AgreedBackend, StepClock
-from .group import Message
 
-Command = tuple[Any, ...]
-"""A call that a rank asks of the engine on every rank: its name and its arguments."""
+_R = TypeVar("_R")
+Command = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""A call of an engine's method: its name, and its positional and named arguments."""
+
+
+# ---- driver --------------------------------------------------------------------------------------
+
+
+class StepClock:
+    """Counts steps submitted to the device, and steps whose results were read, in order."""
+
+    def __init__(self) -> None:
+        self.num_submitted = 0
+        self.num_completed = 0
+
+
+class _StepFence(Fence):
+    """Passes when the results of all steps submitted before it were read."""
+
+    def __init__(self, upstream: Fence, clock: StepClock):
+        self._upstream = upstream
+        self._clock = clock
+        self._num_steps = clock.num_submitted
+
+    def has_passed(self) -> bool:
+        """Return whether the steps were read; if so, waits for other work, such as copies."""
+        if self._clock.num_completed < self._num_steps:
+            return False
+        self._upstream.wait()
+        return True
+
+    def wait(self) -> None:
+        self._upstream.wait()
+
+
+class AgreedBackend(ForwardingBackend):
+    """A driver that answers every rank the same, so that all ranks decide the same.
+
+        mem_create     fails on all ranks if it fails on one: all preempt and plan again
+        free memory    is the smallest of all ranks'
+        has_passed     counts steps whose results were read, not this device's progress
+        anything else  that fails on one rank ends all ranks
+
+    So the allocators of all ranks are equal, page by page, without exchanging their state. Ranks
+    communicate when memory is created, which is rare because pools keep their memory.
+    """
+
+    def __init__(self, upstream: Backend, group: TensorParallel, clock: StepClock):
+        super().__init__(upstream)
+        self._group = group
+        self._clock = clock
+
+    def forward(self, call: str, *args: Any, **options: Any) -> Any:
+        """Call the driver; a failure on one rank ends all ranks."""
+        try:
+            return super().forward(call, *args, **options)
+        except (DriverError, OutOfAddressSpaceError) as error:
+            raise self._group.fail(error) from error
+
+    copy_many = forwarded("copy_many")
+
+    def mem_create(
+        self,
+        num_bytes: int,
+        location: MemoryLocation = MemoryLocation.DEVICE,
+        *,
+        shareable: bool = False,
+    ) -> Handle:
+        """Create memory, on all ranks or none. Cost: some 100 µs more, for the ranks to agree."""
+        handle, error = None, None
+        try:
+            handle = self.upstream.mem_create(num_bytes, location, shareable=shareable)
+        except DriverError as caught:
+            if not caught.is_out_of_memory:
+                raise self._group.fail(caught) from caught
+            error = caught
+        is_short = self._group.max(int(error is not None))
+        if handle is not None and not is_short:
+            return handle
+        if handle is not None:
+            self.upstream.mem_release(handle)
+        raise error or DriverError(
+            "mem_create",
+            -1,
+            "OUT_OF_MEMORY",
+            "another rank's device has none left",
+            is_out_of_memory=True,
+        )
+
+    def free_memory_bytes(self) -> int:
+        """Return the smallest free memory of all ranks."""
+        return self._group.min(self.upstream.free_memory_bytes())
+
+    def free_host_memory_bytes(self) -> int:
+        """Return the smallest share of free host memory; ranks of one machine divide it."""
+        return self._group.min(self.upstream.free_host_memory_bytes() // self._group.size)
+
+    def record_fence(self) -> Fence:
+        """Record a fence that passes when all submitted steps were read."""
+        return _StepFence(super().record_fence(), self._clock)
+
+    def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
+        """Run operations; a failure ends all ranks."""
+        num_done, error = self.upstream.run_until_failure(ops)
+        if error is not None:
+            raise self._group.fail(error) from error
+        return num_done, None
+
+
+# ---- engine --------------------------------------------------------------------------------------
 
 
 class Lockstep:
@@ -41,8 +158,8 @@ class Lockstep:
 
     def __init__(self, group: TensorParallel):
         self.group = group
-        self._clock = StepClock()
-        self._commands: list[Command] = []
+        self.clock = StepClock()
+        self._commands: list[bytes] = []  # Pickled.
         self._checksum = 0
         self._pool: ExtentPool | None = None
         self.num_requests = 0
@@ -51,7 +168,7 @@ class Lockstep:
 
     def backend(self, device: str) -> Backend:
         """Open the memory of this rank's device."""
-        return AgreedBackend(open_backend(device), self.group, self._clock)
+        return AgreedBackend(open_backend(device), self.group, self.clock)
 
     def level(self, pool: ExtentPool) -> None:
         """Set an empty pool's budgets to the smallest of all ranks'."""
@@ -66,39 +183,45 @@ class Lockstep:
         budget_bytes = pool.stats().budget_bytes
         self.group.check_same({"page_bytes": pool.page_bytes, "budget": budget_bytes, **facts})
 
-    def runner(self, runner: Runner) -> Runner:
-        """Wrap a runner so that its failures occur on all ranks."""
-        return _LockstepRunner(runner, self)
-
     # ---- rank 0 ---------------------------------------------------------------------------
 
-    def note(self, *command: Any) -> None:
-        """Queue a command for the other ranks, which run it before the next step."""
+    def note(self, command: Command) -> None:
+        """Queue a command for the other ranks, which run it before the next step.
+
+        Raises `ConfigError` if it cannot be pickled.
+        """
         self.group.check()
-        self._commands.append(command)
+        try:
+            self._commands.append(pickle.dumps(command))
+        except Exception as error:
+            raise ConfigError(f"it cannot be sent to the other ranks: {one_line(error)}") from error
 
     def flush(self, *, is_step: bool = False) -> None:
         """Send the queued commands, and with `is_step` a step, to the other ranks."""
         commands, self._commands = self._commands, []
-        self.group.send(Message(commands or None, is_step), self._state())
+        self.group.exchange(commands, is_step, self._state())
 
     # ---- other ranks ----------------------------------------------------------------------
 
-    def receive(self) -> tuple[Sequence[Command], bool]:
+    def receive(self) -> tuple[list[Command], bool]:
         """Wait for rank 0's commands, and whether a step follows; compare the ranks' states."""
-        commands, is_step = self.group.receive(self._state())
-        return commands or (), is_step
+        commands, is_step = self.group.exchange([], False, self._state())
+        return [pickle.loads(each) for each in commands], is_step
 
     # ---- all ranks ------------------------------------------------------------------------
 
-    def submitted(self) -> int:
-        """Count a step submitted to the device; return its number."""
-        self._clock.num_submitted += 1
-        return self._clock.num_submitted
+    def or_end(self, call: Callable[[], _R]) -> _R:
+        """Return the result of a call, whose failure on one rank ends all ranks."""
+        try:
+            return call()
+        except (SlotError, ConfigError):
+            raise  # All ranks raise it, a processor's failure too.
+        except Exception as error:
+            raise self.group.fail(error) from error
 
     def completed(self, number: int, result: StepResult) -> None:
         """Note that a step's result was read."""
-        self._clock.num_completed = number
+        self.clock.num_completed = number
         tokens = ",".join(map(str, result.token_ids))
         self._checksum = zlib.crc32(tokens.encode(), self._checksum)
 
@@ -111,10 +234,10 @@ class Lockstep:
         return zlib.crc32(books.encode(), self._checksum)
 
 
-class _LockstepRunner:
-    """Implements `Runner`: a failure on one rank is a failure on all ranks."""
+class LockstepRunner:
+    """Wraps a `ModelRunner`: a failure on one rank is a failure on all ranks."""
 
-    def __init__(self, runner: Runner, lockstep: Lockstep):
+    def __init__(self, lockstep: Lockstep, runner: ModelRunner):
         self._runner = runner
         self.close = runner.close
         self._lockstep = lockstep
@@ -149,23 +272,19 @@ class _LockstepRunner:
         if has_set and self._lockstep.group.max(int(shortage is not None)):
             raise shortage or torch.OutOfMemoryError("another rank has no memory left for a slot")
 
-    def submit(self, pieces: Sequence[Piece]) -> PendingStep:
+    def submit(self, pieces: Sequence[Piece]) -> _LockstepStep:
         """Submit a step. Cost: some 100 µs more after `set_slot`, for the ranks to agree."""
         self._lockstep.group.check()
         self._agree_on_slots()
-        try:
-            pending = self._runner.submit(pieces)
-        except (SlotError, ConfigError):
-            raise  # All ranks raise it, a processor's failure too.
-        except Exception as error:
-            raise self._lockstep.group.fail(error) from error
-        return _LockstepStep(pending, self._lockstep.submitted(), self._lockstep)
+        pending = self._lockstep.or_end(partial(self._runner.submit, pieces))
+        self._lockstep.clock.num_submitted += 1
+        return _LockstepStep(pending, self._lockstep.clock.num_submitted, self._lockstep)
 
 
 class _LockstepStep:
-    """Implements `PendingStep`: a failure on one rank ends all ranks."""
+    """Wraps `PendingTokens`: a failure on one rank ends all ranks."""
 
-    def __init__(self, pending: PendingStep, number: int, lockstep: Lockstep):
+    def __init__(self, pending: PendingTokens, number: int, lockstep: Lockstep):
         self._pending = pending
         self._number = number
         self._lockstep = lockstep
@@ -175,16 +294,10 @@ class _LockstepStep:
         return self._pending.has_ended
 
     def wait(self) -> None:
-        try:
-            self._pending.wait()
-        except Exception as error:
-            raise self._lockstep.group.fail(error) from error
+        self._lockstep.or_end(self._pending.wait)
 
     def result(self) -> StepResult:
-        try:
-            result = self._pending.result()
-        except Exception as error:
-            raise self._lockstep.group.fail(error) from error
+        result = self._lockstep.or_end(self._pending.result)
         self._lockstep.group.check()  # An aborted collective leaves invalid tokens.
         self._lockstep.completed(self._number, result)
         return result

@@ -3,7 +3,15 @@
 An NCCL ring takes at least two messages in sequence; a step of an 8B model has 65 sums. Here every
 byte crosses a link once per other rank: as much as in a ring of two ranks, and more than in a
 larger one, so larger parts of more ranks stay with NCCL. The residual addition and the norm that
-follow most sums are part of the kernel (`sum_kernel.py`).
+follow most sums are part of the kernel, from registers, which saves a kernel that would read the
+sum again; rounding is that of the model's modules. With one rank (`SIZE` 1) only the exchange is
+left out.
+
+Each block handles a share of the rows in chunks: it writes a chunk of its rank's part into its
+buffer on every other rank and sets a flag; meanwhile it waits for the previous chunk of the others
+and adds the parts in rank order, so that all ranks get the same bits. A block has four buffers,
+used in turn. The sender of turn n has seen turn n - 2 of all others, who had read turn n - 4 before
+they sent it, so that buffer can be overwritten without a second flag.
 
 A kernel that waits for a lost rank stops when a word in host memory says so or after the time
 limit, and sets that word: `TensorParallel` raises, and the sum is not used.
@@ -15,16 +23,309 @@ the process, and ranks may be restarted.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from struct import Struct
+from typing import NamedTuple
 
 import torch
 
-from ...attention.nvrtc import FORMATS, launch
+from ...attention.nvrtc import FORMATS, NUMBERS, Kernel, compiled, launch
 from ...core.backend.peer_memory import PeerMemory
 from ...units import KiB, MiB, div_ceil
-from . import sum_kernel
-from .sum_kernel import CHUNK_BYTES, FLAG_BYTES, NUM_BLOCKS, NUM_TURNS, VECTOR_BYTES
+
+# ---- kernel --------------------------------------------------------------------------------------
+
+#: Two per multiprocessor: one sends while the other adds.
+NUM_BLOCKS = 256
+NUM_TURNS = 4
+#: Largest chunk of a block. Two ranks add 64 MiB with a norm in 243 us; in 241 with chunks and
+#: buffers four times as large, in 307 with half the blocks and chunks twice as large.
+CHUNK_BYTES = 16 * KiB
+VECTOR_BYTES = 16
+#: A cache line per flag.
+FLAG_BYTES = 128
+_WARP = 32
+_MOST_THREADS = 512
+#: Vectors of a row that a thread keeps in registers.
+_MOST_PER_THREAD = 4
+_ROWS_AT_A_TIME = 4
+
+_SOURCE = r"""
+typedef long long word;
+
+constexpr int COUNT = 16 / sizeof(number);
+constexpr int WARPS = THREADS / 32;
+constexpr word ASK_AFTER_NS = 2000000;
+union Vector { uint4 whole; number at[COUNT]; };
+
+struct Exchange {
+  word* turns;          // [block]
+  char* const* rooms;   // [rank]: flags [block][rank], vectors [block][turn % TURNS][rank][CHUNK]
+  int* given_up;
+  word rank, patience_ns;
+};
+
+__device__ uint4 received(const uint4* from) {  // Not from a cache that other devices do not see.
+  uint4 value;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "l"(from)
+               : "memory");
+  return value;
+}
+
+__device__ void say(word* flag, word turn) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(flag), "l"(turn) : "memory");
+}
+
+__device__ word said(const word* flag) {
+  word turn;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(turn) : "l"(flag) : "memory");
+  return turn;
+}
+
+__device__ word now_ns() {
+  word time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+}
+
+// Whether the turn has come; else nobody waits for it any more.
+__device__ bool has_come(const word* flag, word turn, volatile int* given_up, word patience_ns) {
+  const word start = now_ns();
+  word asked = start;
+  for (int tries = 1; said(flag) < turn; ++tries) {
+    if (tries % 64) continue;
+    // The word is in the host's memory, which answers 256 blocks one by one, in 0.2 ms. Whoever
+    // asked after less would be late for that, and the other rank would ask, and so on for ever.
+    const word now = now_ns();
+    if (now - asked < ASK_AFTER_NS) continue;
+    asked = now;
+    if (*given_up) return false;
+    if (now - start > patience_ns) *given_up = 1;
+  }
+  return true;
+}
+
+__device__ word* flag_of(const Exchange& to, word at, word from) {
+  return reinterpret_cast<word*>(to.rooms[at] + (blockIdx.x * SIZE + from) * FLAG);
+}
+
+__device__ uint4* room_of(const Exchange& to, word at, word from, word turn) {
+  const word slot = (blockIdx.x * word(TURNS) + turn % TURNS) * SIZE + from;
+  return reinterpret_cast<uint4*>(to.rooms[at] + BLOCKS * SIZE * FLAG) + slot * CHUNK;
+}
+
+__device__ void send(const Exchange& to, const uint4* part, word begin, word end, word turn) {
+#pragma unroll 4
+  for (word i = begin + threadIdx.x; i < end; i += THREADS) {
+    const uint4 mine = part[i];
+#pragma unroll
+    for (int other = 0; other < SIZE; ++other)
+      if (other != to.rank) room_of(to, other, to.rank, turn)[i - begin] = mine;
+  }
+  __syncthreads();
+  if (threadIdx.x < SIZE && threadIdx.x != to.rank) say(flag_of(to, threadIdx.x, to.rank), turn);
+}
+
+__device__ void await(const Exchange& to, word turn, bool& is_alone) {
+  if (threadIdx.x < SIZE && threadIdx.x != to.rank && !is_alone)
+    is_alone = !has_come(flag_of(to, to.rank, threadIdx.x), turn, to.given_up, to.patience_ns);
+  __syncthreads();
+}
+
+// The sum of vector i, which is `at` in its chunk, rounded.
+__device__ Vector sum_of(const Exchange& to, const uint4* part, word i, word at, word turn) {
+  Vector out;
+  out.whole = part[i];
+  if (SIZE == 1) return out;
+  float sums[COUNT];
+#pragma unroll
+  for (int each = 0; each < SIZE; ++each) {
+    Vector theirs = out;
+    if (each != to.rank) theirs.whole = received(room_of(to, to.rank, each, turn) + at);
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+      const float value = as_float(theirs.at[n]);
+      sums[n] = each ? sums[n] + value : value;
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < COUNT; ++n) out.at[n] = as_number(sums[n]);
+  return out;
+}
+
+__device__ void finish(const Exchange& to, uint4* part, word begin, word end, word turn) {
+  for (word i = begin + threadIdx.x; i < end; i += THREADS)
+    part[i] = sum_of(to, part, i, i - begin, turn).whole;
+}
+
+#if NORM
+struct Norm { const uint4* residual; const uint4* weight; uint4* out; word row; float epsilon; };
+
+// The sums of a block's threads, in each of them.
+__device__ void add_up(float (&values)[ROWS], float (*shared)[WARPS]) {
+#pragma unroll
+  for (int n = 0; n < ROWS; ++n) {
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2) values[n] += __shfl_xor_sync(~0u, values[n], lane);
+    if (threadIdx.x % 32 == 0) shared[n][threadIdx.x / 32] = values[n];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < ROWS; ++n) {
+    values[n] = threadIdx.x % 32 < WARPS ? shared[n][threadIdx.x % 32] : 0;
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2) values[n] += __shfl_xor_sync(~0u, values[n], lane);
+  }
+}
+
+__device__ void finish(const Exchange& to, uint4* part, word begin, word end, word turn,
+                       const Norm& norm) {
+  // In turns: what is read may not be written yet. Between chunks all threads wait in `await`.
+  __shared__ float shared[2][ROWS][WARPS];
+  int which = 0;
+  for (word first = begin; first < end; first += ROWS * norm.row, which ^= 1) {
+    Vector kept[ROWS][PER_THREAD];
+    float squares[ROWS];
+#pragma unroll
+    for (int n = 0; n < ROWS; ++n) {
+      squares[n] = 0;
+#pragma unroll
+      for (int v = 0; v < PER_THREAD; ++v) {
+        const word column = threadIdx.x + v * THREADS;
+        const word i = first + n * norm.row + column;
+        if (column >= norm.row || i >= end) continue;
+        Vector sum = sum_of(to, part, i, i - begin, turn), old;
+        old.whole = norm.residual[i];
+#pragma unroll
+        for (int c = 0; c < COUNT; ++c) {
+          sum.at[c] = as_number(as_float(old.at[c]) + as_float(sum.at[c]));
+          const float value = as_float(sum.at[c]);
+          squares[n] += value * value;
+        }
+        part[i] = sum.whole;
+        kept[n][v] = sum;
+      }
+    }
+    add_up(squares, shared[which]);
+#pragma unroll
+    for (int v = 0; v < PER_THREAD; ++v) {
+      const word column = threadIdx.x + v * THREADS;
+      if (column >= norm.row) continue;
+      Vector weight;
+      weight.whole = norm.weight[column];
+#pragma unroll
+      for (int n = 0; n < ROWS; ++n) {
+        const word i = first + n * norm.row + column;
+        if (i >= end) continue;
+        const float scale = rsqrtf(squares[n] / (norm.row * COUNT) + norm.epsilon);
+        Vector out;
+#pragma unroll
+        for (int c = 0; c < COUNT; ++c) {
+          const number scaled = as_number(as_float(kept[n][v].at[c]) * scale);
+          out.at[c] = as_number(as_float(weight.at[c]) * as_float(scaled));
+        }
+        norm.out[i] = out.whole;
+      }
+    }
+  }
+}
+#endif
+
+// `share` is a block's, and `chunk` what it sends at a time, or all: vectors, of whole rows with a
+// norm.
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+add_parts(uint4* part, word num_vectors, word share, word chunk, word* turns, word rank,
+          char* const* rooms, int* given_up, word patience_ns
+#if NORM
+          , const uint4* residual, const uint4* weight, uint4* out, word row, double epsilon
+#endif
+          ) {
+  const Exchange to{turns, rooms, given_up, rank, patience_ns};
+  word begin = blockIdx.x * share;
+  const word last = begin + share < num_vectors ? begin + share : num_vectors;
+  if (begin >= last) return;
+  word turn = SIZE == 1 ? 0 : turns[blockIdx.x] + 1;
+  word end = begin + chunk < last ? begin + chunk : last;
+  bool is_alone = false;
+
+  if (SIZE > 1) send(to, part, begin, end, turn);
+  while (true) {
+    const word next = end + chunk < last ? end + chunk : last;
+    if (SIZE > 1) {
+      if (end < last) send(to, part, end, next, turn + 1);
+      await(to, turn, is_alone);
+    }
+#if NORM
+    finish(to, part, begin, end, turn, Norm{residual, weight, out, row, (float)epsilon});
+#else
+    finish(to, part, begin, end, turn);
+#endif
+    if (end == last) break;
+    begin = end;
+    end = next;
+    ++turn;
+  }
+  if (SIZE > 1 && threadIdx.x == 0) turns[blockIdx.x] = turn;
+}
+"""
+
+
+def threads_for(row_vectors: int) -> int | None:
+    """Return the threads of a block for rows of so many vectors; None if a row is too long."""
+    if row_vectors > _MOST_THREADS * _MOST_PER_THREAD:
+        return None
+    return min(_MOST_THREADS, _WARP * div_ceil(row_vectors, _WARP))
+
+
+class SumKernel(NamedTuple):
+    """A compiled kernel and its launch parameters.
+
+    Each block has `threads` threads and at least `unit` vectors (a row, with a norm), and sends
+    `chunk` vectors at a time.
+    """
+
+    kernel: Kernel
+    threads: int
+    unit: int
+    chunk: int
+
+
+@functools.cache
+def kernel_of(
+    device_index: int, dtype: torch.dtype, size: int, row_vectors: int | None = None
+) -> SumKernel:
+    """Compile the kernel for a type in `FORMATS`; `size` is 1 for parts that are already summed.
+
+    `row_vectors` is the length of rows with a norm, accepted by `threads_for`; None for sums alone.
+    Raises `ConfigError` if NVRTC or cuda-python fails, `CudaDriverError` if the driver does.
+    """
+    threads = _MOST_THREADS if row_vectors is None else threads_for(row_vectors)
+    assert threads is not None  # Checked by the caller.
+    unit = row_vectors or threads
+    per_thread = div_ceil(unit, threads)
+    room = CHUNK_BYTES // VECTOR_BYTES
+    chunk = room // unit * unit
+    constants = {
+        "FORMAT": FORMATS[dtype],
+        "SIZE": size,
+        "BLOCKS": NUM_BLOCKS,
+        "TURNS": NUM_TURNS,
+        "FLAG": FLAG_BYTES,
+        "CHUNK": room,
+        "THREADS": threads,
+        "NORM": int(row_vectors is not None),
+        "PER_THREAD": per_thread,
+        # Rows at a time: their loads overlap, and they share the block's synchronisation.
+        "ROWS": max(1, min(_ROWS_AT_A_TIME // per_thread, chunk // unit)),
+    }
+    options = ("--std=c++17", *(f"-D{name}={value}" for name, value in constants.items()))
+    kernel = compiled(NUMBERS + _SOURCE, "add_parts", device_index, *options)
+    return SumKernel(kernel, threads, unit, chunk)
+
+
+# ---- sums ----------------------------------------------------------------------------------------
 
 #: Most blocks of a kernel of one rank: they need not all run at the same time.
 _MOST_BLOCKS_ALONE = 2048
@@ -49,17 +350,19 @@ class OneShotSums:
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float):
-        self._rank, self._size = rank, size
-        self._patience_ns = int(1e9 * timeout_s)
-        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._size = size
+        device = torch.device("cuda", torch.cuda.current_device())
         for dtype in FORMATS:  # Compile before any graph is captured.
-            sum_kernel.kernel_of(self._device.index, dtype, size)
-        self._turns = torch.zeros(NUM_BLOCKS, dtype=torch.int64, device=self._device)
-        self._rooms = torch.zeros(size, dtype=torch.int64, device=self._device)
+            kernel_of(device.index, dtype, size)
+        self._turns = torch.zeros(NUM_BLOCKS, dtype=torch.int64, device=device)
+        self._rooms = torch.zeros(size, dtype=torch.int64, device=device)
         self._given_up = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         turn_bytes = size * CHUNK_BYTES
         self._room = PeerMemory(NUM_BLOCKS * (size * FLAG_BYTES + NUM_TURNS * turn_bytes))
         self.handle = self._room.handle
+        turns, rooms = self._turns.data_ptr(), self._rooms.data_ptr()
+        patience_ns = int(1e9 * timeout_s)
+        self._exchange = turns, rank, rooms, self._given_up.data_ptr(), patience_ns
 
     def meet(self, handles: Sequence[bytes]) -> None:
         """Open all ranks' buffers by their handles, in rank order; raises `CudaDriverError`."""
@@ -69,19 +372,16 @@ class OneShotSums:
         """Release the buffer, after all ranks have stopped adding. Idempotent."""
         self._room.close()
 
-    def takes(self, part: torch.Tensor) -> bool:
-        """Return whether a part is small enough, of a supported type and 16-byte aligned."""
-        is_aligned = not (part.nbytes | part.data_ptr()) % VECTOR_BYTES
-        return part.dtype in FORMATS and is_aligned and self._is_small(part, is_with_norm=False)
+    def takes(self, part: torch.Tensor, *, is_with_norm: bool = False) -> bool:
+        """Return whether a part is small enough, of a supported type and 16-byte aligned.
 
-    def takes_rows(self, part: torch.Tensor) -> bool:
-        """Return whether a part that `has_rows` can be added together with a norm."""
-        row_bytes = part.shape[-1] * part.itemsize
-        return row_bytes <= CHUNK_BYTES and self._is_small(part, is_with_norm=True)
-
-    def _is_small(self, part: torch.Tensor, *, is_with_norm: bool) -> bool:
+        A part that is added with a norm must also have rows that fit a block's buffer.
+        """
         most = max_bytes(self._size, is_with_norm=is_with_norm)
-        return most is None or part.nbytes <= most
+        is_small = most is None or part.nbytes <= most
+        is_aligned = not (part.nbytes | part.data_ptr()) % VECTOR_BYTES
+        has_room = not is_with_norm or part.shape[-1] * part.itemsize <= CHUNK_BYTES
+        return part.dtype in FORMATS and is_aligned and is_small and has_room
 
     def add(self, part: torch.Tensor) -> None:
         """Replace a contiguous part by the sum of all ranks' parts, in the current stream's order.
@@ -90,27 +390,18 @@ class OneShotSums:
         and the part's transfer to each other rank (bench_parallel).
         """
         if part.nbytes:
-            _launch(part, None, b"", self._size, self._exchange())
+            _launch(part, None, b"", self._size, self._exchange)
 
     def add_norm(
         self, part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
         """Add all ranks' parts and the residual into `part`; return the RMS norm of the sum.
 
-        `part` is contiguous and accepted by `takes_rows`. Shapes and types are those of
+        `part` is contiguous, `has_rows` and is accepted by `takes`. Shapes and types are those of
         `collectives.norm_of_sum`. Cost: as `add`, plus reading the residual and writing the norm
         meanwhile.
         """
-        return _add_norm(part, residual, weight, epsilon, self._size, self._exchange())
-
-    def _exchange(self) -> tuple[int, ...]:
-        return (
-            self._turns.data_ptr(),
-            self._rank,
-            self._rooms.data_ptr(),
-            self._given_up.data_ptr(),
-            self._patience_ns,
-        )
+        return _add_norm(part, residual, weight, epsilon, self._size, self._exchange)
 
     def give_up(self) -> None:
         """End kernels that wait for other ranks; their sums are invalid. Thread-safe."""
@@ -128,7 +419,7 @@ def has_rows(part: torch.Tensor) -> bool:
         part.is_cuda
         and part.dtype in FORMATS
         and not (row_bytes | part.data_ptr()) % VECTOR_BYTES
-        and sum_kernel.threads_for(row_bytes // VECTOR_BYTES) is not None
+        and threads_for(row_bytes // VECTOR_BYTES) is not None
     )
 
 
@@ -159,7 +450,7 @@ def _launch(
     part: torch.Tensor, row_vectors: int | None, rest: bytes, size: int, exchange: tuple[int, ...]
 ) -> None:
     index = part.device.index
-    kernel, threads, unit, chunk = sum_kernel.kernel_of(index, part.dtype, size, row_vectors)
+    kernel, threads, unit, chunk = kernel_of(index, part.dtype, size, row_vectors)
     num_vectors = part.nbytes // VECTOR_BYTES
     most_blocks = NUM_BLOCKS if size > 1 else _MOST_BLOCKS_ALONE
     share = div_ceil(div_ceil(num_vectors, unit), most_blocks) * unit

@@ -3,7 +3,8 @@
     with Ranks(2, "cuda", follow, (path,)) as ranks:   # rank 1 runs follow(group, path)
         model = load(path, ranks.group)
 
-Ranks meet through a file in a temporary folder, and communicate over the loopback device.
+Ranks meet through a file in memory, which ends with rank 0, and communicate over the loopback
+device.
 """
 
 from __future__ import annotations
@@ -11,14 +12,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,10 +29,10 @@ from .group import TensorParallel, abort, set_up
 
 #: Time to wait for the reason of a rank that does not answer.
 _EXPLAIN_S = 2.0
-#: Time until all connections of a killed process are closed.
-_MOMENT_S = 0.1
 #: Interval of the check whether a kernel has timed out waiting for a rank.
 _WATCH_S = 1.0
+#: Message of a rank's process that has started.
+_BEGUN = "begun"
 #: Environment variables that gloo and NCCL read.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -67,36 +66,40 @@ class Ranks:
         timeout_s: float = 60.0,
     ):
         _check(size, device_type)
-        self._folder = tempfile.TemporaryDirectory(prefix="vmkv-ranks-")
         self._is_closing = False
-        self._reasons: dict[int, str] = {}
-        self._hearing = threading.Lock()
+        self._reason: str | None = None  # Why the first rank has ended.
+        self._has_reason = threading.Event()
         self.group: TensorParallel | None = None
-        store = Path(self._folder.name) / "store"
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         self._closing, self._close_watcher = multiprocessing.Pipe(duplex=False)
         with contextlib.ExitStack() as undo:
+            file = os.memfd_create("vmkv-ranks")
+            undo.callback(os.close, file)
+            join = partial(_join, f"/proc/{os.getpid()}/fd/{file}", size, device_type, timeout_s)
+            open_group = partial(TensorParallel, timeout_s=timeout_s)
             undo.callback(self._close_group)
             undo.callback(self._end)
             for rank in range(1, size):
                 ours, theirs = multiprocessing.Pipe()
                 self._connections.append(ours)
-                place = (rank, size, device_type, str(store))
-                arguments_of_rank = (theirs, place, timeout_s, target, arguments)
-                name = f"vmkv-rank-{rank}"
+                its = (theirs, rank, size, join, open_group, target, arguments)
                 with theirs:
-                    process = start_child(_run_rank, arguments_of_rank, name, daemon=True)
+                    process = start_child(_run_rank, its, f"vmkv-rank-{rank}", daemon=True)
                 self._processes.append(process)
             undo.enter_context(_environment(0, size))
             try:
-                self._wait_for_begin()
-                _join(0, size, device_type, store, timeout_s)
+                for rank in range(1, size):  # `join` would not notice that one has ended.
+                    if (reason := self._hear(rank)) != _BEGUN:
+                        raise RankError(reason)
                 undo.callback(_leave)
-                self.group = TensorParallel(timeout_s=timeout_s, explain=self._explain)
                 watcher = threading.Thread(target=self._watch, name="vmkv-ranks", daemon=True)
                 watcher.start()
                 undo.callback(self._stop_watching, watcher)
+                join(0)
+                self.group = open_group(explain=self._explain)
+                if self._reason is not None:
+                    raise RankError(self._reason)
             except RankError:
                 raise
             except RuntimeError as error:
@@ -121,30 +124,23 @@ class Ranks:
             connection.close()
         for process in self._processes:
             end_child(process)
-        self._folder.cleanup()
-
-    def _wait_for_begin(self) -> None:
-        """Wait until every rank has started; `_join` would not notice that one has ended."""
-        pairs = zip(self._connections, self._processes, strict=True)
-        for rank, (connection, process) in enumerate(pairs, 1):
-            try:
-                connection.recv()
-            except EOFError:
-                raise RankError(f"rank {rank} has ended: {why_ended(process)}") from None
 
     # ---- ranks that end -------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Wait until a rank ends or a kernel times out; then fail the group."""
-        assert self.group is not None  # Set before the watcher starts.
-        sentinels = [process.sentinel for process in self._processes]
         reason = None
-        while reason is None and not wait([*sentinels, self._closing], _WATCH_S):
-            reason = self.group.stuck()
-        if self._is_closing:
-            return
-        reason = reason or self._explain() or "a rank has ended"
-        if not self._is_closing:
+        while reason is None:
+            ready: list[Any] = wait([self._closing, *self._connections], _WATCH_S)
+            if self._is_closing:
+                return
+            if ready:
+                reason = self._hear(1 + self._connections.index(ready[0]))
+            elif self.group is not None:
+                reason = self.group.stuck()
+        self._reason = reason
+        self._has_reason.set()
+        if self.group is not None and not self._is_closing:
             self.group.lose(reason)
 
     def _stop_watching(self, watcher: threading.Thread) -> None:
@@ -161,25 +157,16 @@ class Ranks:
 
     def _explain(self) -> str | None:
         """Return which rank has ended and why, as far as it is known within `_EXPLAIN_S`."""
-        deadline_s = time.monotonic() + _EXPLAIN_S
-        while not self._is_closing:
-            for rank, process in enumerate(self._processes, 1):
-                self._hear(rank)
-                if rank in self._reasons:
-                    return f"rank {rank} has ended: {self._reasons[rank]}"
-                if process.exitcode is not None:
-                    self._hear(rank)
-                    return f"rank {rank} has ended: {self._reasons.get(rank) or why_ended(process)}"
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                break
-            wait([*self._connections, *(each.sentinel for each in self._processes)], left_s)
-        return None
+        self._has_reason.wait(_EXPLAIN_S)
+        return self._reason
 
-    def _hear(self, rank: int) -> None:
-        with self._hearing, contextlib.suppress(EOFError, OSError):
-            if rank not in self._reasons and self._connections[rank - 1].poll():
-                self._reasons[rank] = self._connections[rank - 1].recv()
+    def _hear(self, rank: int) -> str:
+        """Wait for a rank's message: `_BEGUN`, or why it ends or has ended."""
+        try:
+            message = self._connections[rank - 1].recv()
+        except (EOFError, OSError):
+            message = why_ended(self._processes[rank - 1])
+        return message if message == _BEGUN else f"rank {rank} has ended: {message}"
 
     def __enter__(self) -> Ranks:
         return self
@@ -215,10 +202,10 @@ def _environment(rank: int, size: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _join(rank: int, size: int, device_type: str, store: Path, timeout_s: float) -> None:
+def _join(path: str, size: int, device_type: str, timeout_s: float, rank: int) -> None:
     distributed: Any = torch.distributed  # Its types lack this.
-    meeting = distributed.FileStore(str(store), size)
-    set_up(device_type, rank, timeout_s, rank=rank, world_size=size, store=meeting)
+    store = distributed.FileStore(path, size)
+    set_up(device_type, rank, timeout_s, rank=rank, world_size=size, store=store)
 
 
 def _leave() -> None:
@@ -229,35 +216,25 @@ def _leave() -> None:
 
 def _run_rank(
     connection: Connection,
-    place: tuple[int, int, str, str],
-    timeout_s: float,
+    rank: int,
+    size: int,
+    join: Callable[[int], None],
+    open_group: Callable[[], TensorParallel],
     target: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
     """Entry point of a rank's process."""
-    rank, size, device_type, store = place
-    folder = Path(store).parent
-    be_child(connection, lambda: shutil.rmtree(folder, ignore_errors=True))
+    be_child(connection)
     try:
-        connection.send("begun")
+        connection.send(_BEGUN)
         with _environment(rank, size):
-            _join(rank, size, device_type, Path(store), timeout_s)
-            target(TensorParallel(timeout_s=timeout_s), *arguments)
+            join(rank)
+            target(open_group(), *arguments)
             _leave()
     except BaseException as error:  # noqa: BLE001  # reported to rank 0
-        if not _is_told(connection, one_line(error)):
-            shutil.rmtree(folder, ignore_errors=True)  # Rank 0 cannot do it any more.
+        with contextlib.suppress(OSError):  # Rank 0 may have ended.
+            connection.send(one_line(error))
         # Skip exit handlers, which would wait for other ranks.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-
-
-def _is_told(connection: Connection, reason: str) -> bool:
-    """Send rank 0 the reason why this rank ends; return whether rank 0 is running."""
-    try:
-        connection.send(reason)
-        # A killed process closes its descriptors one after another.
-        return not connection.poll(_MOMENT_S)
-    except OSError:
-        return False

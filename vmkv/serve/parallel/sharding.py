@@ -106,19 +106,13 @@ def style_of_parameter(name: str, plan: Mapping[str, str]) -> str | None:
 
 def part_of(parameter: torch.Tensor, name: str, style: str | None, share: Share) -> torch.Tensor:
     """Return a rank's part of a whole parameter, by its style; a copy unless undivided."""
-    if style is None or style in UNCHANGED or style == "all_reduce":
+    is_whole = style is None or style in UNCHANGED or style == "all_reduce"
+    if is_whole or (style in ROWS and name == "bias"):  # A bias is added once, to the sum.
         return parameter
-    if style in ROWS:
-        if name == "bias":
-            return parameter  # Added once, to the sum.
-        return parameter[..., share.of(parameter.shape[-1])].clone()
-    dim = max(parameter.ndim - 2, 0)
-    if style == _PACKED:
-        gate, up = parameter.chunk(2, dim)
-        index = (*[slice(None)] * dim, share.of(gate.shape[dim]))
-        return torch.cat([gate[index], up[index]], dim)
-    index = (*[slice(None)] * dim, share.of(parameter.shape[dim]))
-    return parameter[index].clone()
+    dim = parameter.ndim - 1 if style in ROWS else max(parameter.ndim - 2, 0)
+    halves = parameter.chunk(2 if style == _PACKED else 1, dim)
+    its = share.of(halves[0].shape[dim])
+    return torch.cat([half.narrow(dim, its.start, its.stop - its.start) for half in halves], dim)
 
 
 def bytes_per_rank(model: Any, plan: Mapping[str, str], size: int) -> int:

@@ -142,7 +142,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
         """Return all metrics in Prometheus' format."""
-        return PlainTextResponse(service.metrics.text(), media_type=CONTENT_TYPE)
+        return PlainTextResponse(service.metrics_text(), media_type=CONTENT_TYPE)
 
 
 def _version() -> str:

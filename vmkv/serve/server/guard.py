@@ -145,8 +145,7 @@ class Guard:
                         await response(scope, receive, timed_send)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            counter = self._service.metrics.http_responses
-            counter.labels(route, str(status or _CLIENT_GONE)).inc()
+            self._service.http_responses.labels(route, str(status or _CLIENT_GONE)).inc()
 
     def _check(self, scope: Scope) -> None:
         """Raise the error that a request's head causes; store its key's digest."""

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from prometheus_client import Counter
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -102,12 +102,7 @@ class StreamingEngine(Protocol):
 
 
 class ServerMetrics(Protocol):
-    """Metrics shown at `/metrics`; `Metrics` shows those of one engine."""
-
-    @property
-    def http_responses(self) -> Counter:
-        """Counter of responses by route and status."""
-        ...
+    """An engine's metrics, shown at `/metrics`: a `Metrics`, or those of replicas."""
 
     def text(self) -> bytes:
         """Render every metric in Prometheus' text format."""
@@ -134,7 +129,14 @@ class Service:
         self.tokens = Tokens(tokenizer)
         self.model_name = options.model_name
         self.limits = limits
-        self.metrics = metrics
+        self._metrics = metrics
+        self._http_metrics = CollectorRegistry()
+        self.http_responses = Counter(
+            "vmkv_http_responses",
+            "HTTP responses by route and status",
+            ("route", "status"),
+            registry=self._http_metrics,
+        )
         self.is_draining = False
         self.gate = Gate(limits.max_concurrent, limits.max_queued)
         # /tokenize has its own gate, so that it does not wait for completions.
@@ -259,6 +261,10 @@ class Service:
             "owned_by": "vmkv",
             "max_model_len": self._max_model_tokens,
         }
+
+    def metrics_text(self) -> bytes:
+        """Render the metrics of the engine and the server in Prometheus' text format."""
+        return self._metrics.text() + generate_latest(self._http_metrics)
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """Return the HTTP status and body of `/health`."""
