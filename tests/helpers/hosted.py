@@ -10,51 +10,64 @@ from vmkv import RankError
 from vmkv.serve import Engine
 from vmkv.serve.engine_loop import EngineLoop
 from vmkv.serve.observer import EngineObserver
-from vmkv.serve.process import RemoteEngine
+from vmkv.serve.process import EngineProcess
 from vmkv.serve.process.host import Failed, Ready, Relay, SocketLink
 
 
-def hosted(
-    engine: Engine,
-    relay: Relay | None = None,
-    observer: EngineObserver | None = None,
-    *,
-    ends_with_device: bool = False,
-    **options: Any,
-) -> RemoteEngine:
-    """The engine, from the other side of a connection; sockets hold little.
+class _Thread(threading.Thread):
+    """In the place of a process."""
+
+    exitcode = 0
+
+    def kill(self) -> None: ...
+
+
+class hosted(EngineProcess):  # noqa: N801  # called like a function
+    """The engine, from the other side of a connection; sockets hold little. It ends once.
 
     Args:
         engine: What is hosted.
         relay: Its observer, where there is an `observer` on this side.
-        observer: See `RemoteEngine`.
+        observer: See `EngineProcess`.
         ends_with_device: See `EngineLoop`.
-        options: See `RemoteEngine`.
+        options: See `EngineProcess`.
     """
-    ours, theirs = socket.socketpair()
-    for each in (ours, theirs):
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    ready = Ready(engine.max_tokens, engine.cache.pool.page_bytes, engine.cache.stats())
 
-    link = SocketLink(theirs)
+    def __init__(
+        self,
+        engine: Engine,
+        relay: Relay | None = None,
+        observer: EngineObserver | None = None,
+        *,
+        ends_with_device: bool = False,
+        **options: Any,
+    ):
+        self._engine = engine
+        self._relay = relay or Relay()
+        self._ends_with_device = ends_with_device
+        super().__init__(lambda _: engine, tokenizer=engine.tokenizer, observer=observer, **options)
 
-    def run() -> None:
-        try:
-            EngineLoop(
-                engine, link, (relay or Relay()).take, ends_with_device=ends_with_device
-            ).run()
-        except (RuntimeError, RankError) as error:
-            link.end_with(Failed(error))
-        finally:
-            theirs.close()
+    def _start(self) -> None:
+        engine = self._engine
+        ours, theirs = socket.socketpair()
+        for each in (ours, theirs):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        link = SocketLink(theirs, self._relay)
 
-    thread = threading.Thread(target=run, name="host")
-    thread.start()
-    return RemoteEngine(
-        ours,
-        ready,
-        tokenizer=engine.tokenizer,
-        wait_for_end=thread.join,
-        observer=observer,
-        **options,
-    )
+        def run() -> None:
+            failed = None
+            try:
+                EngineLoop(engine, link, ends_with_device=self._ends_with_device).run()
+            except (RuntimeError, RankError) as error:
+                failed = Failed(error)
+            finally:
+                link.end(failed)
+                theirs.close()
+
+        self._process = _Thread(target=run, name="host")
+        self._process.start()
+        pool = engine.cache.pool
+        self._use(ours, Ready(engine.max_tokens, pool.page_bytes, engine.cache.stats()))
+
+    async def _start_anew(self) -> None:
+        """Nobody does."""

@@ -406,27 +406,20 @@ class Script:
         self._commands = list(first)
         self._later = list(later)
         self.num_waits = 0
-        self.is_full = False
         self.said: dict[int, list[int]] = {}
         self.ends: dict[int, FinishReason | None] = {}
 
-    def receive(self) -> Sequence[Command]:
+    def receive(self, timeout_s: float | None = 0.0) -> Sequence[Command]:
+        self.num_waits += bool(timeout_s)
+        if timeout_s != 0:
+            self._commands += self._later.pop(0) if self._later else [Stop(drain=True)]
         commands, self._commands = self._commands, []
         return commands
 
-    def can_send(self) -> bool:
-        return not self.is_full
-
     def send(self, news: News) -> None:
-        self.is_full = True  # Until somebody waits.
         for update in news.updates:
             self.said.setdefault(update.key, []).extend(update.token_ids)
             self.ends[update.key] = update.finish_reason
-
-    def wait(self, *, for_commands: bool, to_send: bool, timeout_s: float | None = None) -> None:
-        self.num_waits += timeout_s is not None
-        self.is_full = False
-        self._commands += self._later.pop(0) if self._later else [Stop(drain=True)]
 
     def wake(self) -> None: ...
 

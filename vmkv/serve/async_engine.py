@@ -10,7 +10,10 @@ The thread runs an `EngineLoop`; `AsyncEngine` is its client.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,68 +34,28 @@ class _ThreadLink:
 
     def __init__(self, take: Callable[[News], None]):
         self._take = take
-        self._changed = threading.Condition()
-        self._commands: list[Command] = []
-        self._news: News | None = None
-        self._waits_to_send = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
-    # ---- in the event loop ----------------------------------------------------------------
-
-    def use(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Deliver news in `loop` from now on."""
-        if loop is not self._loop:
-            self._loop = loop
-            self.deliver()  # News that a closed loop did not take.
-
-    def post(self, command: Command) -> None:
-        with self._changed:
-            self._commands.append(command)
-            self._changed.notify()
-
-    def deliver(self) -> None:
-        """Take the pending news, and let the engine's thread send more."""
-        with self._changed:
-            news, self._news = self._news, None
-            if self._waits_to_send:
-                self._changed.notify()
-        if news is not None:
-            self._take(news)
-
-    # ---- in the thread --------------------------------------------------------------------
-
-    def receive(self) -> Sequence[Command]:
-        if not self._commands:  # Unlocked: a command that arrives now is seen next time.
-            return ()
-        with self._changed:
-            commands, self._commands = self._commands, []
+    def receive(self, timeout_s: float | None = 0.0) -> Sequence[Command]:
+        commands: list[Command] = []
+        with contextlib.suppress(queue.Empty):
+            commands.append(self.commands.get(timeout_s != 0, timeout_s))
+            while not self.commands.empty():
+                commands.append(self.commands.get())
         return commands
 
-    def can_send(self) -> bool:
-        return self._news is None
-
     def send(self, news: News) -> None:
-        self._news = news
-        self.call(self.deliver)
+        self.call(functools.partial(self._take, news))
 
     def wake(self) -> None:
-        self.post(Look())
+        self.commands.put(Look())
 
     def call(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in the event loop, unless that is closed."""
-        try:
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(callback)
-        except RuntimeError:  # The loop is closed.
-            self._news = None
-
-    def wait(self, *, for_commands: bool, to_send: bool, timeout_s: float | None = None) -> None:
-        with self._changed:
-            self._waits_to_send = to_send
-            self._changed.wait_for(
-                lambda: (for_commands and self._commands) or (to_send and self._news is None),
-                timeout_s,
-            )
+        """Call `callback` in the event loop, unless there is none or it is closed."""
+        if self.loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(callback)
 
 
 class AsyncEngine(EngineClient):
@@ -120,7 +83,6 @@ class AsyncEngine(EngineClient):
         self._link.call(self._end)
 
     def _end(self) -> None:
-        self._link.deliver()
         self._lose(self._death_notice)
 
     @property
@@ -134,12 +96,12 @@ class AsyncEngine(EngineClient):
         return super().failure if self._thread.is_alive() else self._death_notice
 
     async def _connect(self) -> None:
-        self._link.use(asyncio.get_running_loop())
+        self._link.loop = asyncio.get_running_loop()
         if not self._thread.is_alive():
             self._end()
 
     def _send(self, command: Command) -> None:
-        self._link.post(command)
+        self._link.commands.put(command)
 
     async def _wait_for_end(self) -> None:
         await asyncio.to_thread(self._thread.join)

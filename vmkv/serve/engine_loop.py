@@ -1,8 +1,7 @@
 """Loop of an engine in its own thread or process: commands between steps, news after each.
 
 An `AsyncEngine` runs it in a thread, an `EngineProcess` in a process; a `Link` carries commands and
-news. The loop never waits for a reader: unread updates accumulate in the requests and are sent in
-one piece once the last news was taken.
+news. The loop never waits for a reader: a link keeps the news that were not read yet.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..core.cache import CacheStats
 from ..errors import RankError
@@ -85,17 +84,16 @@ class Update(NamedTuple):
     error: Exception | None
 
 
-#: An event for an `EngineObserver`: the name of its class, and the event, or its fields by name.
-Event = tuple[str, Any]
-
-
 class News(NamedTuple):
-    """Everything new since the last news; `events` and `stats` are for observers at the client."""
+    """Everything new since the last news.
+
+    `events`, pickled, and `stats` are for an observer at the client; a link adds them.
+    """
 
     refused: Sequence[Refused]
     updates: Sequence[Update]
     num_failed_steps: int
-    events: Sequence[Event] = ()
+    events: bytes = b""
     stats: CacheStats | None = None
 
 
@@ -115,17 +113,14 @@ class Link(Protocol):
     def is_broken(self) -> bool:
         """Whether the other side is gone."""
 
-    def receive(self) -> Sequence[Command]:
-        """Take the commands that have arrived."""
+    def receive(self, timeout_s: float | None = 0.0) -> Sequence[Command]:
+        """Take the commands that have arrived; wait for one until the timeout, None for ever.
 
-    def can_send(self) -> bool:
-        """Whether the last news was sent completely; continues sending if not."""
+        It may return without a command before.
+        """
 
     def send(self, news: News) -> None:
-        """Start to send `news`; requires `can_send`."""
-
-    def wait(self, *, for_commands: bool, to_send: bool, timeout_s: float | None = None) -> None:
-        """Block until a command has arrived or news can be sent, as requested, or the timeout."""
+        """Send `news`, without waiting for a reader."""
 
     def wake(self) -> None:
         """Enqueue a `Look` command. Callable from any thread."""
@@ -134,22 +129,13 @@ class Link(Protocol):
 class EngineLoop:
     """Runs an engine until a `Stop` command, or until the link breaks.
 
-    `take_events` returns new observer events for the client's side and the cache statistics, if
-    they were read. With `ends_with_device` the loop ends once every step fails, so that a new
-    process can take over: after an illegal access the device serves no more in this one.
+    With `ends_with_device` the loop ends once every step fails, so that a new process can take
+    over: after an illegal access the device serves no more in this one.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        link: Link,
-        take_events: Callable[[], tuple[Sequence[Event], CacheStats | None]] | None = None,
-        *,
-        ends_with_device: bool = False,
-    ):
+    def __init__(self, engine: Engine, link: Link, *, ends_with_device: bool = False):
         self._engine = engine
         self._link = link
-        self._take_events = take_events
         self._ends_with_device = ends_with_device
         self._commands: deque[Command] = deque()
         self._is_stopping = False
@@ -158,8 +144,8 @@ class EngineLoop:
         self._keys: dict[RequestHandle, int] = {}
         self._refused: list[Refused] = []
         self._updated: dict[RequestHandle, None] = {}
-        #: Numbers of sent tokens and log-probabilities of each sample.
-        self._sent: dict[int, tuple[int, int]] = {}
+        #: Number of sent tokens of each sample.
+        self._sent: dict[int, int] = {}
         engine.on_update = self._note_update
         engine.when_lost(link.wake)
 
@@ -179,23 +165,16 @@ class EngineLoop:
             except Exception as error:  # noqa: BLE001  # fails every request
                 failure = error
                 self._engine.cancel_all(error)
-            self._publish(has_stepped=True)
+            self._publish()
             if self._ends_with_device and self._engine.num_failed_steps >= FAILED_STEPS_MAX:
                 if isinstance(failure, RankError):
                     raise failure
                 raise RuntimeError(f"the last {FAILED_STEPS_MAX} steps have failed")
         self._engine.close()
         self._publish()
-        while not self._link.can_send():
-            self._link.wait(for_commands=False, to_send=True)
-            self._publish()
 
     def _wait(self) -> bool:
-        """Wait for work; false to end. Publishes all news before the engine falls idle."""
-        # Publish everything first, so that no client waits for this.
-        while self._has_news and not self._engine.has_unfinished and not self._is_wanted():
-            self._link.wait(for_commands=True, to_send=True)
-            self._publish()
+        """Wait for work; false to end."""
         try:
             self._engine.fall_idle(is_wanted=self._is_wanted)
         except RankError:
@@ -206,18 +185,14 @@ class EngineLoop:
             return True
         self._publish()  # Includes the observers' idle event.
         while not self._is_wanted():
-            self._link.wait(for_commands=True, to_send=self._has_news)
-            self._publish()
+            self._is_wanted(None)
         return bool(self._commands)
-
-    @property
-    def _has_news(self) -> bool:
-        return bool(self._updated or self._refused)
 
     # ---- commands -------------------------------------------------------------------------
 
-    def _is_wanted(self) -> bool:
-        for command in self._link.receive():
+    def _is_wanted(self, timeout_s: float | None = 0.0) -> bool:
+        """Take the commands that have arrived, or wait for some; true with any, or at the end."""
+        for command in self._link.receive(timeout_s):
             if isinstance(command, Add):
                 self._to_add.add(command.key)
             elif isinstance(command, Cancel):
@@ -248,12 +223,8 @@ class EngineLoop:
     def _hold(self) -> None:
         """Accept new requests while the device is busy anyway; they join the next step."""
         while not self._is_stopping and (spare_s := self._engine.spare_s) > 0:
-            # News that could not be sent before does not wait for the step.
-            is_sent = self._link.can_send()
-            if is_sent and self._has_news:
-                self._publish()
             if not self._commands:
-                self._link.wait(for_commands=True, to_send=not is_sent, timeout_s=spare_s)
+                self._is_wanted(spare_s)
             self._obey(min(spare_s, _COMMANDS_S))
 
     def _add(self, asked: Add) -> None:
@@ -290,15 +261,9 @@ class EngineLoop:
     def _note_update(self, handle: RequestHandle) -> None:
         self._updated[handle] = None
 
-    def _publish(self, *, has_stepped: bool = False) -> None:
-        if not self._link.can_send():
-            return
+    def _publish(self) -> None:
         refused, self._refused = self._refused, []
-        updates = self._take_updates()
-        events, stats = self._take_events() if self._take_events is not None else ((), None)
-        if refused or updates or events or has_stepped:
-            num_failed_steps = self._engine.num_failed_steps
-            self._link.send(News(refused, updates, num_failed_steps, events, stats))
+        self._link.send(News(refused, self._take_updates(), self._engine.num_failed_steps))
 
     def _take_updates(self) -> list[Update]:
         handles = [handle for handle in self._updated if handle in self._keys]
@@ -315,17 +280,16 @@ class EngineLoop:
         return updates
 
     def _update(self, key: int, sample: int, request: Request) -> Update | None:
-        num_tokens, num_logprobs = self._sent.get(request.request_id, (0, 0))
-        token_ids = request.output_token_ids[num_tokens:]
+        num_sent = self._sent.get(request.request_id, 0)
+        token_ids = request.output_token_ids[num_sent:]
         if not token_ids and request.finish_reason is None:
             return None
-        logprobs = request.logprobs[num_logprobs:]
-        self._sent[request.request_id] = num_tokens + len(token_ids), num_logprobs + len(logprobs)
+        self._sent[request.request_id] = num_sent + len(token_ids)
         return Update(
             key,
             sample,
             token_ids,
-            logprobs,
+            request.logprobs[num_sent:],
             request.num_cached_tokens,
             request.finish_reason,
             request.stop_reason,

@@ -95,10 +95,6 @@ class Idle:
 #: A `RequestRecord` says that a request has ended, for any reason; a `StepRecord` that a step was
 #: submitted and the previous one read.
 Event = RequestAdded | FirstToken | RequestRecord | StepRecord | Idle
-#: Classes of events by name.
-EVENTS: dict[str, type[Event]] = {
-    each.__name__: each for each in (RequestAdded, FirstToken, RequestRecord, StepRecord, Idle)
-}
 
 
 class ObservedCache(Protocol):

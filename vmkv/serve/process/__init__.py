@@ -6,4 +6,3 @@ and the messages.
 """
 
 from .remote import EngineProcess as EngineProcess
-from .remote import RemoteEngine as RemoteEngine

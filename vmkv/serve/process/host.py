@@ -25,9 +25,8 @@ import msgspec
 from ...core.cache import CacheStats
 from ...errors import VMKVError
 from ..children import be_child
-from ..engine_loop import Add, Cancel, Command, EngineLoop, Event, Finish, Look, News, Stop
-from ..observer import EngineObserver, Idle, ObservedCache, StepRecord
-from ..observer import Event as ObservedEvent
+from ..engine_loop import Add, Cancel, Command, EngineLoop, Finish, Look, News, Stop
+from ..observer import EngineObserver, Event, Idle, ObservedCache, StepRecord
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -118,15 +117,15 @@ class Relay:
         self._stats: CacheStats | None = None
         self._looked_s = float("-inf")
 
-    def take(self) -> tuple[Sequence[Event], CacheStats | None]:
-        """Return and clear the collected events and the latest cache statistics, if new."""
-        taken = self._events, self._stats
+    def take(self) -> tuple[bytes, CacheStats | None]:
+        """Return and clear the collected events, pickled, and new statistics of the cache."""
+        taken = pickle.dumps(self._events) if self._events else b"", self._stats
         self._events, self._stats = [], None
         return taken
 
-    def on(self, event: ObservedEvent, cache: ObservedCache) -> None:
+    def on(self, event: Event, cache: ObservedCache) -> None:
         """Record the event; read the cache's statistics at most twice a second, and when idle."""
-        self._events.append((type(event).__name__, event))
+        self._events.append(event)
         now_s = time.monotonic()
         is_due = isinstance(event, StepRecord) and now_s - self._looked_s >= _STATS_INTERVAL_S
         if is_due or isinstance(event, Idle):
@@ -134,39 +133,38 @@ class Relay:
 
 
 class SocketLink:
-    """A non-blocking socket to the client. Implements `Link`."""
+    """A non-blocking socket to the client, with the events of a relay. Implements `Link`."""
 
-    def __init__(self, connection: socket.socket):
+    def __init__(self, connection: socket.socket, relay: Relay):
         connection.setblocking(False)
         self._socket = connection
+        self._relay = relay
         self._unpacker = Unpacker()
-        self._unsent = memoryview(b"")
+        self._unsent = bytearray()
         self.is_broken = False  # Whether the client has closed the connection.
         self._is_woken = False
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._waker)
 
-    def can_send(self) -> bool:
-        """Send pending bytes; return whether none are left."""
-        while self._unsent and not self.is_broken:
-            try:
-                num_bytes = self._socket.send(self._unsent)
-            except BlockingIOError:
-                return False
-            except OSError:
-                self._broke()
-            else:
-                self._unsent = self._unsent[num_bytes:]
-        return True
+    def send(self, news: News) -> None:
+        """Send news, with the relay's events."""
+        events, stats = self._relay.take()
+        self.put(news._replace(events=events, stats=stats))
 
-    def send(self, news: News | Ready) -> None:
-        """Send a message, or keep the bytes that the socket does not accept."""
-        if not self.is_broken:
-            self._unsent = memoryview(packed(news))
-            self.can_send()
+    def put(self, message: News | Ready) -> None:
+        """Send a message; bytes that the socket does not accept are kept."""
+        self._unsent += packed(message)
+        self._send_more()
 
-    def receive(self) -> Sequence[Command]:
-        """Return the commands that have arrived."""
+    def receive(self, timeout_s: float | None = 0.0) -> Sequence[Command]:
+        """Return the commands that have arrived; see `Link`."""
+        if timeout_s != 0:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            poll.register(self._waker, select.POLLIN)
+            # Rounded down to whole milliseconds, so that the timeout is not exceeded.
+            poll.poll(None if timeout_s is None else int(1e3 * timeout_s))
+        self._send_more()
         found: list[Command] = []
         if self._is_woken:
             self._is_woken = False
@@ -179,34 +177,29 @@ class SocketLink:
                 break
             except OSError:
                 data = b""
-            if not data:
-                self._broke()
+            self.is_broken = not data
             found += self._unpacker.feed(data)
         return found
 
-    def wait(self, *, for_commands: bool, to_send: bool, timeout_s: float | None = None) -> None:
-        """Wait for the socket, for `wake` or for the timeout."""
-        poll = select.poll()
-        wanted = select.POLLIN if for_commands else 0
-        poll.register(self._socket, wanted | select.POLLOUT if self._unsent else wanted)
-        poll.register(self._waker, wanted)
-        # Rounded down to whole milliseconds, so that the timeout is not exceeded.
-        poll.poll(None if timeout_s is None else int(1e3 * timeout_s))
-
     def wake(self) -> None:
-        """Interrupt `wait` from another thread."""
+        """Interrupt `receive` from another thread."""
         os.eventfd_write(self._waker, 1)
         self._is_woken = True
 
-    def end_with(self, message: Any) -> None:
-        """Send a last message, however long the client takes to read it."""
+    def end(self, last: Failed | None = None) -> None:
+        """Send what is left and a last message, however long the client takes to read it."""
         self._socket.setblocking(True)
         with contextlib.suppress(OSError):
-            self._socket.sendall(bytes(self._unsent) + packed(message))
+            self._socket.sendall(self._unsent + (packed(last) if last else b""))
 
-    def _broke(self) -> None:
-        self.is_broken = True
-        self._unsent = memoryview(b"")
+    def _send_more(self) -> None:
+        while self._unsent and not self.is_broken:
+            try:
+                del self._unsent[: self._socket.send(self._unsent)]
+            except BlockingIOError:
+                break
+            except OSError:
+                self.is_broken = True
 
 
 def run_engine(make: MakeEngine, connection: socket.socket) -> None:
@@ -215,17 +208,19 @@ def run_engine(make: MakeEngine, connection: socket.socket) -> None:
     Its end closes the connection.
     """
     be_child(connection)
-    link, relay, is_ready = SocketLink(connection), Relay(), False
+    relay, failed, is_ready = Relay(), None, False
+    link = SocketLink(connection, relay)
     try:
         with make(relay) as engine:
             page_bytes = engine.cache.pool.page_bytes
-            link.send(Ready(engine.max_tokens, page_bytes, engine.cache.stats()))
+            link.put(Ready(engine.max_tokens, page_bytes, engine.cache.stats()))
             is_ready = True
             # Exclude the model and the libraries from garbage collection.
             gc.collect()
             gc.freeze()
-            EngineLoop(engine, link, relay.take, ends_with_device=True).run()
+            EngineLoop(engine, link, ends_with_device=True).run()
     except BaseException as error:  # noqa: BLE001  # sent to the parent process
         if is_ready or not isinstance(error, VMKVError):
             _LOG.critical("the engine's process ends", exc_info=error)
-        link.end_with(Failed(error))
+        failed = Failed(error)
+    link.end(failed)

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from ...core.cache import CacheStats
 from ...errors import ClosedError, ConfigError, one_line
 from ..children import end_child, start_child, why_ended
-from ..engine_client import SILENCE_MAX_S, EngineClient
+from ..engine_client import EngineClient
 from ..engine_loop import Command, News
-from ..observer import EVENTS, EngineObserver, Idle
+from ..observer import EngineObserver, Event, Idle
 from .host import Failed, MakeEngine, Ready, Unpacker, packed, run_engine
 
 _LOG = logging.getLogger(__name__)
@@ -35,14 +36,6 @@ _CUT_S = 3.0
 #: doubles with each restart up to the maximum, and is reset once an engine has lasted that long.
 _RESTART_S = 1.0
 _RESTART_MAX_S = 60.0
-
-
-class _Snapshot:
-    def __init__(self, stats: CacheStats):
-        self._stats = stats
-
-    def stats(self) -> CacheStats:
-        return self._stats
 
 
 class _Connection(asyncio.Protocol):
@@ -61,75 +54,8 @@ class _Connection(asyncio.Protocol):
         self._lose()
 
 
-class RemoteEngine(EngineClient):
-    """An engine on the other side of a connection, for one event loop.
-
-    Args:
-        connection: Socket to an `EngineLoop` behind a `SocketLink`.
-        ready: The other side's first message, whose `max_tokens`, `page_bytes` and `stats` become
-            attributes; `stats` is updated.
-        tokenizer: For prompts and outputs that are text.
-        wait_for_end: Returns when the other side has ended.
-        observer: Gets the engine's events, in the event loop.
-        options: See `EngineClient`.
-    """
-
-    def __init__(
-        self,
-        connection: socket.socket,
-        ready: Ready,
-        *,
-        tokenizer: Any = None,
-        wait_for_end: Callable[[], None],
-        observer: EngineObserver | None = None,
-        **options: Any,
-    ):
-        super().__init__(tokenizer, **options)
-        self.max_tokens, self.page_bytes, self.stats = ready
-        self._socket = connection
-        self._wait = wait_for_end
-        self._observer = observer
-        self._connecting = asyncio.Lock()
-        self._transport: asyncio.Transport | None = None
-        self._gone = asyncio.Event()
-
-    async def _connect(self) -> None:
-        async with self._connecting:
-            if self._transport is None:
-                loop = asyncio.get_running_loop()
-                self._transport, _ = await loop.create_unix_connection(
-                    lambda: _Connection(self._hear, self._lose_connection), sock=self._socket
-                )
-
-    def _send(self, command: Command) -> None:
-        try:
-            data = packed(command)
-        except TypeError as error:
-            raise ConfigError(f"the request cannot be sent to a process: {error}") from error
-        if self._transport is not None and self._death is None:
-            self._transport.write(data)
-
-    async def _wait_for_end(self) -> None:
-        await asyncio.to_thread(self._wait)
-        await self._gone.wait()  # The last messages have been read.
-
-    def _hear(self, message: News | Failed) -> None:
-        if isinstance(message, Failed):
-            self._lose(f"the engine has ended: {one_line(message.error)}")
-            return
-        self._take(message)
-        self.stats = message.stats or self.stats
-        if self._observer is not None:
-            for name, fields in message.events:
-                self._observer.on(EVENTS[name](**fields), _Snapshot(self.stats))
-
-    def _lose_connection(self) -> None:
-        self._lose("the engine has ended: it was shut down or killed")
-        self._gone.set()
-
-
-class EngineProcess(RemoteEngine):
-    """An engine in a child process, which ends with this process.
+class EngineProcess(EngineClient):
+    """An engine in a child process, which ends with this process; for one event loop.
 
     A process that ends unexpectedly is restarted, with increasing delays if it keeps ending. Its
     requests end with an error, and `failure` gives the reason until the next engine is ready.
@@ -139,7 +65,12 @@ class EngineProcess(RemoteEngine):
             gives the engine. It must be picklable.
         tokenizer: For prompts and outputs that are text.
         observer: Gets the engine's events, in the event loop.
-        silence_max_s: See `EngineClient`; does not apply while the engine is made.
+        options: See `EngineClient`; a silence is no failure while the engine is made.
+
+    Attributes:
+        max_tokens: The engine's.
+        page_bytes: Page size of its pool.
+        stats: Statistics of its cache, updated.
 
     Raises:
         Exception: Any error raised by `make`.
@@ -151,26 +82,20 @@ class EngineProcess(RemoteEngine):
         *,
         tokenizer: Any = None,
         observer: EngineObserver | None = None,
-        silence_max_s: float = SILENCE_MAX_S,
+        **options: Any,
     ):
+        super().__init__(tokenizer, **options)
         self._make = make
+        self._observer = observer
         self._starting = threading.Lock()
-        self._is_stopping = False
-        connection, ready = self._start()
-        self._empty = ready.stats
-        super().__init__(
-            connection,
-            ready,
-            tokenizer=tokenizer,
-            wait_for_end=lambda: self._process.join(),
-            observer=observer,
-            silence_max_s=silence_max_s,
-        )
+        self._connecting = asyncio.Lock()
+        self._transport: asyncio.Transport | None = None
+        self._gone = asyncio.Event()
         self._restarting: asyncio.Task[None] | None = None
         self._restart_s = 0.0
-        self._started_s = time.monotonic()
+        self._start()
 
-    def _start(self) -> tuple[socket.socket, Ready]:
+    def _start(self) -> None:
         """Start a process and wait until its engine is ready."""
         ours, theirs = socket.socketpair()
         with self._starting, theirs:
@@ -178,12 +103,17 @@ class EngineProcess(RemoteEngine):
             if self._is_stopping:
                 process.kill()
         try:
-            return ours, _first_message(ours)
+            self._use(ours, _first_message(ours))
         except BaseException:
             ours.close()
-            process.kill()
-            process.join()
+            end_child(process)
             raise
+
+    def _use(self, connection: socket.socket, ready: Ready) -> None:
+        self._socket = connection
+        self.max_tokens, self.page_bytes, self.stats = ready
+        self._empty = self.stats
+        self._started_s = time.monotonic()
 
     @property
     def failure(self) -> str | None:
@@ -208,8 +138,44 @@ class EngineProcess(RemoteEngine):
         self._socket.close()
         end_child(self._process, _END_S)
 
+    async def _connect(self) -> None:
+        async with self._connecting:
+            if self._transport is None:
+                loop = asyncio.get_running_loop()
+                self._transport, _ = await loop.create_unix_connection(
+                    lambda: _Connection(self._hear, self._lose_connection), sock=self._socket
+                )
+
+    def _send(self, command: Command) -> None:
+        try:
+            data = packed(command)
+        except TypeError as error:
+            raise ConfigError(f"the request cannot be sent to a process: {error}") from error
+        if self._transport is not None and self._death is None:
+            self._transport.write(data)
+
+    async def _wait_for_end(self) -> None:
+        await asyncio.to_thread(self._process.join)
+        await self._gone.wait()  # The last messages have been read.
+
+    def _hear(self, message: News | Failed) -> None:
+        if isinstance(message, Failed):
+            self._lose(f"the engine has ended: {one_line(message.error)}")
+            return
+        self._take(message)
+        self.stats = message.stats or self.stats
+        if message.events:
+            self._tell(pickle.loads(message.events))
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        if self._observer is not None:
+            cache = SimpleNamespace(stats=lambda: self.stats)
+            for event in events:
+                self._observer.on(event, cache)
+
     def _lose_connection(self) -> None:
-        super()._lose_connection()
+        self._lose("the engine has ended: it was shut down or killed")
+        self._gone.set()
         self._tell_idle()
         if not self._is_stopping:
             self._restarting = asyncio.get_running_loop().create_task(self._start_anew())
@@ -221,14 +187,14 @@ class EngineProcess(RemoteEngine):
             reason = f"the engine has ended: {why_ended(self._process)}"
         if time.monotonic() - self._started_s > _RESTART_MAX_S:
             self._restart_s = 0.0
-        ready = None
-        while ready is None:
+        while True:
             _LOG.error("%s; it is started anew", reason)
             self._death = f"{reason}; it is started anew"
             await asyncio.sleep(self._restart_s)
             self._restart_s = min(max(_RESTART_S, 2 * self._restart_s), _RESTART_MAX_S)
             try:
-                self._socket, ready = await asyncio.to_thread(self._start)
+                await asyncio.to_thread(self._start)
+                break
             except asyncio.CancelledError:
                 with self._starting:
                     self._is_stopping = True
@@ -236,19 +202,17 @@ class EngineProcess(RemoteEngine):
                 raise
             except Exception as error:  # noqa: BLE001  # logged; the next attempt may succeed
                 reason = f"the engine could not be started: {one_line(error)}"
-        self._started_s, self._num_failed_steps = time.monotonic(), 0
+        self._num_failed_steps = 0
         self._transport = None
         self._gone.clear()
         await self._connect()
         self._death, self._restarting = None, None
-        self._empty = ready.stats
         self._tell_idle()
 
     def _tell_idle(self) -> None:
         """Reset observers to an empty cache and no requests."""
         self.stats = self._empty
-        if self._observer is not None:
-            self._observer.on(Idle(), _Snapshot(self.stats))
+        self._tell([Idle()])
 
 
 def _first_message(connection: socket.socket) -> Ready:
