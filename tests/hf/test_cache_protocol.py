@@ -316,6 +316,7 @@ def test_crop_that_another_layer_refuses_changes_nothing(new_cache: NewCache) ->
     """Layers that are transformers' own are asked first."""
     config = tiny_config("qwen3_next")
     config.layer_types = ["full_attention", "linear_attention"] * 2
+    config.num_hidden_layers = 4
     with torch.no_grad():
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
         cache = new_cache(config)
@@ -513,7 +514,7 @@ def test_step_repeated_after_undoing_it_is_a_step(undo: str, new_cache: NewCache
         cache.crop(-70)
     for each in (expected, cache):
         _append(each, 70, seed=1)
-    assert cache.stats().used_bytes == 2 * 70 * 3 * 2 * HEADS * WIDTH * 4
+    assert cache.stats().used_bytes == 2 * 70 * 2 * 2 * HEADS * WIDTH * 4
     cache.trim()  # Had the step only seemed to happen, this would take its memory.
     cache.check()
     assert_same_contents(expected, cache)
@@ -780,7 +781,7 @@ def test_exhausted_budget_leaves_every_sequence_at_its_length(name: str) -> None
     assert BackendUsage() == backend.usage()
 
 
-@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("layer", [0, 1])
 def test_max_tokens_exceeded_leaves_the_sequence_usable(layer: int, new_cache: NewCache) -> None:
     """The row ends where it was told to; tokens up to there still fit."""
     config = tiny_config("llama")

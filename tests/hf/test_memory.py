@@ -56,14 +56,14 @@ def test_resident_follows_tokens(layers_per_group: int) -> None:
     with VMKVCache(
         tiny_config("llama"), backend=backend, layers_per_group=layers_per_group
     ) as cache:
-        num_groups = 3 if layers_per_group == 1 else 1
+        num_groups = 2 if layers_per_group == 1 else 1
         num_tokens = 0
         resident_bytes = 0
         for step in (1, 1, 40, 1, 300, 1, 1000, 1, 1):
             _append(cache, step, batch_size=2)
             num_tokens += step
             stats = cache.stats()
-            assert 2 * 3 * num_tokens * LAYER_TOKEN_BYTES == stats.used_bytes
+            assert 2 * 2 * num_tokens * LAYER_TOKEN_BYTES == stats.used_bytes
             assert stats.resident_bytes == backend.usage().mapped_bytes
             assert stats.resident_bytes >= max(stats.used_bytes, resident_bytes)
             # A page at the end, and growth ahead of need: 1/64 of the row, to a power of two.
@@ -84,7 +84,7 @@ def test_growth_keeps_addresses_and_costs_few_calls(new_cache: NewCache) -> None
         _append(cache, 1)
     assert address == cache.layers[1].values.data_ptr()
     stats = cache.stats()
-    assert stats.driver_calls["mem_map"] < 4000 // 16 * 3
+    assert stats.driver_calls["mem_map"] < 4000 // 16 * 2
     assert not stats.driver_calls.get("mem_unmap", 0)
 
 
@@ -93,8 +93,8 @@ def test_addresses_are_reserved_for_long_sequences_without_cost(new_cache: NewCa
     cache = new_cache(tiny_config("llama"), max_tokens=1 << 20, max_batch_size=8)
     _append(cache, 3)
     stats = cache.stats()
-    assert stats.reserved_bytes >= 8 * (1 << 20) * 3 * LAYER_TOKEN_BYTES
-    assert stats.resident_bytes <= 3 * 2 * PAGE_BYTES
+    assert stats.reserved_bytes >= 8 * (1 << 20) * 2 * LAYER_TOKEN_BYTES
+    assert stats.resident_bytes <= 2 * 2 * PAGE_BYTES
 
 
 def test_sliding_layers_are_flat_while_full_layers_grow(new_cache: NewCache) -> None:
@@ -131,11 +131,11 @@ def test_long_decode_of_a_sliding_model_fits_a_small_budget() -> None:
     backend = HostBackend(PAGE_BYTES)
     config = tiny_config("mistral")
     expected = dynamic_cache(config)
-    with VMKVCache(config, backend=backend, budget_bytes=3 * SLIDING_LAYER_BYTES) as cache:
+    with VMKVCache(config, backend=backend, budget_bytes=2 * SLIDING_LAYER_BYTES) as cache:
         torch.manual_seed(0)
         for _ in range(1500):
             keys = torch.randn(1, HEADS, 1, WIDTH)
-            for index in range(3):
+            for index in range(2):
                 expected.update(keys, -keys, index)
                 cache.update(keys, -keys, index)
         assert_same_contents(expected, cache)

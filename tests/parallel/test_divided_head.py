@@ -102,7 +102,7 @@ def test_a_part_that_finds_no_room_has_its_own() -> None:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
+def pair(warm_children: None) -> Iterator[Pair]:
     """Two ranks, for all cases."""
     pair = Pair()
     yield pair

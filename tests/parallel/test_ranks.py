@@ -22,7 +22,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[cases.Pair]:
+def pair(warm_children: None) -> Iterator[cases.Pair]:
     """Two ranks, for all cases that they survive."""
     pair = cases.Pair()
     yield pair

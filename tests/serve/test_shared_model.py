@@ -209,8 +209,16 @@ def test_another_attention_is_noticed(
     assert 0 == engine.num_failed_steps
 
 
-@RUNNERS
-@pytest.mark.parametrize("part", ["", "model.layers.2", "model.layers.0.self_attn", "model.norm"])
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (EAGER, ""),
+        (EAGER, "model.layers.1"),
+        (EAGER, "model.layers.0.self_attn"),
+        (CAPTURED, "model.layers.0.self_attn"),
+        (COMPILED, "model.norm"),
+    ],
+)
 def test_training_mode_is_noticed(
     model: Any, make: Callable[..., Engine], options: dict[str, Any], part: str
 ) -> None:
@@ -343,7 +351,7 @@ def test_captured_generation_leaves_a_changed_model_to_itself(model: Any) -> Non
 
 def test_a_proof_counts_the_calls_of_each_layer(model: Any) -> None:
     """A step that calls the attention of a layer more often than that is refused."""
-    assert (0, 1, 2) == prove(model).calls
+    assert (0, 1) == prove(model).calls
 
     def twice(*args: Any, **kwargs: Any) -> Any:
         vmkv_attention(*args, **kwargs)
@@ -361,7 +369,7 @@ def test_a_stepper_of_its_own_counts_each_layer_once(model: Any) -> None:
     """What is expected without a proof."""
     with Engine(model, max_num_seqs=2, max_num_batched_tokens=32, max_tokens=100) as engine:
         stepper = Stepper(model, [engine.cache], 2)
-        assert (0, 1, 2) == stepper.calls
+        assert (0, 1) == stepper.calls
         stepper.close()
 
 
