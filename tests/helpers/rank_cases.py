@@ -86,6 +86,12 @@ class Pair:
         self._ranks.close()
 
 
+def name_of(case: Any) -> str:
+    """A case as the id of a test."""
+    arguments = getattr(case, "args", ())
+    return "-".join([getattr(case, "func", case).__name__, *map(str, arguments)])
+
+
 def _run_cases(group: TensorParallel) -> None:
     torch.set_num_threads(1)
     while True:

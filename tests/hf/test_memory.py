@@ -14,8 +14,6 @@ import torch
 from helpers.tiny_models import (
     VERSION,
     WINDOW,
-    assert_same_contents,
-    dynamic_cache,
     generate,
     make_cache,
     prompt,
@@ -126,22 +124,6 @@ def test_recording_window_returns_memory_at_crop(new_cache: NewCache) -> None:
     cache.check()
 
 
-def test_long_decode_of_a_sliding_model_fits_a_small_budget() -> None:
-    """A budget of a few pages is enough for any length: memory behind the window is reused."""
-    backend = HostBackend(PAGE_BYTES)
-    config = tiny_config("mistral")
-    expected = dynamic_cache(config)
-    with VMKVCache(config, backend=backend, budget_bytes=2 * SLIDING_LAYER_BYTES) as cache:
-        torch.manual_seed(0)
-        for _ in range(1500):
-            keys = torch.randn(1, HEADS, 1, WIDTH)
-            for index in range(2):
-                expected.update(keys, -keys, index)
-                cache.update(keys, -keys, index)
-        assert_same_contents(expected, cache)
-    assert BackendUsage() == backend.usage()
-
-
 def test_loop_of_unclosed_caches_does_not_accumulate() -> None:
     """Calls of `generate` with a fresh cache each, never closed, hold the memory of about one."""
     model = tiny_model("llama")
@@ -161,22 +143,3 @@ def test_loop_of_unclosed_caches_does_not_accumulate() -> None:
     make_cache(model.config).close()  # Collects the last one.
     pool.close()
     assert BackendUsage() == backend.usage()
-
-
-def test_trim_during_generation_does_not_change_tokens(new_cache: NewCache) -> None:
-    """Memory can be taken back between steps; what live tokens need stays."""
-    model = tiny_model("gemma2")
-    inputs = prompt("gemma2", batch_size=2)
-    expected_cache, cache = dynamic_cache(model.config), new_cache(model.config)
-    expected = generate(model, inputs, expected_cache)
-    original = cache.update
-
-    def update_and_trim(*args: Any, **kwargs: Any) -> Any:
-        if args[2] == 0:
-            cache.trim()
-        return original(*args, **kwargs)
-
-    cache.update = update_and_trim
-    assert expected.tolist() == generate(model, inputs, cache).tolist()
-    assert_same_contents(expected_cache, cache)
-    del cache.update

@@ -181,22 +181,6 @@ def test_requests_end_when_not_even_a_token_fits(make_engine: MakeEngine) -> Non
     check_serves(engine)
 
 
-def test_an_interrupt_leaves_requests_whole(make_engine: MakeEngine) -> None:
-    """A step that the user interrupts can be run again."""
-    model = copy.deepcopy(tiny_model("llama"))
-    engine = make_engine(model)
-    wanted = prompts(5)
-    handles = [engine.add(prompt, GREEDY) for prompt in wanted]
-    interrupt = KeyboardInterrupt()
-    with failing(model, at_call(4, interrupt)), pytest.raises(KeyboardInterrupt):
-        run(engine)
-    interrupt.__traceback__ = None  # Its frames hold views of the cache.
-    engine.cache.check()
-    run(engine)
-    for prompt, handle in zip(wanted, handles, strict=True):
-        assert reference(prompt) == list(handle.output().outputs[0].token_ids)
-
-
 WHOLE: list[Any] = []
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.shared_model_play import KINDS, SharedModelPlay
 from helpers.tiny_models import tiny_model
 from transformers import AttentionInterface
 
@@ -371,23 +370,3 @@ def test_a_stepper_of_its_own_counts_each_layer_once(model: Any) -> None:
         stepper = Stepper(model, [engine.cache], 2)
         assert (0, 1) == stepper.calls
         stepper.close()
-
-
-@pytest.mark.filterwarnings("ignore:a KVCache was never closed")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_play_of_several_engines_runs(kind: str) -> None:
-    """What the machine and the fuzzer play, once by hand."""
-    play = SharedModelPlay()
-    for _ in range(2):
-        play.make(kind)
-    play.add(0, PROMPT, 5)
-    play.step(0, 3)
-    play.drop(0, collect=True)
-    play.make(kind)
-    play.add(0, PROMPT, 5)
-    play.train("model.layers.1", mode=True)
-    play.step(0, 20)
-    play.end()
-    assert play.num_right
-    assert play.num_refused
