@@ -128,6 +128,18 @@ def cheap_collections() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def warm_children() -> Iterator[None]:
+    """Child processes are forked where they would be spawned, which takes seconds for each.
+
+    Those that `vmkv serve` spawns are tested in tests/cli/test_serve.py.
+    """
+    from helpers.warm_python import warm_children
+
+    with warm_children():
+        yield
+
+
 @pytest.fixture(params=["host-64KiB", "host-2MiB", pytest.param("cuda", marks=pytest.mark.gpu)])
 def make_backend(request: pytest.FixtureRequest) -> Callable[[], Backend]:
     """Opens a backend; a test that asks for it runs once for each kind."""

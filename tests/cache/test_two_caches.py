@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -175,22 +176,11 @@ def test_threads_with_a_cache_each(host: HostBackend, budget_pages: int) -> None
     """Eight threads on one pool: none reads another's bytes, or fails where there is plenty."""
     pool = ExtentPool(host, budget_pages * PAGE, close_when_unused=True)
     workers = [_Worker(pool, number) for number in range(NUM_THREADS)]
-    barrier = threading.Barrier(NUM_THREADS)
-    failures: list[BaseException] = []
-
-    def run(worker: _Worker) -> None:
-        try:
-            worker.run(250, barrier)
-        except BaseException as error:  # noqa: BLE001  # Told below, by the test's own thread.
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        barrier = threading.Barrier(NUM_THREADS)
+        ends = [threads.submit(worker.run, 250, barrier) for worker in workers]
+    for end in ends:
+        end.result()
     assert all(worker.num_forks and worker.num_hits for worker in workers)
     if budget_pages > 1000:
         assert 0 == sum(worker.num_refused for worker in workers)
@@ -205,32 +195,21 @@ def test_budget_changes_under_way(host: HostBackend) -> None:
     """One thread moves the budget up and down while others open, fork and close."""
     pool = ExtentPool(host, 400 * PAGE, close_when_unused=True)
     workers = [_Worker(pool, number) for number in range(2)]
-    barrier = threading.Barrier(3)
-    failures: list[BaseException] = []
-
-    def run(worker: _Worker) -> None:
-        try:
-            worker.run(120, barrier)
-        except BaseException as error:  # noqa: BLE001  # Told below, by the test's own thread.
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    barrier.wait()
     budgets = 0
-    while any(thread.is_alive() for thread in threads):
-        try:
-            pool.set_budget((60 + 40 * (budgets % 9)) * PAGE)
-        except ConfigError:
-            pass  # More than that is in use.
-        budgets += 1
-        stats = pool.stats()
-        assert stats.created_bytes <= stats.budget_bytes
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(2) as threads:
+        barrier = threading.Barrier(3)
+        ends = [threads.submit(worker.run, 120, barrier) for worker in workers]
+        barrier.wait()
+        while not all(end.done() for end in ends):
+            try:
+                pool.set_budget((60 + 40 * (budgets % 9)) * PAGE)
+            except ConfigError:
+                pass  # More than that is in use.
+            budgets += 1
+            stats = pool.stats()
+            assert stats.created_bytes <= stats.budget_bytes
+    for end in ends:
+        end.result()
     check_pool(pool)
     for worker in workers:
         worker.cache.close()

@@ -229,35 +229,12 @@ def _narrow(folder: Path) -> None:
 
 #: What can become of a model's folder on its way, and a word of what is said.
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot load"),
-    "empty weights": (lambda folder: os.truncate(folder / "model.safetensors", 0), "cannot load"),
     "cut weights": (lambda folder: _cut(folder / "model.safetensors"), "cannot load"),
-    "a header's length": (
-        lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}"),
-        "cannot load",
-    ),
-    "a page for weights": (
-        lambda folder: (folder / "model.safetensors").write_text("<html>"),
-        "cannot load",
-    ),
     "a part is missing": (_index, "cannot load"),
     "a weight is missing": (_without_head, "lacks 1 weights, such as lm_head.weight"),
     "weights of another model": (_narrow, "cannot load"),
-    "a folder for weights": (
-        lambda folder: (
-            (folder / "model.safetensors").unlink(),
-            (folder / "model.safetensors").mkdir(),
-        ),
-        "cannot load",
-    ),
     "no tokenizer": (
         lambda folder: [each.unlink() for each in folder.glob("tokenizer*")],
-        "no tokenizer",
-    ),
-    "cut tokenizer": (lambda folder: _cut(folder / "tokenizer.json"), "no tokenizer"),
-    "empty tokenizer": (lambda folder: os.truncate(folder / "tokenizer.json", 0), "no tokenizer"),
-    "a tokenizer of nothing": (
-        lambda folder: (folder / "tokenizer.json").write_text("{}"),
         "no tokenizer",
     ),
     "cut tokenizer settings": (

@@ -102,12 +102,15 @@ def test_an_idle_server_ends_at_once(model: Path, capsys: pytest.CaptureFixture[
 
 
 def engine_of(server_pid: int) -> int:
-    """The process that a server has for its engine."""
-    children = Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split()
-    [engine] = [
-        int(each)
-        for each in children
-        if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()
+    """The process that a server has for its engine, or that a process forks which it has."""
+
+    def children_of(pid: int) -> list[int]:
+        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+    children = children_of(server_pid)
+    forked = [each for child in children for each in children_of(child)]
+    [engine] = forked or [
+        each for each in children if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()
     ]
     return engine
 

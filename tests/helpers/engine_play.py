@@ -155,7 +155,7 @@ class EnginePlay(PoolPlay):
         ):
             watermark = shape.watermark_pages
             made["engine"] = Engine(
-                _model(),
+                model_without_layers(),
                 max_num_seqs=shape.max_num_seqs,
                 max_num_batched_tokens=shape.max_num_batched_tokens,
                 max_num_mixed_tokens=shape.max_num_mixed_tokens,
@@ -519,7 +519,7 @@ class EnginePlay(PoolPlay):
 # ---- what an engine is made of ----------------------------------------------------------------
 
 
-def _model() -> Any:
+def model_without_layers() -> Any:
     """What an engine asks of a model besides running it."""
     embedding = torch.nn.Embedding(VOCABULARY, 1)
     return SimpleNamespace(

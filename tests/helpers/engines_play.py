@@ -9,11 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
-import torch
+from helpers.engine_play import model_without_layers
 from helpers.pool_play import UNDERREAD_TOKENS, PoolPlay, add_layers, cost_model
 from helpers.random_engine import RandomPlay
 from helpers.stamp_runner import VOCABULARY, StampRunner, answer
@@ -85,7 +84,7 @@ class EnginesPlay(PoolPlay):
             mock.patch.object(engine, "make_runner", make_runner),
         ):
             return Engine(
-                _model(),
+                model_without_layers(),
                 max_num_seqs=draw.choice([1, 2, 4]),
                 max_num_batched_tokens=draw.choice([8, 16, 64]),
                 max_num_mixed_tokens=draw.choice([None, 6]),
@@ -212,15 +211,3 @@ class RandomEngines(RandomPlay):
 
     def _make(self, draw: random.Random) -> EnginesPlay:
         return EnginesPlay(draw, draw.choice([2, 3]))
-
-
-def _model() -> Any:
-    """What an engine asks of a model besides running it."""
-    embedding = torch.nn.Embedding(VOCABULARY, 1)
-    return SimpleNamespace(
-        training=False,
-        config=SimpleNamespace(is_encoder_decoder=False, eos_token_id=0),
-        generation_config=SimpleNamespace(eos_token_id=0),
-        get_input_embeddings=lambda: embedding,
-        get_output_embeddings=lambda: embedding,
-    )

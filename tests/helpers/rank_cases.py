@@ -50,7 +50,7 @@ ROOMY: dict[str, Any] = {
     "seed": 11,
 }
 #: Memory that does not hold three of `TRAFFIC` at once.
-SMALL: dict[str, Any] = {**ROOMY, "budget_bytes": 14 * PAGE_BYTES}
+SMALL: dict[str, Any] = {**ROOMY, "budget_bytes": 10 * PAGE_BYTES}
 TRAFFIC = [[5, 9, 13, 7] * 13, [5, 9, 13, 7] * 14, [30, 2] * 24, [5, 9, 13, 7] * 14, [1, 2] * 29]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=30),
@@ -84,6 +84,12 @@ class Pair:
             self.group.share(None)
             self._ranks.wait(60.0)
         self._ranks.close()
+
+
+def name_of(case: Any) -> str:
+    """A case as the id of a test."""
+    arguments = getattr(case, "args", ())
+    return "-".join([getattr(case, "func", case).__name__, *map(str, arguments)])
 
 
 def _run_cases(group: TensorParallel) -> None:
@@ -278,7 +284,7 @@ class SmallerDevice(HostBackend):
 def runs_out_of_memory(group: TensorParallel) -> None:
     """One device has less than was agreed: all go on with that, and say the same."""
     expected = None if group.rank else alone("llama", TRAFFIC, PARAMS)
-    capacity_bytes = 9 * PAGE_BYTES
+    capacity_bytes = 6 * PAGE_BYTES
     device = SmallerDevice(capacity_bytes if group.rank else 1 * MiB)
     with engine_on(group, copy.deepcopy(tiny_model("llama")), device, **SMALL) as engine:
         if engine is not None:

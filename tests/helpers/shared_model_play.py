@@ -47,7 +47,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     },
 }
 KINDS = tuple(_KINDS)
-PARTS = ("", "model.layers.1", "model.layers.0.self_attn", "model.layers.2.mlp", "model.norm")
+PARTS = ("", "model.layers.1", "model.layers.0.self_attn", "model.layers.1.mlp", "model.norm")
 ATTENTIONS = ("eager", "sdpa", "vmkv")
 
 

@@ -96,15 +96,15 @@ def model_of(family: str) -> Any:
     return model
 
 
-def verdict(family: str) -> Verdict:
-    """Try a family.
+def verdict(family: str, model: Any = None) -> Verdict:
+    """Try a family with a model of it, by default a new one.
 
     Raises:
         AssertionError: It got wrong tokens, or an error that is none of vmkv's.
     """
     if family in families.UNBUILDABLE:
         return Verdict(NOT_TRIED, NOT_TRIED, NOT_TRIED, families.UNBUILDABLE[family])
-    model = model_of(family)
+    model = model_of(family) if model is None else model
     prompts = _prompts()
     try:
         expected = [_alone(model, prompt) for prompt in prompts]

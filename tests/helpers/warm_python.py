@@ -4,6 +4,8 @@ One process imports torch and transformers, nothing of vmkv, and forks for each 
 all is as in a fresh interpreter, its end included: what it leaves unclosed warns, what is not
 mapped ends it.
 
+`warm_children` does the same for processes that `multiprocessing` starts.
+
 Where there is a GPU a script has an interpreter of its own after all: imports may ask CUDA what
 there is, and a fork of who has asked cannot use it.
 """
@@ -15,6 +17,8 @@ import contextlib
 import functools
 import gc
 import json
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -26,12 +30,23 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 _TIMEOUT_S = 240
 _HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+@contextlib.contextmanager
+def warm_children() -> Iterator[None]:
+    """Fork what `multiprocessing` is told to spawn from a process that has imported everything."""
+    context = multiprocessing.get_context("spawn" if _HAS_GPU else "forkserver")
+    preloaded = ["torch", "transformers.modeling_utils", "vmkv.serve.parallel.engine"]
+    multiprocessing.forkserver.set_forkserver_preload([*preloaded, "vmkv.serve.process"])
+    with mock.patch.object(multiprocessing, "get_context", return_value=context):
+        yield
 
 
 def start(*arguments: str, env: dict[str, str]) -> Child:
@@ -229,12 +244,35 @@ def _keep(order: dict[str, Any], descriptors: Sequence[int]) -> dict[str, Any]:
     os._exit(0)
 
 
+def _fork_children_from_here() -> None:
+    """Fork what `multiprocessing` is told to spawn from this process as it is now."""
+    server = multiprocessing.forkserver._forkserver
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(b"")  # The kernel chooses an abstract name.
+    listener.listen()
+    until_closed, server._forkserver_alive_fd = os.pipe()
+    server._forkserver_address = listener.getsockname()
+    server._forkserver_pid = os.fork()
+    if not server._forkserver_pid:
+        try:
+            os.close(server._forkserver_alive_fd)
+            multiprocessing.forkserver.main(listener.detach(), until_closed, [])
+        finally:
+            os._exit(0)
+    listener.close()
+    os.close(until_closed)
+    context = multiprocessing.get_context("forkserver")
+    multiprocessing.get_context = lambda _: context  # type: ignore[assignment]
+
+
 def _obey(order: dict[str, Any]) -> None:
     """Become what was ordered, and do it."""
     signal.alarm(_TIMEOUT_S)
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])
+    if "-m" in order["arguments"]:
+        _fork_children_from_here()
     if order["resource_warnings"]:
         warnings.simplefilter("always", ResourceWarning)
     first, *rest = order["arguments"]

@@ -215,13 +215,6 @@ def test_cache_is_a_dynamic_cache_of_the_installed_release(new_cache: NewCache) 
     assert cache.is_initialized
 
 
-def test_transformers_own_caches_stay_theirs(new_cache: NewCache) -> None:
-    """Importing and using VMKVCache does not replace the layers of a plain DynamicCache."""
-    new_cache(tiny_config("gemma2"))
-    for layer in dynamic_cache(tiny_config("gemma2")).layers:
-        assert type(layer).__module__ == "transformers.cache_utils"
-
-
 def test_iteration_shows_what_dynamic_cache_shows(new_cache: NewCache) -> None:
     """Iterating over the cache yields every layer's keys and values, as this release does."""
     config = tiny_config("gemma2")
@@ -316,6 +309,7 @@ def test_crop_that_another_layer_refuses_changes_nothing(new_cache: NewCache) ->
     """Layers that are transformers' own are asked first."""
     config = tiny_config("qwen3_next")
     config.layer_types = ["full_attention", "linear_attention"] * 2
+    config.num_hidden_layers = 4
     with torch.no_grad():
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
         cache = new_cache(config)
@@ -499,24 +493,6 @@ def test_reset_parks_memory_and_reuse_adopts_it(new_cache: NewCache) -> None:
         assert before.driver_calls.get(call, 0) == after.driver_calls.get(call, 0), call
     assert after.used_bytes == before.used_bytes
     assert after.parked_bytes == 0
-
-
-@pytest.mark.parametrize("undo", ["reset", "crop"])
-def test_step_repeated_after_undoing_it_is_a_step(undo: str, new_cache: NewCache) -> None:
-    """The same tokens, appended again after they were undone, are as resident as the first."""
-    config = tiny_config("llama")
-    expected, cache = dynamic_cache(config), new_cache(config)
-    _append(cache, 70)
-    if undo == "reset":
-        cache.reset()
-    else:
-        cache.crop(-70)
-    for each in (expected, cache):
-        _append(each, 70, seed=1)
-    assert cache.stats().used_bytes == 2 * 70 * 3 * 2 * HEADS * WIDTH * 4
-    cache.trim()  # Had the step only seemed to happen, this would take its memory.
-    cache.check()
-    assert_same_contents(expected, cache)
 
 
 def test_reset_allows_another_shape_and_dtype(new_cache: NewCache) -> None:
@@ -778,7 +754,7 @@ def test_exhausted_budget_leaves_every_sequence_at_its_length(name: str) -> None
     assert BackendUsage() == backend.usage()
 
 
-@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("layer", [0, 1])
 def test_max_tokens_exceeded_leaves_the_sequence_usable(layer: int, new_cache: NewCache) -> None:
     """The row ends where it was told to; tokens up to there still fit."""
     config = tiny_config("llama")
@@ -796,27 +772,6 @@ def test_max_tokens_exceeded_leaves_the_sequence_usable(layer: int, new_cache: N
 
 
 # ---- copies -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_deepcopy_has_memory_of_its_own(name: str, new_cache: NewCache) -> None:
-    """Writing into a copy does not show in the original, nor the other way round."""
-    cache = new_cache(tiny_config(name))
-    _append(cache, 21)
-    before = contents(cache)
-    with copy.deepcopy(cache) as twin:
-        assert type(twin) is VMKVCache
-        assert_same_contents(cache, twin)
-        for layer in twin.layers:
-            layer.keys.zero_()
-            layer.values.zero_()
-        _append(twin, 3, seed=4)
-        for old, new in zip(before, contents(cache), strict=True):
-            assert all(map(torch.equal, old, new))
-        assert twin.get_seq_length() == 24
-        del layer
-    assert cache.get_seq_length() == 21
-    _append(cache, 1, seed=5)
 
 
 def test_deepcopy_costs_what_is_used_not_what_is_reserved(new_cache: NewCache) -> None:
@@ -886,19 +841,6 @@ def _fail_in_with_block(backend: HostBackend) -> None:
     with VMKVCache(tiny_config("llama"), backend=backend) as cache:
         _append(cache, 4)
         raise ClosedError("raised by the test")
-
-
-def test_with_block_closes(new_cache: NewCache) -> None:
-    """Leaving the block gives everything back, also by an exception."""
-    backend = HostBackend(4 * KiB)
-    with VMKVCache(tiny_config("llama"), backend=backend) as cache:
-        _append(cache, 4)
-        assert backend.usage().physical_bytes > 0
-    assert BackendUsage() == backend.usage()
-    backend = HostBackend(4 * KiB)
-    with pytest.raises(ClosedError, match="by the test"):
-        _fail_in_with_block(backend)
-    assert BackendUsage() == backend.usage()
 
 
 def _drop(caches: list[Any]) -> None:

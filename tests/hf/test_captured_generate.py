@@ -41,7 +41,7 @@ from vmkv.step.graphs import StepGraphs
 from vmkv.step.joined_layers import SiblingLinear
 
 NewCache = Callable[..., Any]
-NEW_TOKENS = 20
+NEW_TOKENS = 12
 
 INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
     "one": lambda: prompt("llama"),

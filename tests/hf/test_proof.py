@@ -94,7 +94,7 @@ def _looks_at_the_token_before(model: Any) -> None:
     def around(forward: Any, hidden: torch.Tensor) -> Any:
         return forward(hidden + 0.3 * torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1])
 
-    _wrap(model.model.layers[2].mlp, around)
+    _wrap(model.model.layers[1].mlp, around)
 
 
 def _raises(model: Any) -> None:
@@ -301,9 +301,9 @@ def test_who_is_made_of_something_else_is_asked_again() -> None:
         prove(model)
     handle.remove()
     prove(model)
-    del model.model.layers[2]
-    model.config.num_hidden_layers = 2
-    assert [0, 1] == sorted(prove(model).signatures)
+    del model.model.layers[1]
+    model.config.num_hidden_layers = 1
+    assert [0] == sorted(prove(model).signatures)
 
 
 def test_what_has_proven_itself_is_not_kept() -> None:

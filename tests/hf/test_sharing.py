@@ -34,8 +34,7 @@ def _append(caches: list[Any], num_tokens: int, *, batch_size: int, seed: int = 
             cache.update(keys, values, layer)
 
 
-@pytest.mark.parametrize("num_beams", [2, 4])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize(("name", "num_beams"), [("llama", 4), ("gemma2", 2), ("mistral", 2)])
 def test_beam_search_says_what_it_says_with_dynamic_cache(
     name: str, num_beams: int, new_cache: NewCache
 ) -> None:
@@ -96,11 +95,11 @@ def test_a_prompt_cache_serves_many_continuations(new_cache: NewCache) -> None:
     cache = new_cache(model.config)
     forward(model, ids, cache)
     one = cache.stats().resident_bytes
-    for seed in range(6):
+    prompt_cache = dynamic_cache(model.config)
+    forward(model, ids, prompt_cache)
+    for seed in range(3):
         question = torch.randint(5, 100, (1, 4), generator=torch.Generator().manual_seed(seed))
-        expected_cache = dynamic_cache(model.config)
-        forward(model, ids, expected_cache)
-        expected = forward(model, question, expected_cache)
+        expected = forward(model, question, copy.deepcopy(prompt_cache))
         with copy.deepcopy(cache) as twin:
             assert torch.equal(expected, forward(model, question, twin))
             stats = twin.stats()

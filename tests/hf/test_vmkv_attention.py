@@ -135,9 +135,15 @@ def _expected(name: str, kind: str, strategy: str) -> list[list[int]]:
     return tokens.tolist()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["padded", "unpadded"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "kind", "strategy"),
+    [
+        *itertools.product(FAMILIES, ["padded"], ["beams"]),
+        *itertools.product(FAMILIES, ["unpadded"], ["greedy"]),
+        *itertools.product(["llama", "gemma2", "gpt_oss"], ["alone", "unmasked"], ["greedy"]),
+        *itertools.product(["llama", "gemma2"], ["padded"], ["sampling"]),
+    ],
+)
 def test_generate_matches_eager_with_a_dynamic_cache(
     name: str, kind: str, strategy: str, new_cache: NewCache
 ) -> None:
@@ -147,19 +153,8 @@ def test_generate_matches_eager_with_a_dynamic_cache(
     assert _expected(name, kind, strategy) == actual.tolist()
 
 
-@pytest.mark.parametrize("kind", ["alone", "unmasked"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
-def test_batches_without_padding_or_mask_match_eager(
-    name: str, kind: str, new_cache: NewCache
-) -> None:
-    """A single sequence, and a batch for which no mask was given."""
-    model = tiny_model(name, "vmkv")
-    actual = generate(model, INPUTS[kind](), new_cache(model.config))
-    assert _expected(name, kind, "greedy") == actual.tolist()
-
-
 @pytest.mark.parametrize("kind", ["padded", "unpadded"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
 def test_another_cache_matches_eager(name: str, kind: str) -> None:
     """With a DynamicCache, which vmkv cannot read in place, the tokens are the same."""
     model = tiny_model(name, "vmkv")
@@ -186,30 +181,6 @@ def test_encoder_decoder_models_match_eager(name: str, kind: str, new_cache: New
     expected = generate(reference, inputs, dynamic_cache(reference.config))
     for cache in (new_cache(model.config), dynamic_cache(model.config)):
         assert expected.tolist() == generate(model, inputs, cache).tolist()
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-@pytest.mark.parametrize("means", ["assistant", "prompt-lookup"])
-def test_assisted_decoding_matches_eager(name: str, means: str, new_cache: NewCache) -> None:
-    """Drafts are verified and rolled back over rows that are read in place."""
-    if VERSION < (5, 0) and name != "llama":
-        pytest.skip("before 5.x a sliding-window cache cannot be rolled back")
-    model, inputs = tiny_model(name, "vmkv"), INPUTS["alone"]()
-    options: dict[str, Any] = {
-        "prompt_lookup_num_tokens": 3,
-        "eos_token_id": VOCABULARY,  # Never said; 4.57 cannot look up without one.
-    }
-    if means == "assistant":
-        draft = copy.deepcopy(tiny_model(name, "eager"))
-        noise = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for parameter in draft.parameters():
-                if parameter.ndim >= 2:
-                    drawn = torch.randn(parameter.shape, generator=noise)
-                    parameter.add_(drawn * parameter.std() * 0.1)
-        options = {"assistant_model": draft}
-    actual = generate(model, inputs, new_cache(model.config), **options)
-    assert _expected(name, "alone", "greedy") == actual.tolist()
 
 
 @pytest.mark.parametrize("kind", ["padded", "unpadded"])

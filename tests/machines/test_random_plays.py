@@ -22,7 +22,7 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("name", "num_episodes", "num_operations"),
     [
-        ("engine", 6, 100),
+        ("engine", 40, 100),
         ("model", 2, 50),
         ("generate", 3, 25),
         ("shared", 6, 40),

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import head_cases as cases
-from helpers.rank_cases import Pair
+from helpers.rank_cases import Case, Pair, name_of
 from helpers.tiny_models import VERSION
 
 from vmkv.serve.parallel.localise import DividedHead, GatheredLinear
@@ -103,43 +103,29 @@ def test_a_part_that_finds_no_room_has_its_own() -> None:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
+def pair(warm_children: None) -> Iterator[Pair]:
     """Two ranks, for all cases."""
     pair = Pair()
     yield pair
     pair.close()
 
 
-def _two_ranks(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that needs them."""
-    reason = "transformers has no plans to divide models by"
-    return pytest.mark.slow(pytest.mark.skipif(VERSION < (5, 17), reason=reason)(test))
+CASES = [
+    *(partial(cases.is_greedy, name) for name in ("llama", "gemma2", "mixtral")),
+    *(partial(cases.is_mixed, *each) for each in (("llama", 48), ("gemma2", 48), ("llama", 3))),
+    cases.has_ties,
+    partial(cases.finds_again_and_again, "cpu"),
+    cases.is_filled_up,
+    cases.depends_on_place,
+]
 
 
-@_two_ranks
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
-def test_greedy_steps_put_no_logits_together(pair: Pair, name: str) -> None:
-    """And say what one process says."""
-    pair.run(partial(cases.is_greedy, name))
-
-
-@_two_ranks
-@pytest.mark.parametrize(("name", "step_tokens"), [("llama", 48), ("gemma2", 48), ("llama", 3)])
-def test_who_wants_more_gets_all_logits(pair: Pair, name: str, step_tokens: int) -> None:
-    """Samples, log-probabilities and penalties, in steps with greedy requests and in their own."""
-    pair.run(partial(cases.is_mixed, name, step_tokens))
-
-
-@_two_ranks
-def test_the_first_of_equal_tokens_wins_whoever_has_it(pair: Pair) -> None:
-    """Every token of the one rank is as likely as one of the other."""
-    pair.run(cases.has_ties)
-
-
-@_two_ranks
-def test_a_step_finds_what_each_input_makes_likeliest(pair: Pair) -> None:
-    """Of many equal ones, over and over."""
-    pair.run(partial(cases.finds_again_and_again, "cpu"))
+@pytest.mark.slow
+@pytest.mark.skipif(VERSION < (5, 17), reason="transformers has no plans to divide models by")
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_two_ranks(pair: Pair, case: Case) -> None:
+    """What a case promises holds on both."""
+    pair.run(case)
 
 
 @pytest.mark.gpu
@@ -149,15 +135,3 @@ def test_a_graph_finds_what_each_input_makes_likeliest() -> None:
     pair = Pair("cuda")
     pair.run(partial(cases.finds_again_and_again, "cuda"))
     pair.close()
-
-
-@_two_ranks
-def test_what_fills_a_head_up_is_never_said(pair: Pair) -> None:
-    """Though its logit is zero, and all others are negative."""
-    pair.run(cases.is_filled_up)
-
-
-@_two_ranks
-def test_logits_that_depend_on_their_place_are_put_together(pair: Pair) -> None:
-    """A model that changes them after its head is found out while it warms up."""
-    pair.run(cases.depends_on_place)

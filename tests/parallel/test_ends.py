@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import rank_cases as cases
+from helpers import warm_python
 from helpers.hosted import hosted
 from helpers.tiny_models import VERSION
 
@@ -31,6 +31,7 @@ from vmkv.units import MiB
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("warm_children"),
     pytest.mark.skipif(VERSION < (5, 17), reason="transformers has no plans to divide models by"),
 ]
 
@@ -202,10 +203,10 @@ def test_nothing_is_left_of_ranks_whose_first_was_killed(tmp_path: Path) -> None
     script, folder = tmp_path / "killed.py", tmp_path / "temporary"
     script.write_text(KILLED_RANK_0)
     folder.mkdir()
-    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(  # Until nobody is left who could write to its pipes.
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert -9 == ended.returncode
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": path}
+    child = warm_python.start("-m", "killed", env=environment)
+    _, errors = child.communicate(timeout=120)  # Until nobody is left who could write.
+    assert -9 == child.returncode
     assert not list(folder.iterdir())
-    assert "Traceback" not in ended.stderr
+    assert "Traceback" not in errors

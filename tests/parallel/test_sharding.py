@@ -70,7 +70,7 @@ def test_layers_of_another_kind_are_refused() -> None:
         pass
 
     model = copy.deepcopy(tiny_model("llama"))
-    model.model.layers[2].mlp.down_proj.__class__ = Quantised
+    model.model.layers[1].mlp.down_proj.__class__ = Quantised
     with pytest.raises(ConfigError, match="a Quantised cannot be divided"):
         localise(model, _rank(0, 2))
     assert model.lm_head.weight.shape == tiny_model("llama").lm_head.weight.shape

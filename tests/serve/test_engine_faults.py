@@ -29,6 +29,9 @@ from vmkv.units import KiB, MiB
 
 MakeEngine = Callable[..., Engine]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
+#: What torch raises where memory is short.
+ON_CUDA = torch.OutOfMemoryError("CUDA out of memory")
+ON_THE_HOST = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7")
 
 
 def prompts(count: int, *, longest: int = 30, seed: int = 0) -> list[list[int]]:
@@ -114,16 +117,17 @@ def test_a_failing_model_fails_its_requests(make_engine: MakeEngine, number: int
     check_serves(engine)
 
 
-@pytest.mark.parametrize("capacity", [1, 3, 9])
 @pytest.mark.parametrize(
-    "error",
+    ("name", "capacity", "error"),
     [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes"),
+        ("llama", 1, ON_CUDA),
+        ("llama", 3, ON_THE_HOST),
+        ("mistral", 3, ON_CUDA),
+        ("mistral", 9, ON_THE_HOST),
+        ("gemma3", 1, ON_THE_HOST),
+        ("gemma3", 9, ON_CUDA),
     ],
-    ids=["cuda", "cpu"],
 )
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_steps_shrink_when_activations_do_not_fit(
     make_engine: MakeEngine, name: str, capacity: int, error: Exception
 ) -> None:
@@ -177,20 +181,7 @@ def test_requests_end_when_not_even_a_token_fits(make_engine: MakeEngine) -> Non
     check_serves(engine)
 
 
-def test_an_interrupt_leaves_requests_whole(make_engine: MakeEngine) -> None:
-    """A step that the user interrupts can be run again."""
-    model = copy.deepcopy(tiny_model("llama"))
-    engine = make_engine(model)
-    wanted = prompts(5)
-    handles = [engine.add(prompt, GREEDY) for prompt in wanted]
-    interrupt = KeyboardInterrupt()
-    with failing(model, at_call(4, interrupt)), pytest.raises(KeyboardInterrupt):
-        run(engine)
-    interrupt.__traceback__ = None  # Its frames hold views of the cache.
-    engine.cache.check()
-    run(engine)
-    for prompt, handle in zip(wanted, handles, strict=True):
-        assert reference(prompt) == list(handle.output().outputs[0].token_ids)
+WHOLE: list[Any] = []
 
 
 @pytest.mark.slow
@@ -201,13 +192,14 @@ def test_an_interrupt_anywhere_in_a_step_leaves_requests_whole(
 ) -> None:
     """While the device is waited for, and while memory is made ready for the next step."""
     engine = make_engine(
-        budget_bytes=14 * 4 * KiB,
+        budget_bytes=8 * 4 * KiB,
         host_budget_bytes=MiB,
         preemption_costs=PreemptionCosts(flops_per_s=1.0),
     )
     wanted = prompts(6, seed=5)
     params = SamplingParams(temperature=0.5, seed=1, max_tokens=60)
-    whole = make_engine().generate(wanted, params)
+    if not WHOLE:  # As everybody is served who is not interrupted.
+        WHOLE.extend(each.outputs[0].token_ids for each in make_engine().generate(wanted, params))
     handles = [engine.add(prompt, params) for prompt in wanted]
     calls = iter(range(1, 10**6))
 
@@ -225,8 +217,8 @@ def test_an_interrupt_anywhere_in_a_step_leaves_requests_whole(
         run(engine)
     engine.cache.check()
     run(engine)
-    for output, handle in zip(whole, handles, strict=True):
-        assert output.outputs[0].token_ids == handle.output().outputs[0].token_ids
+    for whole, handle in zip(WHOLE, handles, strict=True):
+        assert whole == handle.output().outputs[0].token_ids
 
 
 def test_a_failing_logits_processor_is_its_requests_own(make_engine: MakeEngine) -> None:
@@ -318,7 +310,7 @@ def test_a_budget_that_goes_too_low_is_named_as_the_reason(make_engine: MakeEngi
     handle = engine.add(prompt, SamplingParams(temperature=0, max_tokens=100))
     while len(handle.requests[0].output_token_ids) < 5:
         engine.step()
-    engine.cache.pool.set_budget(8 * 4 * KiB)
+    engine.cache.pool.set_budget(6 * 4 * KiB)
     run(engine)
     output = handle.output()
     assert "the budget was lowered" in str(output.error)
@@ -352,7 +344,7 @@ def test_what_could_not_be_closed_is_closed_for_who_needs_its_memory(
     """Also where nothing runs, and so nothing grows."""
     backend = FaultInjectingBackend(HostBackend(4 * KiB))
     engine = make_engine(
-        "gemma2", backend=backend, max_num_seqs=1, max_tokens=400, prefix_caching=False
+        "gemma3", backend=backend, max_num_seqs=1, max_tokens=400, prefix_caching=False
     )
     prompt = prompts(1, longest=100)[0]
     num_tokens = engine.cache.max_tokens - len(prompt)
@@ -367,7 +359,7 @@ def test_what_could_not_be_closed_is_closed_for_who_needs_its_memory(
     other, num_tokens = prompt * 4, 40
     handle = engine.add(other, SamplingParams(temperature=0, max_tokens=num_tokens))
     run(engine)
-    assert reference(other, num_tokens, "gemma2") == list(handle.output().outputs[0].token_ids)
+    assert reference(other, num_tokens, "gemma3") == list(handle.output().outputs[0].token_ids)
 
 
 @pytest.mark.parametrize("num_failures", [1, 3])
@@ -376,7 +368,7 @@ def test_who_cannot_be_closed_costs_nobody_a_token(
 ) -> None:
     """Tokens of the same step are read all the same, and whoever goes on stepping has them."""
     backend = FaultInjectingBackend(HostBackend(4 * KiB))
-    engine = make_engine("gemma2", backend=backend, max_tokens=400, prefix_caching=False)
+    engine = make_engine("gemma3", backend=backend, max_tokens=400, prefix_caching=False)
     prompt, num_tokens = prompts(1)[0], 300
     counts = [num_tokens, num_tokens + 20, num_tokens + 20]
     handles = [
@@ -400,7 +392,7 @@ def test_who_cannot_be_closed_costs_nobody_a_token(
             num_raised += 1
             assert num_raised == engine.num_failed_steps
     assert num_failures == num_raised + 1
-    wanted = reference(prompt, num_tokens + 20, "gemma2")
+    wanted = reference(prompt, num_tokens + 20, "gemma3")
     for count, handle in zip(counts, handles, strict=True):
         assert wanted[:count] == list(handle.output().outputs[0].token_ids)
         assert FinishReason.LENGTH is handle.output().outputs[0].finish_reason
@@ -419,8 +411,8 @@ def test_those_who_do_not_fit_together_begin_one_by_one(make_engine: MakeEngine)
             tokens[:n] for n in range(398, 0, -1) if engine._view.peak_pages(n + 2) == num_pages
         )
 
-    long, short = prompt_of(24), prompt_of(3)
-    engine.cache.pool.set_budget((24 + 3 + 2) * 4 * KiB)  # Two are left alone beside who runs.
+    long, short = prompt_of(24), prompt_of(2)
+    engine.cache.pool.set_budget((24 + 2 + 2) * 4 * KiB)  # Two are left alone beside who runs.
     run_together = functools.partial(engine.generate, params=replace(GREEDY, max_tokens=2))
     run_together([prompt_of(12), prompt_of(12)])  # Each leaves a row of one extent in each group.
     for prompt, output in zip((long, short), run_together([long, short]), strict=True):

@@ -36,6 +36,8 @@ from vmkv.serve.observer import (
 from vmkv.serve.process import EngineProcess, remote
 from vmkv.serve.process.host import Failed, Relay, Unpacker, packed
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 MakeEngine = Callable[..., Engine]
 #: Only ever reached by a test that fails.
 PATIENCE_S = 200

@@ -97,27 +97,6 @@ def test_growing_under_pressure_waits_for_nothing_and_creates_nothing(
     assert {FinishReason.LENGTH} == set(ended)
 
 
-def test_making_ready_never_waits_for_the_device(
-    make_play: Callable[[Shape], EnginePlay],
-) -> None:
-    play = make_play(CHURN)
-    view, device = play.engine._view, play.device
-    make_ready, calls = view.make_ready, Counter[str]()
-
-    def noted(*wanted: Any, **how: Any) -> bool:
-        num_done, before = device.num_done, device.calls.copy()
-        is_ready = make_ready(*wanted, **how)
-        assert num_done == device.num_done
-        calls.update(device.calls - before)
-        return is_ready
-
-    view.make_ready = noted
-    _churn(play, 0, 120)
-    assert calls["mem_create"]
-    assert calls["mem_map"]
-    assert calls["mem_unmap"]
-
-
 def test_no_clock_decides_what_is_made_ready(
     make_play: Callable[[Shape], EnginePlay], monkeypatch: pytest.MonkeyPatch
 ) -> None:
