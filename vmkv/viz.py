@@ -172,7 +172,7 @@ def _group_map(cache: KVCache, group: LayerGroup) -> GroupMap:
         state: Literal["live", "swapped"] = "live" if sequence.swapped is None else "swapped"
         extents = _mapped(group, sequence.row) + _swapped(group, sequence)
         rows.append(RowMap(sequence.row, state, sequence.num_tokens, extents))
-    for row in cache.rows.parked():
+    for row in cache.rows.parked:
         extents = _mapped(group, row)
         if extents:
             rows.append(RowMap(row, "parked", cache.prefixes.num_recorded(row), extents))

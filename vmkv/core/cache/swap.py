@@ -26,6 +26,7 @@ from ..backend import MemoryLocation
 from ..memory import Change, Extent, Mapping, PageTable, RowChange, Victim, size_classes
 from .growing import Target, map_rows
 from .layer_group import LayerGroup
+from .prefix import Where
 from .row_space import RowSpace, victim_of
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class Transfer:
                     group.table.retire_back(self.swapped.row, page, fence)
                 sequence.swapped = self.swapped  # Before the end: it is not resident in between.
                 self._end()
-                space.prefixes.hide(sequence.row)
+                space.prefixes.move(sequence.row, Where.AWAY)
                 space.sharing.swapped_out_bytes += self.swapped.num_bytes
 
     def _end(self) -> None:
@@ -243,7 +244,7 @@ def swap_in(sequence: Sequence, swapped: Swapped) -> None:
         swapped.drop()
     space.sharing.swapped_in_bytes += swapped.num_bytes
     with space.pool.lock:
-        space.prefixes.take(row)
+        space.prefixes.move(row, Where.LIVE)
 
 
 def drop_swapped(space: RowSpace, swapped: Swapped) -> None:
