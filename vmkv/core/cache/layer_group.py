@@ -298,11 +298,6 @@ class LayerGroup:
         rows = (source, target)
         return max(self.first_kept_page(row, num_tokens, keeps_past=keeps_past) for row in rows)
 
-    def has_front_to_retire(self, row: int, num_tokens: int) -> bool:
-        """Whether the window has passed all of the row's first extent."""
-        mappings = self.table.rows[row].mappings
-        return bool(mappings) and mappings[0].end_page <= self.first_needed_page(num_tokens)
-
     def retire_front(self, row: int, num_tokens: int, fence: Fence) -> None:
         """Retire extents that no query at position `num_tokens` or later can see."""
         self.table.retire_front(row, self.first_needed_page(num_tokens), fence)

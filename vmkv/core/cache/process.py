@@ -238,19 +238,16 @@ def _checked(space: RowSpace, values: dict[str, Any], where: str) -> _Offer:
     """Return the offer in `values`, or raise `ConfigError` if the cache cannot map it."""
     groups = [_GroupOffer(**each) for each in values.pop("groups")]
     offer = _Offer(**values, groups=groups)
-    if offer.backend != _kind(space):
+    theirs = f"memory of {offer.backend!r} in pages of {offer.page_bytes} bytes"
+    ours = f"memory of {_kind(space)!r} in pages of {space.pool.page_bytes} bytes"
+    if theirs != ours:
         raise ConfigError(
-            f"{where} shares memory of {offer.backend!r}, and this cache is on "
-            f"{space.pool.backend.name}: both must be on the same device"
-        )
-    if offer.page_bytes != space.pool.page_bytes:
-        raise ConfigError(
-            f"{where} has pages of {offer.page_bytes} bytes, and this cache of "
-            f"{space.pool.page_bytes}: make both pools with the same page_bytes"
+            f"{where} shares {theirs}, and this cache has {ours}: make both pools on the same "
+            "device, with the same page_bytes"
         )
     check_fits(space, offer.layout, offer.num_tokens, where)
-    for group, theirs in zip(space.groups, groups, strict=True):
-        end_page = theirs.first_page + sum(theirs.sizes_bytes) // offer.page_bytes
+    for group, its in zip(space.groups, groups, strict=True):
+        end_page = its.first_page + sum(its.sizes_bytes) // offer.page_bytes
         if end_page > group.table.row_pages:
             raise ConfigError(
                 f"{where} offers extents up to page {end_page}, in rows of "

@@ -113,9 +113,9 @@ class Transfer:
     def finish(self) -> None:
         """Wait until the sequence is swapped out and its device memory free. Idempotent."""
         self._leave()
-        ends = ((self.swapped.address(each), each.extent) for each in self.swapped.extents)
+        starts = [(self.swapped.address(each), each.extent) for each in self.swapped.extents]
         self._space.pool.reclaimer.wait_for(
-            (start, Address(start + extent.num_bytes)) for start, extent in ends
+            [(start, Address(start + extent.num_bytes)) for start, extent in starts]
         )
 
     @uninterrupted
@@ -247,15 +247,9 @@ def swap_in(sequence: Sequence, swapped: Swapped) -> None:
         space.prefixes.move(row, Where.LIVE)
 
 
-def drop_swapped(space: RowSpace, swapped: Swapped) -> None:
-    """Release the host memory of a row whose sequence ends. Locked."""
-    swapped.drop()
-    space.prefixes.truncate(swapped.row, space.resident_tokens(swapped.row))
-
-
 # ---- spill ---------------------------------------------------------------------------------------
 
-_Chosen = List_[tuple[LayerGroup, Mapping]]
+_Chosen = list[tuple[LayerGroup, Mapping]]
 
 
 def spill(sequence: Sequence, num_bytes: int) -> int:
@@ -269,14 +263,11 @@ def spill(sequence: Sequence, num_bytes: int) -> int:
         and not mapping.extent.is_shared
     ]
     found.sort(key=lambda each: each[0].token_at(each[1].first_page))
-    chosen: list[tuple[LayerGroup, Mapping]] = []
-    chosen_bytes = 0
-    for group, mapping in found:
-        if chosen_bytes >= num_bytes:
-            break
-        chosen.append((group, mapping))
-        chosen_bytes += mapping.extent.num_bytes
-    return _relocate(space, sequence, chosen, MemoryLocation.HOST)
+    chosen_bytes = num_chosen = 0
+    while chosen_bytes < num_bytes and num_chosen < len(found):
+        chosen_bytes += found[num_chosen][1].extent.num_bytes
+        num_chosen += 1
+    return _relocate(space, sequence, found[:num_chosen], MemoryLocation.HOST)
 
 
 def unspill(sequence: Sequence) -> int:
