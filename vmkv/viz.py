@@ -178,7 +178,7 @@ def _group_map(cache: KVCache, group: LayerGroup) -> GroupMap:
         state: _State = "live" if sequence.swapped is None else "swapped"
         places = _mapped(group, sequence.row) + places
         found.append((sequence.row, state, sequence.num_tokens, places))
-    for row in cache.rows.parked():
+    for row in cache.rows.parked:
         if places := _mapped(group, row):
             found.append((row, "parked", cache.prefixes.num_recorded(row), places))
     shares: dict[int, int] = {}

@@ -200,12 +200,6 @@ class _GrantsLessThanAsked(HostBackend):
         return super().run_until_failure([less, *ops[num_done + 1 :]])
 
 
-class _LetsTheCpuReachTheDevice(Books):
-    def why_not(self, op: Op, leaving: set[int]) -> str | None:
-        why = super().why_not(op, leaving)
-        return None if why == "the CPU cannot reach the device's memory" else why
-
-
 class _FillsOneLocation(Books):
     """Where a fill spans both locations, all but the first piece is forgotten."""
 
@@ -262,7 +256,6 @@ class _ImportsAnySize(HostBackend):
         (_KeepsDestroyedStreams, "Streams are made"),
         (_MixesLocationsUp, "Host memory maps"),
         (_GrantsLessThanAsked, "Exported memory cannot be made writable"),
-        (_with_books(_LetsTheCpuReachTheDevice), "The CPU can be granted"),
         (_with_books(_FillsOneLocation), "A fill sets exactly"),
         (_ExportsACopy, "An import is a read-only view"),
         (_ImportsAnySize, "Importing a wrong size"),

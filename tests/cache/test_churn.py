@@ -116,7 +116,7 @@ def test_nothing_grows_over_ten_thousand_sequences() -> None:
         cache.trim()
         gc.collect()
         index = cache.prefixes
-        index_entries = len(index._tree._root.children) + len(index._contents)
+        index_entries = len(index._tree.root.children) + len(index._contents)
         num_descriptors = len(os.listdir("/proc/self/fd"))
         return backend.usage(), num_descriptors, index_entries, _resident_bytes()
 

@@ -21,7 +21,7 @@ from helpers.stamps import append, assert_holds
 
 from vmkv import ConfigError, KVCache, Sequence
 from vmkv.core.cache.cost import CostModel
-from vmkv.core.cache.prefix import BLOCK_TOKENS, PrefixIndex, PrefixTree
+from vmkv.core.cache.prefix import BLOCK_TOKENS, PrefixIndex, PrefixTree, Where
 from vmkv.units import KiB
 
 ALIASES = CostModel(map_us=0, unmap_us=0)
@@ -92,7 +92,7 @@ def test_match_sees_rows_end_and_join_meanwhile() -> None:
     assert {0, 1} == {*match.live}
     match = next(index.matches(range(48)))
     index.truncate(1)
-    index.park(0)
+    index.move(0, Where.PARKED)
     assert ([0], []) == ([*match.parked], [*match.live])
     match = next(index.matches(range(48)))
     index.truncate(0)

@@ -87,8 +87,8 @@ class _ByBlocks:
 
 def _check(index: PrefixIndex) -> None:
     """The tree is what `prefix_tree.py` says."""
-    ends = {row: content.path for row, content in index._contents.items()}
-    root = index._tree._root
+    ends = index._contents
+    root = index._tree.root
     nodes: list[Node] = [root]
     listed: dict[int, int] = dict.fromkeys(ends, 0)
     for node in nodes:
@@ -125,10 +125,9 @@ _steps = st.one_of(
     st.tuples(st.just("record"), _row, _tokens, _tenant),
     st.tuples(st.just("truncate"), _row, st.integers(0, 10)),
     st.tuples(st.just("lose_short"), _row, st.integers(0, 10)),
-    st.tuples(st.sampled_from(["park", "take", "hide"]), _row),
+    st.tuples(st.just("move"), _row, st.sampled_from(Where)),
     st.tuples(st.just("copy"), _moves, st.integers(0, 12)),
 )
-_PLACES = {"park": Where.PARKED, "take": Where.LIVE, "hide": Where.AWAY}
 
 
 @settings(max_examples=3 * settings().max_examples)
@@ -140,10 +139,7 @@ def test_what_is_found_is_what_rows_hold(steps: list[tuple], prompts: list[list[
         index, model = PrefixIndex(), _ByBlocks()
         for what, *arguments in steps:
             getattr(index, what)(*arguments)
-            if what in _PLACES:
-                model.move(*arguments, _PLACES[what])
-            else:
-                getattr(model, what)(*arguments)
+            getattr(model, what)(*arguments)
             _check(index)
         for prompt in [*prompts, *model.tokens.values()]:
             for tenant in TENANTS:
@@ -160,7 +156,7 @@ def test_what_is_found_is_what_rows_hold(steps: list[tuple], prompts: list[list[
 
 
 def _num_nodes(index: PrefixIndex) -> int:
-    nodes = [index._tree._root]
+    nodes = [index._tree.root]
     for node in nodes:
         nodes += node.children.values()
     return len(nodes) - 1
@@ -198,7 +194,7 @@ def test_a_match_is_of_the_index_as_it_is() -> None:
             assert [] == [*match.rows]
         elif match.num_tokens == 48:
             index.lose_short(1, 48)
-            index.hide(2)
+            index.move(2, Where.AWAY)
     assert [(64, [0]), (48, [2, 1]), (16, [0])] == found
 
 

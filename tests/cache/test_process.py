@@ -68,7 +68,7 @@ def _books(cache: KVCache) -> object:
         cache.pool.backend.usage(),
         cache.pool.imported_extents(),
         sorted(cache.live),
-        list(cache.rows.parked()),
+        list(cache.rows.parked),
         len(os.listdir("/proc/self/fd")),
     )
 

@@ -69,7 +69,7 @@ def _read_unwritten(cache: KVCache, way: str, tenant: str | None) -> torch.Tenso
     """What a new sequence finds in tokens that it never wrote."""
     if way == "mapped":
         for row in range(4):
-            if cache.rows.is_parked(row):
+            if row in cache.rows.parked:
                 cache.retire_parked(row, 0)
         cache.pool.reclaimer.wait()
         created = cache.stats().driver_calls["mem_create"]

@@ -7,7 +7,6 @@ the context: access before it was granted, after an unmap, and writes with read 
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import threading
@@ -514,34 +513,6 @@ def locations(pages: Pages) -> None:
     expect(3 * size, backend.usage().host_bytes, "released memory that is mapped")
     pages.unmap(0, 5)
     pages.counts("in the end")
-
-
-@_row(3)
-def cpu_access(pages: Pages) -> None:
-    """The CPU can be granted access to host memory, and to no other."""
-    backend, size = pages.backend, pages.page_bytes
-    for page, location in enumerate((_DEVICE, _HOST, _HOST)):
-        pages.mapped(page, 1, location)
-    for num_pages in (1, 3):
-        run, what = pages.run(0, num_pages), "the device's memory to the CPU"
-        pages.refuses("mem_set_access", what, *run, Access.READ, for_cpu=True)
-    if not backend.host_location_is_cpu_readable:
-        return
-
-    def both_read(byte: int, who: str) -> None:
-        pages.holds(bytes([byte]) * size, f"what the device reads, {who}", 1)
-        expect(bytes([byte]) * size, ctypes.string_at(pages.at(1), size), f"the CPU, {who}")
-
-    backend.fill(*pages.run(1), 0x73, _STREAM)
-    pages.holds(b"\x73" * size, "what the device wrote", 1)
-    backend.mem_set_access(*pages.run(1), Access.READ, for_cpu=True)
-    both_read(0x73, "granted access")
-    backend.fill(*pages.run(1), 0x74, _STREAM)  # The device may still write.
-    both_read(0x74, "after the device wrote")
-    backend.mem_set_access(*pages.run(1, 2), RW, for_cpu=True)
-    ctypes.memset(pages.at(2), 0x75, size)
-    backend.copy(pages.at(0), pages.at(2), size, _STREAM)
-    pages.holds(b"\x75" * size, "what the CPU wrote")
 
 
 @_row(2)

@@ -65,14 +65,12 @@ class MapOp(NamedTuple):
 class AccessOp(NamedTuple):
     """Grant `access` to the run of whole mappings that covers `[address, address + num_bytes)`.
 
-    The device gets it. With `for_cpu` the CPU gets it in addition, and every mapping of the run
-    must be of `MemoryLocation.HOST`. Unmapping ends both.
+    The device gets it, also to mappings of `MemoryLocation.HOST`; the CPU does not.
     """
 
     address: Address
     num_bytes: int
     access: Access
-    for_cpu: bool = False
 
 
 class UnmapOp(NamedTuple):
@@ -147,15 +145,11 @@ class Backend(abc.ABC):
         name: The device: `"cuda:0"`, `"host"`.
         granularity_bytes: Smallest mapping, and the alignment of addresses and sizes.
         calls: Number of calls per primitive since the backend was opened.
-        host_location_is_cpu_readable: Whether the CPU, too, can be granted access to mappings of
-            `MemoryLocation.HOST`, at their addresses. Its accesses are not ordered with the
-            device's work: wait for a fence first.
     """
 
     name: str
     granularity_bytes: int
     calls: Counter[str]
-    host_location_is_cpu_readable: bool
 
     @property
     @abc.abstractmethod
@@ -241,7 +235,7 @@ class Backend(abc.ABC):
 
         Cost on an H200: about 2 µs per map, 31 µs per mapping whose access changes, 20 µs per
         unmap, whatever the size. In `MemoryLocation.HOST` the size counts: for 64 MiB 0.56 ms per
-        access and 0.16 ms per unmap; with CPU access, 1.2 ms and 1.0 ms more.
+        access and 0.16 ms per unmap.
 
         Raises:
             DriverError: Naming the primitive that failed.
@@ -274,11 +268,9 @@ class Backend(abc.ABC):
         """Map all of `handle` at `address`; not readable before `mem_set_access`."""
         self.execute([MapOp(address, num_bytes, handle)])
 
-    def mem_set_access(
-        self, address: Address, num_bytes: int, access: Access, *, for_cpu: bool = False
-    ) -> None:
+    def mem_set_access(self, address: Address, num_bytes: int, access: Access) -> None:
         """Grant `access` to the whole mappings that cover `[address, address + num_bytes)`."""
-        self.execute([AccessOp(address, num_bytes, access, for_cpu)])
+        self.execute([AccessOp(address, num_bytes, access)])
 
     def mem_unmap(self, address: Address, num_bytes: int) -> None:
         """Remove the whole mappings that cover a range, which submitted work no longer uses."""

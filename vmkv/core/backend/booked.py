@@ -32,7 +32,7 @@ from .base import (
 #: Operation, address, bytes, argument, of executed and of transfer records; see
 #: vmkv/core/_native/executor.c.
 _RECORD = Struct("=QQQQ")
-_MAP, _SET_ACCESS, _UNMAP, _SET_CPU_ACCESS = 0, 1, 2, 3
+_MAP, _SET_ACCESS, _UNMAP = 0, 1, 2
 _COPY, _FILL = 0, 1
 
 # ---- books ---------------------------------------------------------------------------------------
@@ -99,13 +99,11 @@ class Books:
             return "not a run of whole mappings"
         if isinstance(op, UnmapOp):
             leaving.update(starts)
-        elif op.access == Access.READ_WRITE or op.for_cpu:
+        elif op.access == Access.READ_WRITE:
             for start in starts:
                 its = self.allocations[self._mappings[start].handle]
-                if op.access == Access.READ_WRITE and (its.is_exported or its.is_imported):
+                if its.is_exported or its.is_imported:
                     return "memory that is shared with other processes can only be read"
-                if op.for_cpu and its.location is MemoryLocation.DEVICE:
-                    return "the CPU cannot reach the device's memory"
         return None
 
     def _why_not_map(self, op: MapOp) -> str | None:
@@ -114,8 +112,8 @@ class Books:
         start = self._reservation_starts[at] if at >= 0 else 0
         if at < 0 or address + num_bytes > start + self._reservations[start]:
             return "outside every reservation"
-        allocation = self.allocations.get(handle)
-        if allocation is None or allocation.is_released:
+        allocation = self.live(handle)
+        if allocation is None:
             return f"handle {handle:#x} is not live"
         if allocation.num_bytes != num_bytes:
             return "not the whole of the handle"
@@ -189,34 +187,23 @@ class Books:
         allocation = self.allocations.get(handle)
         return None if allocation is None or allocation.is_released else allocation
 
-    def why_not_export(self, handle: Handle) -> str | None:
-        """Reason to refuse a `mem_export`, or None."""
-        allocation = self.live(handle)
-        if allocation is None:
-            return f"handle {handle:#x} is not live"
-        return None if allocation.is_shareable else f"handle {handle:#x} is not shareable"
-
     # ---- the whole ------------------------------------------------------------------------
 
     def usage(self) -> BackendUsage:
         """Count all resources."""
+        held: Counter[MemoryLocation | None] = Counter()
+        for each in self.allocations.values():
+            held[None if each.is_imported else each.location] += each.num_bytes
         return BackendUsage(
             num_handles=len(self.allocations),
-            physical_bytes=self._created_bytes(MemoryLocation.DEVICE),
-            host_bytes=self._created_bytes(MemoryLocation.HOST),
-            imported_bytes=sum(e.num_bytes for e in self.allocations.values() if e.is_imported),
+            physical_bytes=held[MemoryLocation.DEVICE],
+            host_bytes=held[MemoryLocation.HOST],
+            imported_bytes=held[None],
             num_mappings=len(self._mappings),
             mapped_bytes=sum(each.num_bytes for each in self._mappings.values()),
             num_reservations=len(self._reservations),
             reserved_bytes=sum(self._reservations.values()),
             num_streams=len(self.streams),
-        )
-
-    def _created_bytes(self, location: MemoryLocation) -> int:
-        return sum(
-            each.num_bytes
-            for each in self.allocations.values()
-            if each.location is location and not each.is_imported
         )
 
 
@@ -236,8 +223,6 @@ class NativeCalls(NamedTuple):
     fill: int
     location_type: int
     location_id: int
-    host_location_type: int
-    host_location_id: int
 
 
 class BookedBackend(Backend):
@@ -279,8 +264,7 @@ class BookedBackend(Backend):
                     elif isinstance(op, UnmapOp):
                         number, argument = _UNMAP, 0
                     else:
-                        number = _SET_CPU_ACCESS if op.for_cpu else _SET_ACCESS
-                        argument = op.access
+                        number, argument = _SET_ACCESS, op.access
                     plan.append(pack(number, op.address, op.num_bytes, argument))
                     if isinstance(op, MapOp):
                         books.note_mapped(op)
@@ -294,10 +278,8 @@ class BookedBackend(Backend):
                 calls.map,
                 calls.set_access,
                 calls.unmap,
-                calls.location_type,
-                calls.location_id,
-                calls.host_location_type,
-                calls.host_location_id,
+                # Twice: the second is for a grant to the CPU as well, which no plan asks for.
+                *(calls.location_type, calls.location_id) * 2,
             )
             for op in ops[: num_done + 1]:
                 self.calls[PRIMITIVES[type(op)]] += 1
@@ -377,10 +359,10 @@ class BookedBackend(Backend):
         return handle
 
     def _exportable(self, handle: Handle) -> Allocation:
-        why = self._books.why_not_export(handle)
-        if why is not None:
-            raise self._refusal("mem_export", why)
-        return self._books.allocations[handle]
+        allocation = self._books.live(handle)
+        if allocation is None or not allocation.is_shareable:
+            raise self._refusal("mem_export", f"handle {handle:#x} is not live, or not shareable")
+        return allocation
 
     # ---- data -----------------------------------------------------------------------------
 

@@ -82,18 +82,13 @@ class CudaBackend(BookedBackend):
         self._device_index = device_index
         self._device = self._call("init", driver.cuDeviceGet(device_index))
         self._context = self._call("init", driver.cuDevicePrimaryCtxRetain(self._device))
-        attribute = driver.CUdevice_attribute
-        # -1 on a machine without NUMA nodes.
-        numa_node = max(0, self._attribute(attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID))
+        numa_id = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
+        numa_node = int(self._call("init", driver.cuDeviceGetAttribute(numa_id, self._device)))
         self._locations = {
             MemoryLocation.DEVICE: (_LOCATION_DEVICE, device_index),
-            MemoryLocation.HOST: (_LOCATION_HOST_NUMA, numa_node),
+            # -1 on a machine without NUMA nodes.
+            MemoryLocation.HOST: (_LOCATION_HOST_NUMA, max(0, numa_node)),
         }
-        self.host_location_is_cpu_readable = bool(
-            self._attribute(
-                attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-            )
-        )
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         properties = self._properties(MemoryLocation.DEVICE, False)
         granularity = driver.cuMemGetAllocationGranularity(properties, minimum)
@@ -106,8 +101,6 @@ class CudaBackend(BookedBackend):
             fill=self._function_address(b"cuMemsetD8Async"),
             location_type=_LOCATION_DEVICE,
             location_id=device_index,
-            host_location_type=_LOCATION_HOST_NUMA,
-            host_location_id=numa_node,
         )
         # A stream must not be destroyed while a fence is recorded on it.
         self._stream_lock = threading.Lock()
@@ -365,9 +358,6 @@ class CudaBackend(BookedBackend):
 
     def _refusal(self, call: str, why: str) -> CudaDriverError:
         return self._error(call, int(self._driver.CUresult.CUDA_ERROR_INVALID_VALUE), why)
-
-    def _attribute(self, which: Any) -> int:
-        return int(self._call("init", self._driver.cuDeviceGetAttribute(which, self._device)))
 
     def _function_address(self, name: bytes) -> int:
         address, *_ = self._call(

@@ -29,7 +29,6 @@ class ForwardingBackend(Backend):
         self.name = upstream.name
         self.granularity_bytes = upstream.granularity_bytes
         self.calls = upstream.calls
-        self.host_location_is_cpu_readable = upstream.host_location_is_cpu_readable
 
     def forward(self, call: str, *args: Any, **options: Any) -> Any:
         """Make a call on the upstream."""

@@ -39,11 +39,6 @@ def file_bytes(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512
 
 
-def whole_file(fd: int) -> int:
-    """Native handle of a file from its beginning."""
-    return fd << _HANDLE_FD_SHIFT
-
-
 class SparseFile:
     """A file whose ranges are allocated and dropped; `name` shows in `/proc/self/maps`."""
 
@@ -124,7 +119,6 @@ def import_read_only(fd: int, num_bytes: int) -> int:
 # ---- host ----------------------------------------------------------------------------------------
 
 _DLPACK_CPU = 1
-_CPU = 1  # Location type of the CPU in vmkv/core/_native/host.c; the device is 0.
 _LARGE_BYTES = 1 * MiB  # From this size on, free memory is checked first: 15 µs.
 _FILE_NAMES = {MemoryLocation.DEVICE: "vmkv", MemoryLocation.HOST: "vmkv-host"}
 
@@ -154,7 +148,6 @@ class HostBackend(BookedBackend):
     """
 
     name = "host"
-    host_location_is_cpu_readable = True
 
     def __init__(self, granularity_bytes: int = 64 * KiB):
         if not is_power_of_two(granularity_bytes) or granularity_bytes % os.sysconf("SC_PAGESIZE"):
@@ -167,13 +160,7 @@ class HostBackend(BookedBackend):
         self._last_fence = 0
         self._holds_fences = False
         functions = _native.host_functions()
-        self._native_calls = NativeCalls(
-            **functions,
-            location_type=0,
-            location_id=0,
-            host_location_type=_CPU,
-            host_location_id=0,
-        )
+        self._native_calls = NativeCalls(**functions, location_type=0, location_id=0)
         self._files = {place: SparseFile(name) for place, name in _FILE_NAMES.items()}
         # Descriptors of shareable and imported memory, each a file of its own.
         self._own_files: dict[Handle, int] = {}
@@ -226,7 +213,7 @@ class HostBackend(BookedBackend):
         return handle
 
     def _book_file(self, fd: int, allocation: Allocation) -> Handle:
-        handle = self._book_under_own_number(whole_file(fd), allocation)
+        handle = self._book_under_own_number(fd << _HANDLE_FD_SHIFT, allocation)
         self._own_files[handle] = fd
         return handle
 

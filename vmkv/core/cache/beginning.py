@@ -42,7 +42,7 @@ def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
     if missing_bytes <= 0 or not pool.pressure.is_of(space.victims):
         return frozenset()
     found: set[int] = set()
-    for row in islice(space.rows.parked(), _LOOKED_AT):
+    for row in islice(space.rows.parked, _LOOKED_AT):
         num_kept = space.resident_tokens(row)
         # A row much longer than needed would keep memory from others; shared extents would have to
         # be copied before they are written.

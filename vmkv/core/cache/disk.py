@@ -16,7 +16,7 @@ import stat
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -88,11 +88,6 @@ def _shortened(value: object) -> str:
 # ---- copying -------------------------------------------------------------------------------------
 
 
-class _Range(NamedTuple):
-    address: Address
-    num_bytes: int
-
-
 class _Buffer:
     """A buffer between a cache's memory and the CPU's.
 
@@ -108,12 +103,12 @@ class _Buffer:
         if self._is_cuda:
             self._far = _device_buffer(space)
 
-    def read(self, source: _Range) -> Iterator[memoryview]:
+    def read(self, address: int, total_bytes: int) -> Iterator[memoryview]:
         """Yield the contents of a range in parts, each valid until the next."""
         space = self._space
-        for start in range(0, source.num_bytes, _CHUNK_BYTES):
-            num_bytes = min(_CHUNK_BYTES, source.num_bytes - start)
-            at, stream = Address(source.address + start), space.current_stream()
+        for start in range(0, total_bytes, _CHUNK_BYTES):
+            num_bytes = min(_CHUNK_BYTES, total_bytes - start)
+            at, stream = Address(address + start), space.current_stream()
             space.pool.backend.copy(Address(self._far.data_ptr()), at, num_bytes, stream)
             if self._is_cuda:
                 self._near[:num_bytes].copy_(self._far[:num_bytes], non_blocking=True)
@@ -171,7 +166,7 @@ def save(sequence: Row, swapped: Swapped | None, path: str | os.PathLike[str]) -
         file.write(struct.pack(f"<{len(token_ids)}q", *token_ids))
         for group, first_token in zip(space.groups, first_tokens, strict=True):
             for each in _ranges(group, row, first_token, num_tokens, swapped):
-                for part in buffer.read(each):
+                for part in buffer.read(*each):
                     interruptible(file.write, part)
 
 
@@ -209,25 +204,20 @@ def _ranges(
     first_token: int,
     num_tokens: int,
     swapped: Swapped | None,
-) -> list[_Range]:
-    """Locate token rows `first_token` to `num_tokens`: first in the row, then in staging."""
+) -> Iterator[tuple[int, int]]:
+    """Yield the address and bytes of token rows `first_token` to `num_tokens`.
+
+    The first ones lie in the row, and those that were swapped out in staging.
+    """
     token_bytes, page_bytes = group.geometry.token_bytes, group.geometry.page_bytes
     start, end = first_token * token_bytes, num_tokens * token_bytes
-    moved = end  # Bytes from here on were swapped out.
-    moved_address = Address(0)
-    if swapped is not None:
-        for each in swapped.firsts():
-            if each.group is group:
-                moved = each.page * page_bytes
-                moved_address = swapped.staged(each)
-    ranges = []
-    row_address = group.table.page_address(row, 0)
-    if start < min(end, moved):
-        ranges.append(_Range(Address(row_address + start), min(end, moved) - start))
-    if max(start, moved) < end:
-        skipped = max(start, moved) - moved
-        ranges.append(_Range(Address(moved_address + skipped), end - moved - skipped))
-    return ranges
+    moved, moved_address = end, Address(0)  # Bytes from `moved` on were swapped out.
+    for each in () if swapped is None else swapped.firsts():
+        if swapped is not None and each.group is group:
+            moved, moved_address = each.page * page_bytes, swapped.staged(each)
+    yield group.table.page_address(row, 0) + start, min(end, moved) - start
+    skipped = max(start, moved) - moved
+    yield moved_address + skipped, end - moved - skipped
 
 
 # ---- loading -------------------------------------------------------------------------------------

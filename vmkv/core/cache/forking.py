@@ -65,8 +65,7 @@ def fork_row(
     """
     if row is None:
         row = space.rows.choose_unneeded(but=source_row if origin is space else None)
-    space.take_emptied(row)
-    try:
+    with space.beginning(row):
         if num_tokens:
             space.pool.backend.join_streams(space.current_stream())
             try:
@@ -74,11 +73,8 @@ def fork_row(
             finally:
                 # Also a fork that fails may have submitted reads of the source.
                 origin.rows.touch(source_row, space.pool.pressure.tick())
-    except BaseException:
-        space.leave_emptied(row)
-        raise
     if origin is space:
-        space.prefixes.begin(row, source_row, num_tokens, tenant)
+        space.prefixes.copy([(source_row, row, tenant)], num_tokens)
     else:
         known = origin.prefixes.token_ids(source_row)[:num_tokens]
         space.prefixes.record(row, known, tenant)

@@ -355,7 +355,8 @@ def _behind_windows(
             # A prefix hit is cut to whole blocks, and needs the window at its end.
             num_tokens = max(0, num_tokens - BLOCK_TOKENS + 1)
         for group in windowed:
-            if group.has_front_to_retire(each.row, num_tokens):
+            mappings = group.table.rows[each.row].mappings
+            if mappings and mappings[0].end_page <= group.first_needed_page(num_tokens):
                 yield group, each.row, num_tokens
 
 

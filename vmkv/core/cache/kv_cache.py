@@ -207,7 +207,7 @@ class KVCache(RowSpace):
         self.pool.reclaimer.poll()
         if num_bytes is None:
             with self.pool.lock:
-                for row in self.rows.parked():
+                for row in list(self.rows.parked):
                     self.retire_parked(row, 0)
                 growing.retire_surplus(self)
             self.pool.reclaimer.wait()
@@ -223,7 +223,7 @@ class KVCache(RowSpace):
         for group in self.groups:
             for row in range(self.max_sequences):
                 group.table.check_writable(row)
-        for row in self.rows.parked():
+        for row in self.rows.parked:
             check_own_bytes(self.groups, row)
         for sequence in self.live_sequences():
             for group in self.groups:

@@ -281,10 +281,6 @@ class LayerGroup:
         first_read = num_tokens - self.window_tokens + 1 - UNDERREAD_TOKENS
         return self.geometry.whole_pages_below(first_read) if first_read > 0 else 0
 
-    def first_seen_token(self, num_tokens: int) -> int:
-        """The first token that a query at position `num_tokens` sees."""
-        return 0 if self.window_tokens is None else max(0, num_tokens - self.window_tokens + 1)
-
     def first_kept_token(self, row: int, num_tokens: int) -> int:
         """The first token of `row` that a query at `num_tokens` or later can make a kernel read."""
         first_token = self.first_token_at(self.first_needed_page(num_tokens))
@@ -301,11 +297,6 @@ class LayerGroup:
         """The first page that `target` can take over from `source`, both live with `num_tokens`."""
         rows = (source, target)
         return max(self.first_kept_page(row, num_tokens, keeps_past=keeps_past) for row in rows)
-
-    def has_front_to_retire(self, row: int, num_tokens: int) -> bool:
-        """Whether the window has passed all of the row's first extent."""
-        mappings = self.table.rows[row].mappings
-        return bool(mappings) and mappings[0].end_page <= self.first_needed_page(num_tokens)
 
     def retire_front(self, row: int, num_tokens: int, fence: Fence) -> None:
         """Retire extents that no query at position `num_tokens` or later can see."""

@@ -85,13 +85,9 @@ class PrefixTree:
     def __init__(self, block_bytes: int):
         self.block_bytes = block_bytes
         self.num_cuts = 0
-        self._root = Node(None, b"")
+        self.root = Node(None, b"")
 
     # ---- contents -------------------------------------------------------------------------
-
-    def path(self, row: int, tenant: bytes) -> Path:
-        """Return the path of a live row that holds nothing yet."""
-        return Path(row, tenant, Where.LIVE, self._root)
 
     def extend(self, path: Path, blocks: bytes) -> None:
         """Add whole `blocks` to the row's end. Cost: a comparison for each node that holds some."""
@@ -118,12 +114,12 @@ class PrefixTree:
     def follow(self, path: Path, other: Path, num_bytes: int) -> None:
         """List a row that held nothing at the first `num_bytes` (whole blocks) of another."""
         node = other.end
-        while node.start_bytes >= num_bytes and node is not self._root:
+        while node.start_bytes >= num_bytes and node is not self.root:
             node = node.above
         if node.end_bytes > num_bytes:
             node = self._split(node, num_bytes - node.start_bytes)
         path.end = node
-        while node is not self._root:
+        while node is not self.root:
             node.rows[path.where][path.row] = None
             node = node.above
 
@@ -182,7 +178,7 @@ class PrefixTree:
         more than its match. Cost: a comparison for each node.
         """
         found: list[tuple[Node, int]] = []
-        node, at = self._root, 0
+        node, at = self.root, 0
         while at + self.block_bytes <= num_bytes and at == node.end_bytes:
             child = node.children.get(self._key(node, tenant, data, at))
             if child is None:
@@ -196,7 +192,7 @@ class PrefixTree:
 
     def _key(self, node: Node, tenant: bytes, data: bytes, at: int) -> bytes:
         block = data[at : at + self.block_bytes]
-        return tenant + block if node is self._root else block
+        return tenant + block if node is self.root else block
 
     def _common_bytes(self, node: Node, data: bytes, start: int, end: int) -> int:
         """Bytes, in whole blocks, that the run of `node` has in common with `data[start:end]`."""
@@ -262,31 +258,27 @@ _DIGEST_BYTES = 16
 
 
 @dataclass
-class _Content:
+class _Content(Path):
     """The recorded tokens of a row: whole blocks in the tree, and the tail behind them."""
 
-    tenant: str | None
-    path: Path
     tail: bytes = b""
     hashes: list[bytes] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        return (self.path.end.end_bytes + len(self.tail)) // _TOKEN_BYTES
+        return (self.end.end_bytes + len(self.tail)) // _TOKEN_BYTES
 
 
+@dataclass(frozen=True)
 class Match:
     """Rows that hold the first `num_tokens` tokens of a prompt; looks again if the tree changes."""
 
-    __slots__ = ("_found", "_num_cuts", "_tenant", "_tokens", "_tree", "num_tokens")
-
-    def __init__(self, tree: PrefixTree, tenant: bytes, tokens: bytes, found: tuple[Node, int]):
-        self.num_tokens = found[1] // _TOKEN_BYTES
-        self._tree = tree
-        self._tenant = tenant
-        self._tokens = tokens
-        self._found = found
-        self._num_cuts = tree.num_cuts
+    num_tokens: int
+    _tree: PrefixTree
+    _tenant: bytes
+    _tokens: bytes
+    _node: Node
+    _num_cuts: int
 
     @property
     def parked(self) -> Iterator[int]:
@@ -305,8 +297,9 @@ class Match:
         yield from self.live
 
     def _rows(self, where: Where) -> Iterator[int]:
-        node, num_bytes = self._found
+        node = self._node
         if self._tree.num_cuts != self._num_cuts:
+            num_bytes = self.num_tokens * _TOKEN_BYTES
             found = self._tree.find(self._tenant, self._tokens, num_bytes)
             if not found or found[-1][1] != num_bytes:
                 return iter(())
@@ -332,18 +325,15 @@ class PrefixIndex:
 
     def record(self, row: int, token_ids: Sequence[int], tenant: str | None = None) -> None:
         """Record that a live row holds `token_ids` after those recorded before, for a tenant."""
-        self._record(row, tenant, _as_bytes(token_ids))
-
-    def _record(self, row: int, tenant: str | None, tokens: bytes) -> None:
+        tokens = _as_bytes(token_ids)
         if not tokens:
             return
         content = self._contents.get(row)
         if content is None:
-            content = _Content(tenant, self._tree.path(row, _tenant_bytes(tenant)))
-            self._contents[row] = content
+            content = self._contents[row] = self._empty(row, _tenant_bytes(tenant))
         tokens = content.tail + tokens
         whole_bytes = self._whole_bytes(len(tokens))
-        self._tree.extend(content.path, tokens[:whole_bytes])
+        self._tree.extend(content, tokens[:whole_bytes])
         content.tail = tokens[whole_bytes:]
 
     def truncate(self, row: int, num_tokens: int = 0) -> None:
@@ -354,7 +344,7 @@ class PrefixIndex:
         num_bytes = num_tokens * _TOKEN_BYTES
         whole_bytes = self._whole_bytes(num_bytes)
         content.tail = self._held(content, whole_bytes, num_bytes)
-        self._tree.cut(content.path, whole_bytes)
+        self._tree.cut(content, whole_bytes)
         del content.hashes[whole_bytes // self._tree.block_bytes :]
         if not num_tokens:
             del self._contents[row]
@@ -364,46 +354,40 @@ class PrefixIndex:
         content = self._contents.get(row)
         if content is not None:
             num_bytes = max(0, num_tokens - 1) * _TOKEN_BYTES
-            self._tree.lose(content.path, self._whole_bytes(num_bytes))
+            self._tree.lose(content, self._whole_bytes(num_bytes))
 
     def copy(self, moves: Iterable[tuple[int, int, str | None]], num_tokens: int) -> None:
         """Record sources' first `num_tokens` for targets; moves are `(source, target, tenant)`."""
         num_bytes = num_tokens * _TOKEN_BYTES
         found = [(self._contents.get(source), target, tenant) for source, target, tenant in moves]
         targets = {target for _, target, _ in found}
-        copies: list[tuple[int, str | None, _Content | bytes]] = []
+        copies: list[tuple[int, str | None, _Content | memoryview]] = []
         for content, target, tenant in found:
             if content is not None:
                 # If the source keeps its tokens, its path is followed without comparing tokens.
-                stays = content.path.row not in targets and content.tenant == tenant
-                source = content if stays else self._held(content, 0, num_bytes)
-                copies.append((target, tenant, source))
+                if content.row not in targets and content.tenant == _tenant_bytes(tenant):
+                    copies.append((target, tenant, content))
+                else:
+                    held = memoryview(self._held(content, 0, num_bytes))
+                    copies.append((target, tenant, held.cast("q")))
         for target in targets:
             self.truncate(target)
         for target, tenant, source in copies:
-            if isinstance(source, bytes):
-                self._record(target, tenant, source)
+            if isinstance(source, memoryview):
+                self.record(target, source, tenant)
             elif num_bytes:
                 self._contents[target] = self._beside(source, target, num_bytes)
 
-    def begin(self, row: int, source: int, num_tokens: int, tenant: str | None) -> None:
-        """Record the first `num_tokens` tokens of `source` for a live row that held nothing."""
-        content, num_bytes = self._contents.get(source), num_tokens * _TOKEN_BYTES
-        if content is None or not num_bytes:
-            return
-        if content.tenant == tenant:
-            # Follows the source's path without comparing tokens.
-            self._contents[row] = self._beside(content, row, num_bytes)
-        else:
-            self._record(row, tenant, self._held(content, 0, num_bytes))
-
     def _beside(self, source: _Content, row: int, num_bytes: int) -> _Content:
-        path = self._tree.path(row, source.path.tenant)
-        self._tree.follow(path, source.path, self._whole_bytes(num_bytes))
-        whole_bytes = path.end.end_bytes
-        tail = self._held(source, whole_bytes, num_bytes) if num_bytes > whole_bytes else b""
-        hashes = source.hashes[: whole_bytes // self._tree.block_bytes]
-        return _Content(source.tenant, path, tail, hashes)
+        content = self._empty(row, source.tenant)
+        self._tree.follow(content, source, self._whole_bytes(num_bytes))
+        whole_bytes = content.end.end_bytes
+        content.tail = self._held(source, whole_bytes, num_bytes)
+        content.hashes = source.hashes[: whole_bytes // self._tree.block_bytes]
+        return content
+
+    def _empty(self, row: int, tenant: bytes) -> _Content:
+        return _Content(row, tenant, Where.LIVE, self._tree.root)
 
     def num_recorded(self, row: int) -> int:
         """The number of recorded tokens of `row`."""
@@ -427,36 +411,25 @@ class PrefixIndex:
 
     def _hashed(self, content: _Content) -> list[bytes]:
         known = content.hashes
-        blocks = self._tree.held(content.path, len(known) * self._tree.block_bytes)
+        blocks = self._tree.held(content, len(known) * self._tree.block_bytes)
         known.extend(_chain(blocks, known[-1] if known else _first_parent(content.tenant)))
         return known
 
     def _held(self, content: _Content, start_bytes: int = 0, end_bytes: int = sys.maxsize) -> bytes:
-        whole_bytes = content.path.end.end_bytes
+        whole_bytes = content.end.end_bytes
         tail = content.tail[max(0, start_bytes - whole_bytes) : max(0, end_bytes - whole_bytes)]
-        return self._tree.held(content.path, start_bytes, end_bytes) + tail
+        return self._tree.held(content, start_bytes, end_bytes) + tail
 
     def _whole_bytes(self, num_bytes: int) -> int:
         return num_bytes // self._tree.block_bytes * self._tree.block_bytes
 
     # ---- states ---------------------------------------------------------------------------
 
-    def park(self, row: int) -> None:
-        """List `row` as parked."""
-        self._move(row, Where.PARKED)
-
-    def take(self, row: int) -> None:
-        """List `row` as live, in device memory."""
-        self._move(row, Where.LIVE)
-
-    def hide(self, row: int) -> None:
-        """List `row` as swapped out: its tokens stay recorded, but are not found."""
-        self._move(row, Where.AWAY)
-
-    def _move(self, row: int, where: Where) -> None:
+    def move(self, row: int, where: Where) -> None:
+        """Change the state of `row`. Tokens of a row that is away stay recorded, but unfound."""
         content = self._contents.get(row)
         if content is not None:
-            self._tree.move(content.path, where)
+            self._tree.move(content, where)
 
     # ---- lookup ---------------------------------------------------------------------------
 
@@ -474,10 +447,10 @@ class PrefixIndex:
         whose, tokens = _tenant_bytes(tenant), _as_bytes(token_ids)
         num_bytes = len(tokens) if max_tokens is None else max_tokens * _TOKEN_BYTES
         while num_bytes:
-            for found in reversed(self._tree.find(whose, tokens, num_bytes)):
-                node, end_bytes = found
+            for node, end_bytes in reversed(self._tree.find(whose, tokens, num_bytes)):
                 if node.rows[Where.PARKED] or node.rows[Where.LIVE]:
-                    yield Match(self._tree, whose, tokens, found)
+                    num_tokens, num_cuts = end_bytes // _TOKEN_BYTES, self._tree.num_cuts
+                    yield Match(num_tokens, self._tree, whose, tokens, node, num_cuts)
                     num_bytes = end_bytes - self._tree.block_bytes
                     break
             else:
@@ -486,9 +459,9 @@ class PrefixIndex:
     def beginnings(self, num_blocks: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """Yield `(length, last hash)` of beginnings on offer, for the ascending `num_blocks`."""
         for content in self._contents.values():
-            if content.path.where is Where.AWAY:
+            if content.where is Where.AWAY:
                 continue
-            hashes, lost_bytes = self._hashed(content), content.path.lost_bytes
+            hashes, lost_bytes = self._hashed(content), content.lost_bytes
             for each in num_blocks:
                 if each > len(hashes):
                     break
@@ -498,7 +471,7 @@ class PrefixIndex:
 
 def block_hashes(token_ids: Sequence[int], tenant: str | None = None) -> Iterator[bytes]:
     """Yield the hashes of the whole blocks of `token_ids`, in every process the same."""
-    return _chain(_as_bytes(token_ids), _first_parent(tenant))
+    return _chain(_as_bytes(token_ids), _first_parent(_tenant_bytes(tenant)))
 
 
 def _chain(tokens: bytes, parent: bytes) -> Iterator[bytes]:
@@ -513,8 +486,8 @@ def _chain(tokens: bytes, parent: bytes) -> Iterator[bytes]:
         yield parent
 
 
-def _first_parent(tenant: str | None) -> bytes:
-    return _digest(b"vmkv prefix 1" + _tenant_bytes(tenant))
+def _first_parent(tenant: bytes) -> bytes:
+    return _digest(b"vmkv prefix 1" + tenant)
 
 
 def _digest(data: bytes) -> bytes:

@@ -26,8 +26,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -49,7 +49,6 @@ _LOG = logging.getLogger(__name__)
 _MAGIC, _VERSION = b"vmkv", 2
 _PREFIX = struct.Struct("<4sII")
 _CREDENTIALS = struct.Struct("3i")
-_READ_BYTES = 1 << 16
 #: Descriptors in flight count against their sender's limit on open files, by default 1,024.
 _BATCH = 64
 _QUEUE = 64
@@ -84,8 +83,8 @@ class _Channel:
     def send(self, message: object) -> None:
         """Send a message as a frame of JSON."""
         data = json.dumps(message).encode()
-        with self._waiting():
-            self._connection.sendall(_PREFIX.pack(_MAGIC, _VERSION, len(data)) + data)
+        frame = _PREFIX.pack(_MAGIC, _VERSION, len(data)) + data
+        self._call(self._connection.sendall, frame)
 
     def receive(self) -> Any:
         """Return the message of the next frame; `ConfigError` for another protocol or version."""
@@ -101,8 +100,7 @@ class _Channel:
 
     def ask(self) -> None:
         """Ask for a batch of descriptors, or confirm the last one."""
-        with self._waiting():
-            self._connection.sendall(b"+")
+        self._call(self._connection.sendall, b"+")
 
     def await_question(self) -> None:
         """Wait until the other end calls `ask`."""
@@ -110,20 +108,18 @@ class _Channel:
 
     def send_descriptors(self, fds: Sequence[int]) -> None:
         """Send a batch; the caller keeps the descriptors and may close them at once."""
-        with self._waiting():
-            socket.send_fds(self._connection, [b"+"], fds)
+        self._call(socket.send_fds, self._connection, [b"+"], fds)
 
     def receive_descriptors(self) -> list[int]:
         """Return a batch of descriptors, which the caller closes.
 
         Raises `OSError` if this process has too many open files.
         """
-        with self._waiting():
-            data, fds, flags, _ = socket.recv_fds(
-                self._connection, 1, _BATCH, socket.MSG_CMSG_CLOEXEC
-            )
+        data, fds, flags, _ = self._call(
+            socket.recv_fds, self._connection, 1, _BATCH, socket.MSG_CMSG_CLOEXEC
+        )
         if data and not flags & socket.MSG_CTRUNC:
-            return fds
+            return list(fds)
         for fd in fds:
             os.close(fd)
         if not data:
@@ -136,24 +132,21 @@ class _Channel:
     def _receive(self, num_bytes: int) -> bytes:
         data = bytearray()
         while len(data) < num_bytes:
-            num_wanted = min(_READ_BYTES, num_bytes - len(data))
-            with self._waiting():
-                new = interruptible(self._connection.recv, num_wanted)
+            new = self._call(interruptible, self._connection.recv, num_bytes - len(data))
             if not new:
                 raise self._gone()
             data += new
         return bytes(data)
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Limit one call on the socket to the deadline, and name the peer in its errors."""
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the socket within the deadline, and name the peer in its errors."""
         late = TimeoutError(f"{self._peer} took more than {self._timeout_s:g} s")
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             raise late
         self._connection.settimeout(left_s)
         try:
-            yield
+            return function(*args)
         except TimeoutError:
             raise late from None
         except ConnectionError as error:
@@ -194,9 +187,8 @@ def _whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[_Offer, 
     prefix sees, or memory cannot be shared. Locked.
     """
     covered = num_tokens
+    space.check_keeps(row, num_tokens, "export")
     for group in space.groups:
-        if not group.keeps(row, num_tokens):
-            raise _lacks_past(num_tokens)
         mappings = _whole(group, row, group.first_needed_page(num_tokens), num_tokens)
         end_page = mappings[-1].end_page if mappings else 0
         covered = min(covered, group.geometry.whole_tokens_below(end_page))
@@ -205,6 +197,7 @@ def _whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[_Offer, 
             f"the first {num_tokens} tokens of row {row} do not fill an extent of every layer "
             "group, and only whole extents can be shared: export more tokens"
         )
+    space.check_keeps(row, covered, "export")
     extents, offers = [], []
     imported = set(map(id, space.pool.imported_extents()))
     for group in space.groups:
@@ -214,7 +207,6 @@ def _whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[_Offer, 
             for mapping in _whole(group, row, group.first_needed_page(covered), num_tokens)
             if mapping.first_page < end_page
         ]
-        first_token = _first_token(group, row, mappings, covered)
         for mapping in mappings:
             if id(mapping.extent) in imported:
                 raise ConfigError(
@@ -225,6 +217,7 @@ def _whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[_Offer, 
                 raise ConfigError(f"some of row {row} is spilled to host memory; unspill() first")
         extents += [mapping.extent for mapping in mappings]
         sizes_bytes = [mapping.extent.num_bytes for mapping in mappings]
+        first_token = group.first_kept_token(row, covered)
         offers.append(_GroupOffer(mappings[0].first_page, sizes_bytes, first_token))
     token_ids = list(space.prefixes.token_ids(row)[:covered])
     layout, page_bytes = describe_groups(space), space.pool.page_bytes
@@ -237,22 +230,6 @@ def _whole(group: LayerGroup, row: int, first_page: int, num_tokens: int) -> lis
     return [mapping for mapping in mappings if mapping.end_page <= end_page]
 
 
-def _first_token(group: LayerGroup, row: int, mappings: Sequence[Mapping], num_tokens: int) -> int:
-    needed_page = group.first_needed_page(num_tokens)
-    first_token = group.first_kept_token(row, num_tokens)
-    is_late = first_token > group.first_seen_token(num_tokens)
-    if not mappings or mappings[0].first_page > needed_page or is_late:
-        raise _lacks_past(num_tokens)
-    return first_token
-
-
-def _lacks_past(num_tokens: int) -> ConfigError:
-    return ConfigError(
-        f"cannot export {num_tokens} tokens: a sliding-window layer no longer holds what they "
-        "would see (export earlier, or set keeps_past before appending)"
-    )
-
-
 def _kind(space: RowSpace) -> str:
     return space.pool.backend.name.partition(":")[0]
 
@@ -261,19 +238,16 @@ def _checked(space: RowSpace, values: dict[str, Any], where: str) -> _Offer:
     """Return the offer in `values`, or raise `ConfigError` if the cache cannot map it."""
     groups = [_GroupOffer(**each) for each in values.pop("groups")]
     offer = _Offer(**values, groups=groups)
-    if offer.backend != _kind(space):
+    theirs = f"memory of {offer.backend!r} in pages of {offer.page_bytes} bytes"
+    ours = f"memory of {_kind(space)!r} in pages of {space.pool.page_bytes} bytes"
+    if theirs != ours:
         raise ConfigError(
-            f"{where} shares memory of {offer.backend!r}, and this cache is on "
-            f"{space.pool.backend.name}: both must be on the same device"
-        )
-    if offer.page_bytes != space.pool.page_bytes:
-        raise ConfigError(
-            f"{where} has pages of {offer.page_bytes} bytes, and this cache of "
-            f"{space.pool.page_bytes}: make both pools with the same page_bytes"
+            f"{where} shares {theirs}, and this cache has {ours}: make both pools on the same "
+            "device, with the same page_bytes"
         )
     check_fits(space, offer.layout, offer.num_tokens, where)
-    for group, theirs in zip(space.groups, groups, strict=True):
-        end_page = theirs.first_page + sum(theirs.sizes_bytes) // offer.page_bytes
+    for group, its in zip(space.groups, groups, strict=True):
+        end_page = its.first_page + sum(its.sizes_bytes) // offer.page_bytes
         if end_page > group.table.row_pages:
             raise ConfigError(
                 f"{where} offers extents up to page {end_page}, in rows of "

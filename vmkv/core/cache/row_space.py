@@ -26,7 +26,7 @@ from .device_memory import open_pool
 from .fp8 import Scales
 from .geometry import check_positive
 from .layer_group import LayerGroup, stream_getter, torch_device
-from .prefix import PrefixIndex
+from .prefix import PrefixIndex, Where
 from .stats import SharingStats
 
 if TYPE_CHECKING:
@@ -36,26 +36,18 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """The states of `num_rows` rows: empty, live or parked. Guarded by the pool's lock."""
+    """The states of `num_rows` rows: empty, live or parked. Guarded by the pool's lock.
+
+    `parked` has the tick at which each parked row was parked, or last forked from; least recent
+    first.
+    """
 
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
         self._empty = list(range(num_rows))  # A heap: low rows first, so views stay narrow.
-        self._parked: dict[int, int] = {}  # Tick of last use; least recent first.
+        self.parked: dict[int, int] = {}
         # Tick of the last known work on each row; for live rows only the reads by their forks.
         self._idle_since: dict[int, int] = {}
-
-    def parked(self) -> Iterator[int]:
-        """Iterate over parked rows, least recently used first."""
-        return iter(tuple(self._parked))
-
-    def is_parked(self, row: int) -> bool:
-        """Whether `row` holds memory of an ended sequence."""
-        return row in self._parked
-
-    def last_used(self, row: int) -> int:
-        """The tick at which a parked `row` was parked, or last forked from."""
-        return self._parked[row]
 
     def idle_since(self, row: int) -> int:
         """The tick of the last work submitted on `row`, parked or just taken; 0 for never."""
@@ -64,9 +56,9 @@ class Rows:
     def touch(self, row: int, now: int) -> None:
         """Note that work on `row`, live or parked, may have been submitted up to tick `now`."""
         self._idle_since[row] = now
-        if row in self._parked:
-            del self._parked[row]
-            self._parked[row] = now
+        if row in self.parked:
+            del self.parked[row]
+            self.parked[row] = now
 
     def choose(
         self,
@@ -79,7 +71,7 @@ class Rows:
         Among parked rows not in `with_prefix` the smallest that is large enough, else the largest;
         without any the first empty row; else the least recently used parked one.
         """
-        plain = [row for row in self._parked if row not in with_prefix]
+        plain = [row for row in self.parked if row not in with_prefix]
         sizes = {row: adoptable_tokens(row) for row in plain}
         fitting = [row for row in plain if sizes[row] >= max(1, num_tokens)]
         if fitting:
@@ -92,7 +84,7 @@ class Rows:
         """Choose an empty row, else the least recently used parked one; never row `but`."""
         if self._empty:
             return self._empty[0]
-        for row in self._parked:
+        for row in self.parked:
             if row != but:
                 return row
         raise OutOfAddressSpaceError(
@@ -103,13 +95,13 @@ class Rows:
 
     def check_free(self, row: int) -> None:
         """Raise `ConfigError` if there is no such row, or it is live already."""
-        if row not in self._parked and row not in self._empty:
+        if row not in self.parked and row not in self._empty:
             raise ConfigError(f"row {row} of {self.num_rows} is not free")
 
     def take(self, row: int) -> None:
         """Make a free `row` live."""
-        if row in self._parked:
-            del self._parked[row]
+        if row in self.parked:
+            del self.parked[row]
         elif self._empty and row == self._empty[0]:
             heapq.heappop(self._empty)
         else:
@@ -119,13 +111,13 @@ class Rows:
 
     def park(self, row: int, now: int = 0, idle_since: int | None = None) -> None:
         """Park a live `row` with its memory; the caller's work on it ended at tick `idle_since`."""
-        self._parked[row] = now
+        self.parked[row] = now
         since = now if idle_since is None else idle_since
         self._idle_since[row] = max(since, self._idle_since.get(row, since))
 
     def empty(self, row: int) -> None:
         """Mark a parked `row`, whose memory has been retired, as empty."""
-        del self._parked[row]
+        del self.parked[row]
         heapq.heappush(self._empty, row)
 
 
@@ -431,7 +423,7 @@ class RowSpace:
     def take(self, row: int, num_tokens: int, tenant: str | None) -> None:
         """Make a free row live with its first `num_tokens` tokens, and scrub the rest of it."""
         self.rows.check_free(row)
-        if self.rows.is_parked(row):
+        if row in self.rows.parked:
             # Another stream may still read memory that this one will overwrite.
             self.pool.backend.join_streams(self.current_stream())
         if not num_tokens:
@@ -444,7 +436,7 @@ class RowSpace:
         finally:
             if is_scrubbed:
                 self.note_used(row)
-        self.prefixes.take(row)
+        self.prefixes.move(row, Where.LIVE)
         self.rows.take(row)
 
     def note_used(self, row: int) -> None:
@@ -468,27 +460,19 @@ class RowSpace:
         with self.pool.lock:
             if row is None:
                 row = self.rows.choose_unneeded()
-            self.take_emptied(row)
+            if row in self.rows.parked:
+                self.retire_parked(row, 0)
+            # A row without memory needs no scrubbing and no wait for readers.
+            self.rows.take(row)
+            for group in self.groups:
+                group.begin_row(row)
         try:
             yield row
         except BaseException:
             with self.pool.lock:
-                self.leave_emptied(row)
+                self.rows.park(row, self.pool.pressure.tick())
+                self.retire_parked(row, 0)
             raise
-
-    def take_emptied(self, row: int) -> None:
-        """Make a row live that holds nothing, after retiring its parked memory. Locked."""
-        if self.rows.is_parked(row):
-            self.retire_parked(row, 0)
-        # A row without memory needs no scrubbing and no wait for readers.
-        self.rows.take(row)
-        for group in self.groups:
-            group.begin_row(row)
-
-    def leave_emptied(self, row: int) -> None:
-        """Make a live row empty and retire its memory. Locked."""
-        self.rows.park(row, self.pool.pressure.tick())
-        self.retire_parked(row, 0)
 
     def park(self, row: int, idle_since: int | None = None) -> None:
         """Park the row of a sequence that ends. Locked."""
@@ -496,7 +480,7 @@ class RowSpace:
             self.begin_anew(row)
         del self.live[row]
         self.rows.park(row, self.pool.pressure.tick(), idle_since)
-        self.prefixes.park(row)
+        self.prefixes.move(row, Where.PARKED)
 
     def retire_parked(self, row: int, num_tokens: int) -> None:
         """Retire a parked row's extents after its first `num_tokens` tokens."""
@@ -519,14 +503,10 @@ class RowSpace:
         """Yield the victims of this cache: sequences moving to the host, then parked rows."""
         for victim in tuple(self.moving.values()):
             yield victim()
-        for row in self.rows.parked():
-            yield self.victim(row)
-
-    def victim(self, row: int) -> Victim:
-        """Return a parked row as a victim."""
-        return victim_of(
-            partial(ends_of, self.groups, row),
-            partial(self.retire_parked, row),
-            freeable_bytes=own_bytes(self.groups, row),
-            last_used=self.rows.last_used(row),
-        )
+        for row, last_used in tuple(self.rows.parked.items()):
+            yield victim_of(
+                partial(ends_of, self.groups, row),
+                partial(self.retire_parked, row),
+                freeable_bytes=own_bytes(self.groups, row),
+                last_used=last_used,
+            )

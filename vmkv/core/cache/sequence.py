@@ -14,16 +14,7 @@ from .forking import fork
 from .growing import grow
 from .process import PrefixExporter
 from .row_space import RowSpace
-from .swap import (
-    Swapped,
-    Transfer,
-    begin_swap_out,
-    drop_spilled,
-    drop_swapped,
-    spill,
-    swap_in,
-    unspill,
-)
+from .swap import Swapped, Transfer, begin_swap_out, drop_spilled, spill, swap_in, unspill
 
 
 class Sequence:
@@ -293,7 +284,8 @@ class Sequence:
         if self.transfer is not None:
             self.transfer.stay()
         if self.swapped is not None:
-            drop_swapped(self.cache, self.swapped)
+            self.swapped.drop()
+            self.cache.prefixes.truncate(self.row, self.cache.resident_tokens(self.row))
             self.swapped = None
 
     def check_open(self) -> None:

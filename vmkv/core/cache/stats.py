@@ -94,7 +94,7 @@ def collect_stats(space: RowSpace) -> CacheStats:
         pool_stats, prefixes = space.pool.stats(), space.prefixes
         live_extents = _extents(space, space.live)
         live_bytes = sum(extent.num_bytes for extent in set(live_extents))
-        all_extents = live_extents + _extents(space, space.rows.parked())
+        all_extents = live_extents + _extents(space, space.rows.parked)
         resident_bytes = sum(extent.num_bytes for extent in set(all_extents))
         return CacheStats(
             num_sequences=len(space.live),

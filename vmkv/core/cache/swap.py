@@ -26,6 +26,7 @@ from ..backend import MemoryLocation
 from ..memory import Change, Extent, Mapping, PageTable, RowChange, Victim, size_classes
 from .growing import Target, map_rows
 from .layer_group import LayerGroup
+from .prefix import Where
 from .row_space import RowSpace, victim_of
 
 if TYPE_CHECKING:
@@ -112,9 +113,9 @@ class Transfer:
     def finish(self) -> None:
         """Wait until the sequence is swapped out and its device memory free. Idempotent."""
         self._leave()
-        ends = ((self.swapped.address(each), each.extent) for each in self.swapped.extents)
+        starts = [(self.swapped.address(each), each.extent) for each in self.swapped.extents]
         self._space.pool.reclaimer.wait_for(
-            (start, Address(start + extent.num_bytes)) for start, extent in ends
+            [(start, Address(start + extent.num_bytes)) for start, extent in starts]
         )
 
     @uninterrupted
@@ -144,7 +145,7 @@ class Transfer:
                     group.table.retire_back(self.swapped.row, page, fence)
                 sequence.swapped = self.swapped  # Before the end: it is not resident in between.
                 self._end()
-                space.prefixes.hide(sequence.row)
+                space.prefixes.move(sequence.row, Where.AWAY)
                 space.sharing.swapped_out_bytes += self.swapped.num_bytes
 
     def _end(self) -> None:
@@ -243,18 +244,12 @@ def swap_in(sequence: Sequence, swapped: Swapped) -> None:
         swapped.drop()
     space.sharing.swapped_in_bytes += swapped.num_bytes
     with space.pool.lock:
-        space.prefixes.take(row)
-
-
-def drop_swapped(space: RowSpace, swapped: Swapped) -> None:
-    """Release the host memory of a row whose sequence ends. Locked."""
-    swapped.drop()
-    space.prefixes.truncate(swapped.row, space.resident_tokens(swapped.row))
+        space.prefixes.move(row, Where.LIVE)
 
 
 # ---- spill ---------------------------------------------------------------------------------------
 
-_Chosen = List_[tuple[LayerGroup, Mapping]]
+_Chosen = list[tuple[LayerGroup, Mapping]]
 
 
 def spill(sequence: Sequence, num_bytes: int) -> int:
@@ -268,14 +263,11 @@ def spill(sequence: Sequence, num_bytes: int) -> int:
         and not mapping.extent.is_shared
     ]
     found.sort(key=lambda each: each[0].token_at(each[1].first_page))
-    chosen: list[tuple[LayerGroup, Mapping]] = []
-    chosen_bytes = 0
-    for group, mapping in found:
-        if chosen_bytes >= num_bytes:
-            break
-        chosen.append((group, mapping))
-        chosen_bytes += mapping.extent.num_bytes
-    return _relocate(space, sequence, chosen, MemoryLocation.HOST)
+    chosen_bytes = num_chosen = 0
+    while chosen_bytes < num_bytes and num_chosen < len(found):
+        chosen_bytes += found[num_chosen][1].extent.num_bytes
+        num_chosen += 1
+    return _relocate(space, sequence, found[:num_chosen], MemoryLocation.HOST)
 
 
 def unspill(sequence: Sequence) -> int:

@@ -96,15 +96,13 @@ def _check_location(pool: ExtentPool, location: MemoryLocation) -> None:
     stats = pool.stats(location)
     extents = pool.extents(location)
     by_state: Counter[str] = Counter()
+    num_unneeded: Counter[int] = Counter()
     for extent in extents:
-        if not extent.num_references:
-            by_state["free" if extent.is_recyclable else "retired"] += extent.num_bytes
-        elif extent.num_live_mappings or extent.num_owners:
-            by_state["resident"] += extent.num_bytes
-        else:
-            by_state["retired"] += extent.num_bytes
-    unneeded = [each for each in extents if not each.num_references and each.is_recyclable]
-    num_unneeded = Counter(extent.size_class for extent in unneeded)
+        state = "resident" if extent.num_live_mappings or extent.num_owners else "retired"
+        if not extent.num_references and extent.is_recyclable:
+            state = "free"
+            num_unneeded[extent.size_class] += 1
+        by_state[state] += extent.num_bytes
     for size_class in range(pool.largest_class + 1):
         num_free = pool.count_free(size_class, location)
         _equal("I4", f"free extents of class {size_class}", num_free, num_unneeded[size_class])

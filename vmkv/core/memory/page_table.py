@@ -17,7 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -252,33 +252,26 @@ class PageTable:
             extent = each.extent
             address = Address(start + each.first_page * page_bytes)
             ops.append(MapOp(address, extent.num_bytes, extent.handle))
-        self._grant(ops, row, mappings)
+        ops += self.ops_to_set_access(row, mappings)
         return ops
 
-    def ops_to_set_access(self, row: int, mappings: Sequence[Mapping], access: Access) -> list[Op]:
-        """Driver operations that set the access of mappings of `row`, one per contiguous run."""
-        ops: list[Op] = []
-        self._grant(ops, row, mappings, access)
-        return ops
-
-    def _grant(
-        self, ops: list[Op], row: int, mappings: Iterable[Mapping], access: Access | None = None
-    ) -> None:
-        """Append operations that grant `access`, or each mapping's own, to contiguous runs."""
+    def ops_to_set_access(
+        self, row: int, mappings: Iterable[Mapping], access: Access | None = None
+    ) -> list[AccessOp]:
+        """Driver operations that grant `access`, or each mapping's own, one per contiguous run."""
         start, page_bytes = self.address + row * self.row_bytes, self.page_bytes
-        first = end = 0
-        granted = None
+        ops: list[AccessOp] = []
+        end = num_bytes = 0
         for each in mappings:
+            address = Address(start + each.first_page * page_bytes)
             its = each.access if access is None else access
-            if each.first_page != end or its is not granted:
-                if granted is not None:
-                    address = Address(start + first * page_bytes)
-                    ops.append(AccessOp(address, (end - first) * page_bytes, granted))
-                first, granted = each.first_page, its
-            end = each.first_page + each.extent.num_pages
-        if granted is not None:
-            address = Address(start + first * page_bytes)
-            ops.append(AccessOp(address, (end - first) * page_bytes, granted))
+            if ops and address == end and its is ops[-1].access:
+                address, num_bytes = ops.pop().address, num_bytes + each.extent.num_bytes
+            else:
+                num_bytes = each.extent.num_bytes
+            ops.append(AccessOp(address, num_bytes, its))
+            end = address + num_bytes
+        return ops
 
     def note_mapped(self, row: int, new: list[Mapping], old: Sequence[Mapping] = ()) -> None:
         """Book that `new` mappings were made at the end of `row`, or in place of `old` ones."""
@@ -301,11 +294,7 @@ class PageTable:
     def retire_front(self, row: int, page: int, fence: Fence) -> None:
         """Retire the mappings of `row` that lie wholly below `page`, until `fence` passes."""
         pages = self.rows[row]
-        taken: list[Mapping] = []
-        for each in pages.mappings:
-            if each.first_page + each.extent.num_pages > page:
-                break
-            taken.append(each)
+        taken = list(takewhile(lambda each: each.end_page <= page, pages.mappings))
         self._retire(row, taken, fence)
         for _ in taken:
             pages.mappings.popleft()
@@ -313,11 +302,7 @@ class PageTable:
     def retire_back(self, row: int, page: int, fence: Fence) -> None:
         """Retire the mappings of `row` that lie wholly at or above `page`, until `fence` passes."""
         pages = self.rows[row]
-        taken: list[Mapping] = []
-        for each in reversed(pages.mappings):
-            if each.first_page < page:
-                break
-            taken.append(each)
+        taken = list(takewhile(lambda each: each.first_page >= page, reversed(pages.mappings)))
         self._retire(row, taken, fence)
         for _ in taken:
             pages.mappings.pop()

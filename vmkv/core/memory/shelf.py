@@ -247,34 +247,32 @@ class Shelf:
     # ---- errors ---------------------------------------------------------------------------
 
     def _out_of_budget(self, needed_bytes: int) -> OutOfPagesError:
-        stats = self.stats()
-        free_bytes = max(0, stats.budget_bytes - stats.created_bytes + stats.free_bytes)
+        free_bytes = max(0, self.available_bytes)
         is_host = self.location is MemoryLocation.HOST
         whose, option = ("host memory ", "host_budget_bytes") if is_host else ("", "budget_bytes")
-        return OutOfPagesError(
-            f"needs {format_bytes(needed_bytes)}, "
-            f"{format_bytes(free_bytes)} left of a {whose}budget of "
-            f"{format_bytes(self.budget_bytes)} "
-            f"({format_bytes(stats.resident_bytes)} resident, "
-            f"{format_bytes(stats.retired_bytes)} retired and waiting for fences); "
-            f"close or trim sequences, or raise {option}",
-            needed_bytes=needed_bytes,
-            free_bytes=free_bytes,
-            retired_bytes=stats.retired_bytes,
-        )
+        budget = format_bytes(self.budget_bytes)
+        why = f"{format_bytes(free_bytes)} left of a {whose}budget of {budget}"
+        return self._shortage(needed_bytes, free_bytes, why, f"raise {option}")
 
     def _out_of_device_memory(self, needed_bytes: int) -> OutOfPagesError:
-        stats = self.stats()
         is_device = self.location is MemoryLocation.DEVICE
         backend = self._backend
         left_bytes = backend.free_memory_bytes() if is_device else backend.free_host_memory_bytes()
         where = backend.name if is_device else "the host"
+        why = f"{where} has no more memory to give, with {format_bytes(left_bytes)} free there"
+        free_bytes = self.free_bytes + left_bytes
+        return self._shortage(needed_bytes, free_bytes, why, "free memory elsewhere")
+
+    def _shortage(
+        self, needed_bytes: int, free_bytes: int, why: str, remedy: str
+    ) -> OutOfPagesError:
+        stats = self.stats()
         return OutOfPagesError(
-            f"needs {format_bytes(needed_bytes)}, and {where} has no more memory to "
-            f"give ({format_bytes(left_bytes)} free there; this pool holds "
-            f"{format_bytes(stats.created_bytes)}, {format_bytes(stats.resident_bytes)} of it "
-            "resident); close or trim sequences, or free memory elsewhere",
+            f"needs {format_bytes(needed_bytes)}, {why} (this pool holds "
+            f"{format_bytes(stats.resident_bytes)} resident and "
+            f"{format_bytes(stats.retired_bytes)} retired and waiting for fences); close or trim "
+            f"sequences, or {remedy}",
             needed_bytes=needed_bytes,
-            free_bytes=stats.free_bytes + left_bytes,
+            free_bytes=free_bytes,
             retired_bytes=stats.retired_bytes,
         )
