@@ -5,8 +5,11 @@ Not covered: how it travels, which is Ray's and tested with it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -17,7 +20,10 @@ from vmkv.serve import Engine, SamplingParams
 from vmkv.serve.observer import Idle, StepRecord
 from vmkv.serve.replicas.prefixes import MARKED_LENGTHS, HeldPrefixes, names_of, told_names
 
-CACHE: object = None  # No observer here looks at it.
+
+def cache_of(index: PrefixIndex) -> Any:
+    """As much of a cache as is looked at."""
+    return SimpleNamespace(prefixes=index, pool=SimpleNamespace(lock=contextlib.nullcontext()))
 
 
 def held_tokens(prompt: list[int], told: frozenset[bytes]) -> int:
@@ -28,8 +34,7 @@ def held_tokens(prompt: list[int], told: frozenset[bytes]) -> int:
 def tell(index: PrefixIndex, **options: int) -> frozenset[bytes]:
     """What is told of an index."""
     prefixes = HeldPrefixes(**options)
-    prefixes.bind(index)
-    prefixes.on(Idle(), CACHE)
+    prefixes.on(Idle(), cache_of(index))
     return told_names(prefixes.stats)
 
 
@@ -108,22 +113,20 @@ def test_where_too_much_is_held_the_longest_is_left_out() -> None:
     assert {held_tokens(prompt, tell(index)) for prompt in prompts} == {640}
 
 
-def test_nothing_is_told_before_there_is_a_cache() -> None:
+def test_nothing_is_told_before_the_first_look() -> None:
     """Nor is it an error to ask, or to be told nothing."""
-    prefixes = HeldPrefixes()
-    prefixes.on(Idle(), CACHE)
-    assert told_names(prefixes.stats) == told_names({}) == frozenset()
+    assert told_names(HeldPrefixes().stats) == told_names({}) == frozenset()
 
 
 def test_looks_are_rare_while_steps_are_many() -> None:
     """A step looks only where the last look is too old; falling idle always does."""
     index, prefixes = PrefixIndex(), HeldPrefixes(interval_s=3600)
-    prefixes.bind(index)
-    prefixes.on(StepRecord(0.0), CACHE)
+    cache = cache_of(index)
+    prefixes.on(StepRecord(0.0), cache)
     index.record(0, range(64))
-    prefixes.on(StepRecord(0.0), CACHE)
+    prefixes.on(StepRecord(0.0), cache)
     assert not told_names(prefixes.stats)
-    prefixes.on(Idle(), CACHE)
+    prefixes.on(Idle(), cache)
     assert held_tokens(list(range(64)), told_names(prefixes.stats)) == 64
 
 
@@ -133,7 +136,6 @@ def test_an_engine_tells_what_it_will_not_compute_again(
     """What was told after a request is what the next one finds; an eviction takes it back."""
     prefixes = HeldPrefixes()
     engine = make_engine(observer=prefixes, watermark_bytes=None)
-    prefixes.bind(engine.cache.prefixes)
     prompt = [at % 50 for at in range(70)]
     engine.generate(prompt, SamplingParams(max_tokens=2))
     engine.fall_idle()

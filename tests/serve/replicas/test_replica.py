@@ -62,7 +62,6 @@ def test_two_replicas_tell_tenants_apart(make_engine: MakeEngine) -> None:
                 engine = make_engine(observer=prefixes)
                 replica = await stack.enter_async_context(replica_of(engine))
                 replica._prefixes = prefixes
-                prefixes.bind(engine.cache.prefixes, engine.cache.pool.lock)
                 asked = [each async for each in replica.stream(prompt, params, tenant=tenant)]
                 assert 0 == asked[-1].num_cached_tokens
                 prefixes.on(Idle(), engine.cache)

@@ -7,6 +7,7 @@ ranks (`test_replicas.py`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +29,8 @@ def told(*prompts: list[int], tenant: str | None = None) -> dict[str, Any]:
     index, prefixes = PrefixIndex(), HeldPrefixes()
     for row, prompt in enumerate(prompts):
         index.record(row, prompt, tenant)
-    prefixes.bind(index)
-    prefixes.on(Idle(), None)
+    lock = contextlib.nullcontext()
+    prefixes.on(Idle(), SimpleNamespace(prefixes=index, pool=SimpleNamespace(lock=lock)))
     return prefixes.stats
 
 

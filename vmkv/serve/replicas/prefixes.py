@@ -11,12 +11,11 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from typing import Any
 
-from ...core.cache.prefix import BLOCK_TOKENS, PrefixIndex, block_hashes
-from ..observer import Event, Idle, ObservedCache, StepRecord
+from ...core.cache.prefix import BLOCK_TOKENS, block_hashes
+from ..observer import Event, Idle, StepRecord
 
 #: Bytes kept of each hash. A collision makes a router expect a prefix that is not there.
 _HASH_BYTES = 8
@@ -62,36 +61,26 @@ class HeldPrefixes:
     def __init__(self, max_names: int = 32_768, interval_s: float = 1.0):
         self._max_names = max_names
         self._interval_s = interval_s
-        self._index: PrefixIndex | None = None
-        self._lock: AbstractContextManager[object] = nullcontext()
         self._looked_s = float("-inf")
         self._told = b""
-
-    def bind(self, index: PrefixIndex, lock: AbstractContextManager[object] | None = None) -> None:
-        """Set the index, once the cache exists, and the lock of its pool."""
-        self._index = index
-        if lock is not None:
-            self._lock = lock
 
     @property
     def stats(self) -> dict[str, Any]:
         """The names found by the last scan, for `told_names`."""
         return {_KEY: self._told}
 
-    def on(self, event: Event, cache: ObservedCache) -> None:
-        """Scan the index when idle, and after a step if the last scan is too old."""
-        is_old = time.monotonic() - self._looked_s >= self._interval_s
-        if isinstance(event, Idle) or (isinstance(event, StepRecord) and is_old):
-            self._look()
+    def on(self, event: Event, cache: Any) -> None:
+        """Scan the index of a `KVCache` when idle, and after a step if the last scan is too old.
 
-    def _look(self) -> None:
-        """Scan the index: 8 ms for 500 rows of 8,192 tokens, plus 1 µs per new block."""
-        if self._index is None:
+        Cost: 8 ms for 500 rows of 8,192 tokens, plus 1 µs per new block.
+        """
+        is_old = time.monotonic() - self._looked_s >= self._interval_s
+        if not (isinstance(event, Idle) or (isinstance(event, StepRecord) and is_old)):
             return
-        with self._lock:
+        with cache.pool.lock:
             held = {
                 hash_[:_HASH_BYTES]: num_blocks
-                for num_blocks, hash_ in self._index.beginnings(MARKED_LENGTHS)
+                for num_blocks, hash_ in cache.prefixes.beginnings(MARKED_LENGTHS)
             }
         told: Sequence[bytes] = list(held)
         if len(held) > self._max_names:

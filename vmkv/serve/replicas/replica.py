@@ -48,7 +48,6 @@ class EngineReplica:
         self._metrics, self._prefixes = Metrics(), HeldPrefixes()
         self._made = make(Observers([self._metrics, self._prefixes]))
         engine = self._made.__enter__()
-        self._prefixes.bind(engine.cache.prefixes, engine.cache.pool.lock)
         self._metrics.bind_pages(engine.cache.pool.page_bytes)
         self._facts = ReplicaFacts(engine.max_tokens, engine.cache.stats().budget_bytes)
         self._engine = AsyncEngine(engine, silence_max_s=silence_max_s)
