@@ -175,7 +175,7 @@ def test_rows_are_of_the_queries_type_or_in_eight_bits() -> None:
     """There is one way to say the former, and no third."""
     plain = AttentionSpec("cpu", torch.float32, 8, 2, 64, 64)
     assert plain == AttentionSpec("cpu", torch.float32, 8, 2, 64, 64, kv_dtype=torch.float32)
-    assert "rows in torch.float8_e4m3fn" in str(GPU)
+    assert "kv_dtype=torch.float8_e4m3fn" in str(GPU)
     with pytest.raises(ConfigError, match="rows are of the same type"):
         AttentionSpec("cpu", torch.float32, 8, 2, 64, 64, kv_dtype=torch.bfloat16)
     batch, dense, _ = rows("decode", 64, "cpu", margin=0, is_scaled=False)

@@ -111,13 +111,12 @@ class AttentionBatch:
 
         Cost: O(B) on the host, one copy of `4 * B + 1` integers to the device.
         """
-        counts = [len(rows), len(num_tokens), len(query_tokens)]
-        counts += [len(left_pad)] if left_pad is not None else []
+        pads = left_pad if left_pad is not None else [0] * len(rows)
+        counts = [len(each) for each in (rows, num_tokens, query_tokens, pads)]
         if not rows:
             raise ConfigError("an empty batch: pass at least one sequence, or skip the step")
         if len(set(counts)) > 1:
             raise ConfigError(f"one entry per sequence is needed in every list, got {counts}")
-        pads = left_pad if left_pad is not None else [0] * len(rows)
         _check_rows(rows, row_tokens, num_rows)
         for row, tokens, queries, pad in zip(rows, num_tokens, query_tokens, pads, strict=True):
             _check_sequence(row, tokens, queries, pad, row_tokens)
@@ -207,15 +206,14 @@ def _check_rows(rows: Sequence[int], row_tokens: int, num_rows: int | None) -> N
     if len(set(rows)) != len(rows):
         twice = sorted({row for row in rows if list(rows).count(row) > 1})
         raise ConfigError(f"rows {twice} are used more than once in one batch")
-    highest = num_rows - 1 if num_rows is not None else (POSITIONS_MAX - 1) // row_tokens - 1
+    num_indexable = (POSITIONS_MAX - 1) // row_tokens
+    highest = min(num_indexable, num_indexable if num_rows is None else num_rows) - 1
     for row in rows:
         if not 0 <= row <= highest:
-            raise ConfigError(f"row {row} is not one of the rows 0 to {highest}")
-    if (max(rows) + 1) * row_tokens >= POSITIONS_MAX:
-        raise ConfigError(
-            f"{max(rows) + 1} rows of {row_tokens} tokens pass the {POSITIONS_MAX} that kernels "
-            "can index; use fewer rows or shorter ones"
-        )
+            raise ConfigError(
+                f"row {row} of {row_tokens} tokens is not one of the rows 0 to {highest}; kernels "
+                f"index {POSITIONS_MAX} tokens at most"
+            )
 
 
 def _check_sequence(row: int, tokens: int, queries: int, pad: int, row_tokens: int) -> None:

@@ -97,7 +97,7 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
     def begin_step(self, batch_size: int) -> int:
         """Make room for one token per row; returns the tokens held. An error changes nothing."""
         num_tokens = self._virtual_layers[0]._length
-        (rows,) = self._store.device_rows
+        (rows,) = self._store.rows.values()
         rows.ensure(batch_size, num_tokens + 1)
         return num_tokens
 

@@ -162,8 +162,7 @@ class DeviceRows:
 
     def begin_at(self, batch_size: int, num_tokens: int) -> None:
         """Open rows that count `num_tokens` as seen, for a copy of another cache."""
-        for row in range(len(self.sequences), batch_size):
-            self.sequences.append(self.core.open(row=row))
+        self._open_rows(batch_size)
         for sequence in self.sequences:
             # Before growing, so that tokens behind the windows are not mapped.
             sequence.num_tokens = max(sequence.num_tokens, num_tokens)
@@ -203,14 +202,8 @@ class GroupStep:
     def __init__(self, rows: DeviceRows, group: LayerGroup):
         self.rows = rows
         self.group = group
-        self.start = self.end = self.batch_size = self.first = -1
+        self.forget()
         self.key_shape = self.value_shape = torch.Size()
-        self.keys: Sequence_[torch.Tensor] = ()
-        self.values: Sequence_[torch.Tensor] = ()
-        self._new_keys: Sequence_[torch.Tensor] = ()
-        self._new_values: Sequence_[torch.Tensor] = ()
-        self._all_rows: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._batch: tuple[torch.Tensor | None, AttentionBatch] | None = None
         self._uniform: tuple[tuple[int, int], torch.Tensor, torch.Tensor] | None = None
         self._is_cuda = rows.core.device.type == "cuda"
         self.is_fp8 = group.dtype == FP8
@@ -226,6 +219,16 @@ class GroupStep:
             )
             for at in range(geometry.num_layers)
         ]
+
+    def forget(self) -> None:
+        """Drop the tensors; the next update makes new ones."""
+        self.start = self.end = self.batch_size = self.first = -1
+        self.keys: Sequence_[torch.Tensor] = ()
+        self.values: Sequence_[torch.Tensor] = ()
+        self._new_keys: Sequence_[torch.Tensor] = ()
+        self._new_values: Sequence_[torch.Tensor] = ()
+        self._all_rows: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._batch: tuple[torch.Tensor | None, AttentionBatch] | None = None
 
     def advance(self, batch_size: int, first: int, start: int, end: int) -> None:
         """Map the step's tokens and make its tensors; an error changes nothing."""
@@ -322,13 +325,6 @@ class GroupStep:
                 count = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
                 self._uniform = ((batch_size, num_queries), count[:-1], count * num_queries)
         return self._uniform[1:]
-
-    def forget(self) -> None:
-        """Drop the tensors; the next update makes new ones."""
-        self.start = self.end = self.batch_size = self.first = -1
-        self.keys = self.values = self._new_keys = self._new_values = ()
-        self._all_rows = {}
-        self._batch = None
 
 
 @dataclass

@@ -124,11 +124,9 @@ def _check_passes(model: Any, kinds: Sequence[LayerKind], attention_backend: str
     for attempt in range(_NUM_ATTEMPTS):
         plain = _plain_pass(model, _token_ids(model, attempt))
         signatures = signatures or _layer_signatures(model, kinds, plain.token_ids[:2])
-        calls, never_waits, differences = _packed_passes(
-            model, kinds, signatures, attention_backend, plain
-        )
+        proof, differences = _packed_passes(model, kinds, signatures, attention_backend, plain)
         if not differences:
-            return Proof(signatures, calls, never_waits)
+            return proof
     raise UnservableError(_why_different(model, max(differences)))
 
 
@@ -170,8 +168,8 @@ def _packed_passes(
     signatures: Mapping[int, Signature],
     attention_backend: str | None,
     plain: _PlainPass,
-) -> tuple[tuple[int, ...], bool, list[_Difference]]:
-    """Run the packed passes in their own cache; returns `calls`, `never_waits`, differences."""
+) -> tuple[Proof, list[_Difference]]:
+    """Run the packed passes in their own cache; returns a proof if there are no differences."""
     options = CacheOptions(
         max_tokens=_ROW_TOKENS,
         max_batch_size=_NUM_SEQUENCES,
@@ -194,8 +192,8 @@ def _packed_passes(
                     core.grow((sequences[each.row], each.num_tokens) for each in packed)
                 differences += _packed_pass(model, stepper, packed, plain, eps)
             never_waits = not differences and _never_waits(stepper, rows)
-            calls = stepper.calls
-    return calls or (), never_waits, differences
+            proof = Proof(signatures, stepper.calls or (), never_waits)
+    return proof, differences
 
 
 def _never_waits(stepper: Stepper, rows: Sequence[Sequence[Row]]) -> bool:

@@ -59,13 +59,9 @@ class Group:
     ) -> Group:
         """Make a group of what transformers has prepared; refuses ways of decoding."""
         _check_config(config)
-        max_tokens = min(map(_max_tokens, filter(compat.is_length_limit, criteria)), default=None)
+        limits = [int(each.max_length) for each in filter(compat.is_length_limit, criteria)]
         rest = [each for each in criteria if not compat.is_length_limit(each)]
-        return cls(tuple(rows), num_tokens, processors, rest, max_tokens, config)
-
-
-def _max_tokens(limit: Any) -> int:
-    return int(limit.max_length)
+        return cls(tuple(rows), num_tokens, processors, rest, min(limits, default=None), config)
 
 
 def prepare(

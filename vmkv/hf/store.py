@@ -150,7 +150,7 @@ class Store:
         self.kv_format.check(self.kinds)
         self.is_closed = False
         self.keeps_past = False
-        self._rows: dict[torch.device, DeviceRows] = {}
+        self.rows: dict[torch.device, DeviceRows] = {}  #: The batch's rows.
         self.cores: list[KVCache] = []  #: The caches, one per device.
         self._places: dict[int, LayerPlace] = {}
         self.signatures: dict[int, Signature] = {}  #: Of bound layers.
@@ -249,7 +249,7 @@ class Store:
         if not self._has_gaps or not self.has_seen_all:
             return
         self._has_gaps = False
-        for rows in self._rows.values():
+        for rows in self.rows.values():
             try:
                 moved = rows.core.compact()
             except CapacityError:
@@ -277,13 +277,13 @@ class Store:
     def _rows_on(self, signature: Signature, batch_size: int) -> DeviceRows:
         """Return the rows on a layer's device, made on first use."""
         device = signature.device
-        if device not in self._rows:
+        if device not in self.rows:
             options = self.options
             memory = options.backend if options.pool is None else options.pool
-            if self._rows and memory is not None:
+            if self.rows and memory is not None:
                 raise ConfigError(
                     f"keys arrived on {device}, but this cache was given one device's memory "
-                    f"({next(iter(self._rows))}); leave backend out for models spread over several"
+                    f"({next(iter(self.rows))}); leave backend out for models spread over several"
                 )
             num_values = math.prod(signature.k_shape) + math.prod(signature.v_shape)
             token_bytes = num_values * signature.dtype.itemsize * len(self.kinds)
@@ -312,10 +312,10 @@ class Store:
                     "leave backend out, or name the model's device"
                 )
             core.keeps_past = self.keeps_past
-            self._rows[device] = DeviceRows(core)
+            self.rows[device] = DeviceRows(core)
             self.cores.append(core)
             self._num_spare[device] = spare
-        return self._rows[device]
+        return self.rows[device]
 
     @property
     def attends_in_place(self) -> bool:
@@ -329,17 +329,20 @@ class Store:
     def keep_past(self) -> None:
         """Keep tokens that leave sliding windows, so that they can be rolled back to."""
         self.keeps_past = True
-        for rows in self._rows.values():
+        for rows in self.rows.values():
             rows.core.keeps_past = True
 
     # ---- the batch ------------------------------------------------------------------------
 
+    def _forget_steps(self) -> None:
+        for place in self._places.values():
+            place.step.forget()
+
     def settle(self, batch_size: int, num_tokens: int) -> None:
         """End rows and truncate them, after layers have changed their batch or length."""
         self.num_batches += 1
-        for place in self._places.values():
-            place.step.forget()
-        for rows in self._rows.values():
+        self._forget_steps()
+        for rows in self.rows.values():
             rows.keep_rows(batch_size)
             rows.set_length(num_tokens)
             rows.paddings.clear()  # Another batch may rewrite the same tensor.
@@ -353,33 +356,32 @@ class Store:
         """
         self.check_open()
         self.num_batches += 1
-        for place in self._places.values():
-            place.step.forget()
-        for rows in self._rows.values():
+        self._forget_steps()
+        for rows in self.rows.values():
             rows.take_over(sources)
 
     def fork_from(self, other: Store) -> bool:
         """Share the contents of `other`, bound alike; False if pools or layouts differ."""
-        if not any(rows.sequences for rows in other._rows.values()):
+        if not any(rows.sequences for rows in other.rows.values()):
             return True
-        if self._rows.keys() != other._rows.keys() or any(
+        if self.rows.keys() != other.rows.keys() or any(
             mine.core.pool is not theirs.core.pool
             or [each.layout for each in mine.core.groups]
             != [each.layout for each in theirs.core.groups]
-            for mine, theirs in zip(self._rows.values(), other._rows.values(), strict=True)
+            for mine, theirs in zip(self.rows.values(), other.rows.values(), strict=True)
         ):
             return False
-        for mine, theirs in zip(self._rows.values(), other._rows.values(), strict=True):
+        for mine, theirs in zip(self.rows.values(), other.rows.values(), strict=True):
             mine.fork_from(theirs)
         return True
 
     def keeps(self, num_tokens: int) -> bool:
         """Whether the batch can go back to `num_tokens`: its windows still hold their tokens."""
-        return all(rows.keeps(num_tokens) for rows in self._rows.values())
+        return all(rows.keeps(num_tokens) for rows in self.rows.values())
 
     def forget_past(self) -> None:
         """Retire tokens behind the windows, even while past tokens are kept."""
-        for rows in self._rows.values():
+        for rows in self.rows.values():
             rows.core.retire_behind_windows()
 
     # ---- the whole ------------------------------------------------------------------------
@@ -392,16 +394,10 @@ class Store:
         for reader in list(self._readers):
             reader.close()
 
-    @property
-    def device_rows(self) -> list[DeviceRows]:
-        """The batch's rows, on each device."""
-        return list(self._rows.values())
-
     def has_outside_views(self) -> bool:
         """Whether tensors from the cache still live outside it; drops the store's own."""
         self._end_readers()
-        for place in self._places.values():
-            place.step.forget()
+        self._forget_steps()
         return any([core.has_outside_views() for core in self.cores])
 
     def close(self) -> None:
@@ -410,8 +406,7 @@ class Store:
             return
         self._end_readers()
         self.is_closed = True
-        for place in self._places.values():
-            place.step.forget()
+        self._forget_steps()
         for core in self.cores:
             core.close()
 

@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from ..attention import AttentionBatch
 from ..errors import CapacityError, ConfigError, one_line
 from .model_guard import refusing_waits
 from .piece import HeadInParts, Piece, likeliest, pinned
-from .row_attention import StepParts, row_capacities
+from .row_attention import StepParts, batches, row_capacities
 
 if TYPE_CHECKING:
     from .stepper import Stepper
@@ -217,12 +216,8 @@ class StepGraphs(abc.ABC, Generic[Key]):
         if graph is not None:
             graph.reset()
 
-    def warm_up(self, key: Key) -> None:
-        """Run the step of `key` on padding: compiles, tunes and loads its kernels."""
-        self.run(key, self.empty(key))
-
     def run(self, key: Key, integers: torch.Tensor) -> None:
-        """Run a step without a graph."""
+        """Run a step without a graph; on padding, to compile, tune and load its kernels."""
         self._send(integers)
         self._run(key)
 
@@ -293,7 +288,7 @@ class DecodeGraphs(StepGraphs[Bucket]):
         for key in self.keys():
             # Layers are compiled and tuned separately for one sequence.
             if not self.captured or key[0] == 1:
-                self.warm_up(key)
+                self.run(key, self.empty(key))
             self.capture(key)
             captured()
 
@@ -336,20 +331,13 @@ def _decode_parts(
     left_pad: torch.Tensor | None = None,
 ) -> StepParts:
     """Describe a step in which every sequence decodes; vectors are `[B] int32` on the device."""
-    batches = {
-        capacity: AttentionBatch(
-            row_indices=rows,
-            num_tokens=num_tokens,
-            query_starts=space.starts[: rows.shape[0] + 1],
-            max_query_tokens=1,
-            max_num_tokens=min(max_num_tokens, capacity),
-            row_tokens=capacity,
-            left_pad=left_pad,
-            past_tokens=past_tokens,
-        )
-        for capacity in space.capacities
-    }
-    return StepParts(rows.shape[0], 0, everything=batches, decode=batches)
+    width = rows.shape[0]
+    decode = batches(
+        *(space.capacities, rows, num_tokens, space.starts[: width + 1], 1, max_num_tokens),
+        left_pad=left_pad,
+        past_tokens=past_tokens,
+    )
+    return StepParts(width, 0, everything=decode, decode=decode)
 
 
 def batch_buckets(max_batch: int, *, few: bool = False) -> list[int]:

@@ -26,7 +26,7 @@ from ..attention import AttentionBatch
 from ..units import div_ceil
 from .graphs import GraphSpace, StepGraphs
 from .piece import Piece, pinned
-from .row_attention import TiledParts
+from .row_attention import TiledParts, batches
 
 TILE_TOKENS = 128
 """Most queries of a tile: the block size of kernels, so that tiling repeats no work."""
@@ -149,7 +149,7 @@ class MixedGraphs(StepGraphs[Bucket]):
         is_short = False
         try:
             if not self.captured:
-                self.warm_up(bucket)
+                self.run(bucket, self.empty(bucket))
             self.capture(bucket)
         except torch.OutOfMemoryError:
             is_short = True
@@ -231,24 +231,17 @@ class MixedGraphs(StepGraphs[Bucket]):
     def _parts(self, bucket: Bucket, fields: Fields) -> TiledParts:
         width = bucket.num_decode
 
-        def batches(sequences: slice, starts: torch.Tensor, most: int) -> dict[int, AttentionBatch]:
-            return {
-                capacity: AttentionBatch(
-                    row_indices=fields.rows[sequences],
-                    num_tokens=fields.lengths[sequences],
-                    query_starts=starts,
-                    max_query_tokens=most,
-                    max_num_tokens=min(self.space.max_tokens, capacity),
-                    row_tokens=capacity,
-                )
-                for capacity in self.space.capacities
-            }
+        def part(sequences: slice, starts: torch.Tensor, most: int) -> dict[int, AttentionBatch]:
+            rows, lengths = fields.rows[sequences], fields.lengths[sequences]
+            return batches(
+                self.space.capacities, rows, lengths, starts, most, self.space.max_tokens
+            )
 
         entries = self.space.starts[: width + 1]
         return TiledParts(
-            everything=batches(slice(None), fields.starts, bucket.tile_tokens),
-            decode=batches(slice(width), entries, 1),
-            tiles=batches(slice(width, None), fields.starts[width:], bucket.tile_tokens),
+            everything=part(slice(None), fields.starts, bucket.tile_tokens),
+            decode=part(slice(width), entries, 1),
+            tiles=part(slice(width, None), fields.starts[width:], bucket.tile_tokens),
             is_decode=(entries[:width] < fields.count)[:, None, None],
         )
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..attention import AttentionBatch
-from .row_attention import StepParts
+from .row_attention import StepParts, batches
 
 # ---- pieces --------------------------------------------------------------------------------------
 
@@ -110,34 +110,26 @@ def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) ->
     ids, positions, decode_slots, ends = [each.long() for each in sent[:4]]
     on_device = sent[4:7]
 
-    def batches(first: int, end: int, query_starts: torch.Tensor) -> dict[int, AttentionBatch]:
+    def part(first: int, end: int, query_starts: torch.Tensor) -> dict[int, AttentionBatch]:
         """Return pieces `[first, end)` as a batch for each row capacity."""
         row_indices, lengths, past_tokens = [each[first:end] for each in on_device]
         longest = max(_SHORTEST_VIEW_TOKENS, int(num_tokens[first:end].max()))
-        return {
-            capacity: AttentionBatch(
-                row_indices=row_indices,
-                num_tokens=lengths,
-                query_starts=query_starts[: end - first + 1],
-                max_query_tokens=int(new[first:end].max()),
-                max_num_tokens=min(longest, capacity),
-                row_tokens=capacity,
-                past_tokens=past_tokens,
-            )
-            for capacity in capacities
-        }
+        starts, most = query_starts[: end - first + 1], int(new[first:end].max())
+        return batches(
+            capacities, row_indices, lengths, starts, most, longest, past_tokens=past_tokens
+        )
 
-    everything = batches(0, count, sent[7])
+    everything = part(0, count, sent[7])
     begins, continues = first_later > num_decode, first_later < count
     decode = beginnings = continued = prompts = None
     if num_decode:
-        decode = batches(0, num_decode, sent[7]) if num_decode < count else everything
+        decode = part(0, num_decode, sent[7]) if num_decode < count else everything
     if begins:
-        beginnings = batches(num_decode, first_later, sent[8])
+        beginnings = part(num_decode, first_later, sent[8])
     if begins and continues:
-        continued = batches(first_later, count, sent[9])
+        continued = part(first_later, count, sent[9])
     if num_decode < count:
-        prompts = batches(num_decode, count, sent[8])
+        prompts = part(num_decode, count, sent[8])
     num_beginning_tokens = int(starts[first_later]) - num_decode
     parts = StepParts(
         num_decode, num_beginning_tokens, everything, decode, beginnings, continued, prompts
