@@ -171,11 +171,6 @@ class Request:
         num_tokens = self.num_tokens
         return 0 if num_tokens >= self.max_total_tokens else num_tokens - self.num_computed
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether it has ended."""
-        return self.finish_reason is not None
-
     def tokens(self, start: int, end: int) -> Sequence[int]:
         """Tokens `[start, end)` of prompt and output together."""
         num_prompt = len(self.prompt_token_ids)

@@ -134,44 +134,24 @@ class PendingTokens:
 
         Called once per step in the order of submission, and again only after an interrupt.
         """
-        if self._ready is not None:
-            self._ready.synchronize()
+        self.wait()
         token_ids: list[int] = []
-        logprobs: list[TokenLogprobs | None] = []
+        logprobs: dict[int, TokenLogprobs] = {}
         for part in self._parts:
             start = len(token_ids)
             token_ids += part.token_ids.tolist()
-            logprobs += [None] * (len(token_ids) - start)
-            if self._num_logprobs:
-                self._report(part, start, token_ids, logprobs)
+            told = (part.logprobs, part.top_token_ids, part.top_logprobs)
+            # All None where no slot of the part has asked for any.
+            columns = [each.tolist() for each in told if each is not None]
+            for at, (value, ids, top) in enumerate(zip(*columns, strict=True), start):
+                if at in self._num_logprobs:
+                    count = self._num_logprobs[at]
+                    best = dict(zip(ids[:count], top[:count], strict=True))
+                    logprobs[at] = TokenLogprobs(token_ids[at], value, best)
         for at, history in self._histories.items():
             history.append(token_ids[at])
-        if self._order is not None:
-            token_ids = [token_ids[at] for at in self._order]
-            logprobs = [logprobs[at] for at in self._order]
-        return StepResult(token_ids, logprobs)
-
-    def _report(
-        self,
-        part: SampledTokens,
-        start: int,
-        token_ids: Sequence[int],
-        logprobs: list[TokenLogprobs | None],
-    ) -> None:
-        """Set the log-probabilities of the tokens of `part`, the first of which is at `start`."""
-        if part.logprobs is None or part.top_token_ids is None or part.top_logprobs is None:
-            return  # No slot of this part has asked for any.
-        columns = zip(
-            part.logprobs.tolist(),
-            part.top_token_ids.tolist(),
-            part.top_logprobs.tolist(),
-            strict=True,
-        )
-        for at, (value, ids, top) in enumerate(columns, start):
-            if at in self._num_logprobs:
-                count = self._num_logprobs[at]
-                best = dict(zip(ids[:count], top[:count], strict=True))
-                logprobs[at] = TokenLogprobs(token_ids[at], value, best)
+        order = range(len(token_ids)) if self._order is None else self._order
+        return StepResult([token_ids[at] for at in order], [logprobs.get(at) for at in order])
 
 
 # ---- model runner --------------------------------------------------------------------------------
@@ -326,14 +306,12 @@ class ModelRunner:
         order = None
         if sampling != sorted(sampling):
             order = sorted(range(len(sampling)), key=sampling.__getitem__)
-        num_logprobs, histories = {}, {}
-        if self._wanted_logprobs or self._histories:
-            for at, place in enumerate(sampling):
-                slot = pieces[place].slot
-                if slot in self._wanted_logprobs:
-                    num_logprobs[at] = self._wanted_logprobs[slot]
-                if slot in self._histories:
-                    histories[at] = self._histories[slot][1]
+        num_logprobs, histories, wanted = {}, {}, self._wanted_logprobs
+        if wanted or self._histories:
+            slots = [(at, pieces[place].slot) for at, place in enumerate(sampling)]
+            num_logprobs = {at: wanted[slot] for at, slot in slots if slot in wanted}
+            known = self._histories
+            histories = {at: known[slot][1] for at, slot in slots if slot in known}
         return PendingTokens(parts, num_logprobs, histories, order)
 
     def _sample(self, step: StepLogits, slots: Sequence[int]) -> SampledTokens:

@@ -108,11 +108,9 @@ class PreemptionCosts:
     flops_per_token: float = 16e9
 
     def __post_init__(self) -> None:
-        for name in ("copy_bytes_per_s", "flops_per_s", "flops_per_token"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be above zero")
-        if self.mapping_s < 0:
-            raise ConfigError(f"mapping_s={self.mapping_s!r} must not be negative")
+        for name, value in vars(self).items():
+            if not value > 0 and (name != "mapping_s" or value < 0):
+                raise ConfigError(f"{name}={value!r} must be above zero")
 
     @classmethod
     def of(cls, model: Any) -> PreemptionCosts:

@@ -30,7 +30,7 @@ from ..units import div_ceil
 from .memory_view import MemoryView
 from .observer import EngineObserver, StepRecord
 from .request import FinishReason, Request, TokenLogprobs
-from .runner import ModelRunner, PendingTokens, SlotError, StepResult
+from .runner import ModelRunner, PendingTokens, SlotError
 from .sampler import is_out_of_memory
 from .scheduler import PlannedChunk, PreemptionMethod, Scheduler, StepPlan
 
@@ -197,7 +197,7 @@ class StepLoop:
         # Pages counted as free that recently could not be mapped.
         self._withheld_pages = 0
         self._num_in_vain = 0  # Consecutive steps in which memory was not made ready.
-        self._pace: Pace | None = None  # Made when `spare_s` is first asked.
+        self._pace = Pace()
         self._arbiter = view.cache.pool.arbiter
         self._borrower = Borrower(self._arbiter, lambda: scheduler.last_rank, self._give_way)
         self.num_failed_steps = 0  #: See `Engine.num_failed_steps`.
@@ -210,9 +210,6 @@ class StepLoop:
     @property
     def spare_s(self) -> float:
         """Seconds that the next step may wait, to be asked again; 0 for none."""
-        if self._pace is None:
-            self._pace = Pace()
-            self._pace.lost()  # Steps that were submitted before were not timed.
         if len(self._pending) != 1:
             return 0.0
         return self._pace.spare_s(self._pending[0], begins=self._scheduler.num_waiting > 0)
@@ -242,8 +239,7 @@ class StepLoop:
     def end_all(self, error: Exception) -> None:
         """Fail every request with `error`, and forget the submitted steps."""
         self._pending.clear()
-        if self._pace is not None:
-            self._pace.lost()
+        self._pace.lost()
         for request in tuple(self._requests.values()):
             self.end(request, FinishReason.ERROR, error, keep=False)
 
@@ -310,7 +306,9 @@ class StepLoop:
             except CapacityError as error:
                 self._shortage = error
                 self._give_up(plan, chunks)
-                lacking_bytes = _missing_bytes(error)
+                lacking_bytes = 1
+                if isinstance(error, OutOfPagesError):
+                    lacking_bytes = max(1, error.needed_bytes - error.free_bytes)
                 if not was_short:
                     self._view.cache.make_room(lacking_bytes)
                 was_short, num_begun = True, len(plan.admitted) + len(plan.resumed)
@@ -337,10 +335,9 @@ class StepLoop:
             submitted = self._submit(chunks)
             record.submit_s += time.perf_counter() - start_s
             if submitted is not None:
-                if self._pace is not None:
-                    before = self._pending[-1] if self._pending else None
-                    begins = bool(plan.admitted or plan.resumed)
-                    self._pace.submitted(submitted, before, record.start_s, begins=begins)
+                before = self._pending[-1] if self._pending else None
+                begins = bool(plan.admitted or plan.resumed)
+                self._pace.submitted(submitted, before, record.start_s, begins=begins)
                 if outranked_by is None:
                     self._make_ready(chunks)
                 record.ready_s += time.perf_counter() - submitted.submitted_s
@@ -471,7 +468,14 @@ class StepLoop:
             request = self._requests.get(chunk.request_id)
             if request is not None:
                 request.is_on_device = request.is_set = False
-                self._shrink(chunk)
+                try:
+                    self._view.shrink(chunk.request_id, chunk.num_past_tokens)
+                except (
+                    ConfigError,
+                    DriverError,
+                ):  # For instance, a window has moved on: recompute.
+                    self._view.end(chunk.request_id, keep=False)
+                    self._scheduler.requeue(chunk.request_id, PreemptionMethod.RECOMPUTE)
         if not isinstance(error, Exception):
             raise error
         if isinstance(error, SlotError):
@@ -486,13 +490,6 @@ class StepLoop:
         elif not isinstance(error, ConfigError):  # The caller's error: a changed model.
             self.num_failed_steps += 1
         self._fail([chunk.request_id for chunk in chunks], error)
-
-    def _shrink(self, chunk: PlannedChunk) -> None:
-        try:
-            self._view.shrink(chunk.request_id, chunk.num_past_tokens)
-        except (ConfigError, DriverError):  # For instance, a window has moved on: recompute.
-            self._view.end(chunk.request_id, keep=False)
-            self._scheduler.requeue(chunk.request_id, PreemptionMethod.RECOMPUTE)
 
     def _fail(self, request_ids: Sequence[int], error: Exception) -> None:
         for request_id in request_ids:
@@ -532,33 +529,28 @@ class StepLoop:
     def _read(self, num_left: int = 0) -> None:
         """Read submitted steps except the last `num_left`."""
         while len(self._pending) > num_left:
-            step, pace = self._pending[0], self._pace
+            step = self._pending[0]
             try:
-                if pace is not None:
-                    pace.wait(step)
+                self._pace.wait(step)
                 result = step.pending.result()
             except Exception as error:  # noqa: BLE001  # fails the step's requests
                 self._pending.popleft()
-                if pace is not None:
-                    pace.lost()
+                self._pace.lost()
                 self.num_failed_steps += 1
                 _log_and_release(error)
                 self._fail(step.request_ids, error)
                 continue
             self._pending.popleft()
             self.num_failed_steps = 0
-            self._take(step, result)
-
-    def _take(self, step: SubmittedStep, result: StepResult) -> None:
-        sampled: list[Sampled] = []
-        columns = zip(step.sampling_ids, result.token_ids, result.logprobs, strict=True)
-        for request_id, token_id, logprobs in columns:
-            request = self._requests.get(request_id)
-            if request is not None:  # Otherwise it had ended before this token was computed.
-                request.num_unread -= 1
-                sampled.append((request, token_id, logprobs))
-        for request, reason, error in self._accept(sampled):
-            self.end(request, reason, error)
+            sampled: list[Sampled] = []
+            columns = zip(step.sampling_ids, result.token_ids, result.logprobs, strict=True)
+            for request_id, token_id, logprobs in columns:
+                request = self._requests.get(request_id)
+                if request is not None:  # Otherwise it had ended before this token was computed.
+                    request.num_unread -= 1
+                    sampled.append((request, token_id, logprobs))
+            for request, reason, failure in self._accept(sampled):
+                self.end(request, reason, failure)
 
     def _report(self, record: StepRecord, plan: StepPlan, observer: EngineObserver) -> None:
         record.num_decode_tokens = sum([chunk.from_device for chunk in plan.chunks])
@@ -583,10 +575,3 @@ def _log_and_release(error: BaseException) -> None:
         seen.add(id(link))
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
-
-
-def _missing_bytes(error: CapacityError) -> int:
-    """Return how many bytes the cache lacked, at least 1."""
-    if isinstance(error, OutOfPagesError):
-        return max(1, error.needed_bytes - error.free_bytes)
-    return 1

@@ -76,12 +76,7 @@ class ParallelEngine(Engine):
         its = replace(its, budget_bytes=None, host_budget_bytes=0)  # The pool has them.
         super().__init__(model, tokenizer=tokenizer, observer=observer, pool=pool, **vars(its))
         try:
-            lockstep.begin(
-                pool,
-                max_tokens=self.max_tokens,
-                overread_tokens=self.cache.overread_tokens,
-                vocabulary=self._vocab_size,
-            )
+            lockstep.begin(pool, self.max_tokens, self.cache.overread_tokens, self._vocab_size)
         except BaseException:
             super().close()
             raise

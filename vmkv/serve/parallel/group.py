@@ -155,13 +155,6 @@ class TensorParallel:
         self._call(lambda: dist.broadcast_object_list(values, 0, group=self._agreement))
         return values[0]
 
-    def check_same(self, facts: dict[str, int]) -> None:
-        """Check that named values are equal on all ranks; all ranks raise `RankError` otherwise."""
-        every = self._gather(facts)
-        different = [name for name in facts if any(each[name] != facts[name] for each in every)]
-        if different:
-            raise self.fail(f"the ranks differ in {', '.join(different)}: {every}")
-
     def _reduce(self, value: int, operation: Any) -> int:
         tensor = torch.tensor([value], dtype=torch.int64)
         self._call(lambda: dist.all_reduce(tensor, operation, group=self._agreement))

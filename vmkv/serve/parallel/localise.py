@@ -9,9 +9,10 @@ captured like a whole model's.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -175,36 +176,29 @@ def _filled_up(
 
 
 def _change_class(module: Any, style: str, group: TensorParallel) -> None:
-    own = vars(module)
+    own, kind = vars(module), cast("Any", type(module))
+    own.update(_vmkv_group=group.name, _vmkv_rank=group.rank, _vmkv_size=group.size)
     if style in sharding.ROWS and isinstance(module, torch.nn.Linear):
         whole, module.in_features = module.in_features, module.weight.shape[1]
         start = Share(group.rank, group.size).of(whole).start
         takes = (start, module.in_features) if sharding.ROWS[style] else None
-        own.update(_vmkv_group=group.name, _vmkv_input=takes)
+        own.update(_vmkv_input=takes)
         module.__class__ = RowwiseLinear
     elif sharding.COLUMNS.get(style):
-        own.update(_vmkv_group=group.name, _vmkv_rank=group.rank, _vmkv_size=group.size)
         module.__class__ = GatheredLinear
     elif style in sharding.COLUMNS:
         module.out_features = module.weight.shape[0]
     elif style == sharding.EMBEDDING:
-        start = group.rank * div_ceil(module.num_embeddings, group.size)
-        own.update(_vmkv_group=group.name, _vmkv_start=start)
-        module.__class__ = _derived(_PartialEmbedding, type(module))
+        own.update(_vmkv_start=group.rank * div_ceil(module.num_embeddings, group.size))
+        module.__class__ = _derived(_PartialEmbedding, kind)
     elif style == sharding.EXPERTS:
-        own.update(_vmkv_group=group.name)
-        module.__class__ = _derived(_PartialExperts, type(module))
+        module.__class__ = _derived(_PartialExperts, kind)
 
 
-_DERIVED: dict[tuple[type, type], type] = {}
-
-
+@functools.cache
 def _derived(partial: type, of: type) -> type:
     """Return a subclass of `of` that computes with a part; one per class."""
-    key = (partial, of)
-    if key not in _DERIVED:
-        _DERIVED[key] = type(f"Partial{of.__name__}", (partial, of), {})
-    return _DERIVED[key]
+    return type(f"Partial{of.__name__}", (partial, of), {})
 
 
 def check_config(config: Any, size: int) -> None:

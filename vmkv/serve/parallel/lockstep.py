@@ -177,11 +177,13 @@ class Lockstep:
             if budget_bytes:
                 pool.set_budget(budget_bytes, location)
 
-    def begin(self, pool: ExtentPool, **facts: int) -> None:
-        """Use this pool, after checking that it and other `facts` are equal on all ranks."""
+    def begin(self, pool: ExtentPool, *facts: int) -> None:
+        """Use this pool, once all ranks have got here, with the same pages, budget and `facts`."""
         self._pool = pool
-        budget_bytes = pool.stats().budget_bytes
-        self.group.check_same({"page_bytes": pool.page_bytes, "budget": budget_bytes, **facts})
+        books = (pool.page_bytes, pool.stats().budget_bytes, *facts)
+        self._checksum = zlib.crc32(repr(books).encode())
+        if self.group.min(self._checksum) != self.group.max(self._checksum):
+            raise self.group.fail(f"the ranks differ; here page, budget, and so on are {books}")
 
     # ---- rank 0 ---------------------------------------------------------------------------
 

@@ -74,8 +74,8 @@ class Ranks:
         self._processes: list[Any] = []
         self._closing, self._close_watcher = multiprocessing.Pipe(duplex=False)
         with contextlib.ExitStack() as undo:
+            # Stays open: torch's store looks for its file by this path even when it is collected.
             file = os.memfd_create("vmkv-ranks")
-            undo.callback(os.close, file)
             join = partial(_join, f"/proc/{os.getpid()}/fd/{file}", size, device_type, timeout_s)
             open_group = partial(TensorParallel, timeout_s=timeout_s)
             undo.callback(self._close_group)
