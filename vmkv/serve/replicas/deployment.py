@@ -20,7 +20,8 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from ..engine_client import SILENCE_MAX_S
-from ..server.app import ServerOptions, create_app
+from ..server.app import create_app
+from ..server.service import ServerOptions
 from .choice import Routing
 from .client import ReplicatedEngine
 from .metrics import ReplicaMetrics

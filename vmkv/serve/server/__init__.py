@@ -6,7 +6,7 @@ JSON and server-sent events), with `prompts.py` (tokenisation) and `choices.py` 
 are made in `errors.py`. `app.py` has the routes. Needs the extra `vmkv[serve]`.
 """
 
-from .app import ServerOptions as ServerOptions
 from .app import create_app as create_app
 from .guard import Limits as Limits
 from .run import run_server as run_server
+from .service import ServerOptions as ServerOptions

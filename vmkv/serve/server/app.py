@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,37 +21,11 @@ from starlette.responses import Response
 
 from ..metrics import CONTENT_TYPE, Metrics
 from .errors import ApiError
-from .guard import ApiKeys, Guard, Limits
+from .guard import Guard
 from .schema import ChatRequest, CompletionRequest, TokenizeRequest
-from .service import ServerMetrics, Service, StreamingEngine
+from .service import ServerMetrics, ServerOptions, Service, StreamingEngine
 
 _REFS = "#/components/schemas/{model}"
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """Options of a server.
-
-    Attributes:
-        model_name: The model's name in the API.
-        max_model_tokens: Prompt and output tokens of one request together.
-        limits: Limits on requests and connections.
-        api_keys: Accepted keys; empty to accept everybody.
-        protects_everything: Whether `/metrics`, `/version` and the documentation need a key too.
-        cors_origins: Origins whose pages may call the server, as `https://example.com`; `*` for
-            all.
-        chat_template: Replaces the tokenizer's own.
-        share_prefixes: Whether requests with different keys share cached prefixes.
-    """
-
-    model_name: str
-    max_model_tokens: int
-    limits: Limits = field(default_factory=Limits)
-    api_keys: Sequence[str] = ()
-    protects_everything: bool = False
-    cors_origins: Sequence[str] = ()
-    chat_template: str | None = None
-    share_prefixes: bool = False
 
 
 def create_app(
@@ -71,15 +44,7 @@ def create_app(
 
     Its `state.service` is the `Service` that a server drains.
     """
-    service = Service(
-        engine,
-        tokenizer,
-        model_name=options.model_name,
-        max_model_tokens=options.max_model_tokens,
-        limits=options.limits,
-        chat_template=options.chat_template,
-        metrics=metrics or Metrics(),
-    )
+    service = Service(engine, tokenizer, options, metrics or Metrics())
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -89,12 +54,7 @@ def create_app(
 
     app = FastAPI(title="vmkv", version=_version(), lifespan=lifespan)
     app.state.service = service
-    app.add_middleware(
-        Guard,
-        service=service,
-        api_keys=ApiKeys(options.api_keys, share_prefixes=options.share_prefixes),
-        protects_everything=options.protects_everything,
-    )
+    app.add_middleware(Guard, service=service, options=options)
     if options.cors_origins:
         # Outside the guard: a browser's preflight request has no key.
         app.add_middleware(

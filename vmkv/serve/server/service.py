@@ -14,7 +14,8 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -64,8 +65,38 @@ _FORMS: dict[type[GenerationRequest], type[Form]] = {
 }
 
 
-class StreamingEngine(Protocol):
-    """An engine that runs in the background and streams outputs to an event loop."""
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of a server.
+
+    Attributes:
+        model_name: The model's name in the API.
+        max_model_tokens: Prompt and output tokens of one request together.
+        limits: Limits on requests and connections.
+        api_keys: Accepted keys; empty to accept everybody.
+        protects_everything: Whether `/metrics`, `/version` and the documentation need a key too.
+        cors_origins: Origins whose pages may call the server, as `https://example.com`; `*` for
+            all.
+        chat_template: Replaces the tokenizer's own.
+        share_prefixes: Whether requests with different keys share cached prefixes.
+    """
+
+    model_name: str
+    max_model_tokens: int
+    limits: Limits = field(default_factory=Limits)
+    api_keys: Sequence[str] = ()
+    protects_everything: bool = False
+    cors_origins: Sequence[str] = ()
+    chat_template: str | None = None
+    share_prefixes: bool = False
+
+
+class StreamingEngine(AbstractAsyncContextManager[object], Protocol):
+    """An engine that runs in the background and streams outputs to an event loop.
+
+    As a context manager it serves the current event loop, and stops once running requests have
+    finished.
+    """
 
     def stream(
         self,
@@ -91,14 +122,6 @@ class StreamingEngine(Protocol):
         """Stop, after running requests have finished or, with `drain=False`, by cancelling them."""
         ...
 
-    async def __aenter__(self) -> object:
-        """Start to serve the current event loop."""
-        ...
-
-    async def __aexit__(self, *exception: object) -> None:
-        """Stop after running requests have finished."""
-        ...
-
 
 class ServerMetrics(Protocol):
     """An engine's metrics, shown at `/metrics`: a `Metrics`, or those of replicas."""
@@ -111,26 +134,22 @@ class ServerMetrics(Protocol):
 class Service:
     """Serves one model: validates requests, admits them and builds their responses.
 
-    `max_model_tokens` bounds prompt and output of one request together. While `is_draining`, new
-    requests are refused. `gate` bounds the engine's requests.
+    While `is_draining`, new requests are refused. `gate` bounds the engine's requests.
     """
 
     def __init__(
         self,
         engine: StreamingEngine,
         tokenizer: Any,
-        *,
-        model_name: str,
-        max_model_tokens: int,
-        limits: Limits,
-        chat_template: str | None,
+        options: ServerOptions,
         metrics: ServerMetrics,
     ):
+        limits, max_model_tokens = options.limits, options.max_model_tokens
         most_tokens = min(max_model_tokens, limits.max_prompt_tokens or max_model_tokens)
         self.engine = engine
-        self.prompts = Prompts(tokenizer, most_tokens, chat_template)
+        self.prompts = Prompts(tokenizer, most_tokens, options.chat_template)
         self.tokens = Tokens(tokenizer)
-        self.model_name = model_name
+        self.model_name = options.model_name
         self.limits = limits
         self._metrics = metrics
         self._http_metrics = CollectorRegistry()
@@ -364,7 +383,9 @@ class Answer:
                 async for delta in deltas:
                     if self.body.wants_running_usage:
                         tail["usage"] = progress.usage()
-                    yield _event({**head, "choices": [self.form.chunk(delta)], **tail})
+                    yield _event(
+                        {**head, "choices": [self.form.choice(delta, is_chunk=True)], **tail}
+                    )
                     has_begun = True
         except ApiError as error:
             if not has_begun:
@@ -494,30 +515,21 @@ async def merged(
             async for item in only:
                 yield 0, item
         return
-    items: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(len(streams))
-
-    async def pump(at: int) -> None:
-        end = None
-        try:
-            async with contextlib.aclosing(streams[at]) as stream:
-                async for item in stream:
-                    await items.put((at, item))
-        except Exception as error:  # noqa: BLE001  # raised again where the items are read
-            end = error
-        await items.put(end)
-
-    tasks = [asyncio.ensure_future(pump(at)) for at in range(len(streams))]
+    pending = {asyncio.ensure_future(anext(each)): at for at, each in enumerate(streams)}
     try:
-        num_live = len(tasks)
-        while num_live:
-            found = await items.get()
-            if isinstance(found, Exception):
-                raise found
-            if found is None:
-                num_live -= 1
-            else:
-                yield found
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                at = pending.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                pending[asyncio.ensure_future(anext(streams[at]))] = at
+                yield at, item
     finally:
-        for task in tasks:
+        for task in pending:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*pending, return_exceptions=True)
+        for each in streams:
+            await each.aclose()
