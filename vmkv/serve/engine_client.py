@@ -55,23 +55,19 @@ class _Sample:
         if self.is_finished:
             return False
         num_tokens = len(update.token_ids)
-        self._finish_reason, self._stop_reason = update.finish_reason, update.stop_reason
-        self.error = update.error
+        reason, stop, self.error = update.finish_reason, update.stop_reason, update.error
         if self._detokenizer is not None:
             # The text of a stop token, always the last, is not part of the output.
-            num_text_tokens = num_tokens - (update.finish_reason is FinishReason.STOP)
-            tokens = update.token_ids[:num_text_tokens]
+            tokens = update.token_ids[: num_tokens - (reason is FinishReason.STOP)]
             try:
-                end = self._detokenizer.extend(tokens, is_last=self.is_finished)
+                end = self._detokenizer.extend(tokens, is_last=reason is not None)
             except Exception as error:  # noqa: BLE001  # a tokenizer's, for this request alone
-                self._finish_reason, self.error = FinishReason.ERROR, self.error or error
+                reason, self.error = FinishReason.ERROR, self.error or error
             else:
                 if end is not None:
-                    num_tokens, self.error = end, None
-                    self._finish_reason, self._stop_reason = (
-                        FinishReason.STOP,
-                        self._detokenizer.stop,
-                    )
+                    num_tokens, reason, self.error = end, FinishReason.STOP, None
+                    stop = self._detokenizer.stop
+        self._finish_reason, self._stop_reason = reason, stop
         self._token_ids += update.token_ids[:num_tokens]
         self._logprobs += update.logprobs[:num_tokens]
         return self._finish_reason is not None and update.finish_reason is None

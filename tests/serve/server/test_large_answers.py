@@ -136,7 +136,7 @@ def test_whole_answers_are_what_one_piece_would_be(
     assert int(answer.headers["content-length"]) == len(answer.content)
     assert "application/json" == answer.headers["content-type"]
     choices = [
-        form.whole(Delta(each.index, True, each.text, each.logprobs, 0, "length"))
+        form.choice(Delta(each.index, True, each.text, each.logprobs, 0, "length"))
         for each in joined(engine.outputs).outputs
     ]
     found = answer.json()

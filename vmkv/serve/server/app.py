@@ -22,7 +22,7 @@ from starlette.responses import Response
 from ...options import ServerOptions
 from ..metrics import CONTENT_TYPE, Metrics
 from .errors import ApiError
-from .guard import ApiKeys, Guard
+from .guard import Guard
 from .schema import ChatRequest, CompletionRequest, TokenizeRequest
 from .service import ServerMetrics, Service, StreamingEngine
 
@@ -55,12 +55,7 @@ def create_app(
 
     app = FastAPI(title="vmkv", version=_version(), lifespan=lifespan)
     app.state.service = service
-    app.add_middleware(
-        Guard,
-        service=service,
-        api_keys=ApiKeys(options.api_keys, share_prefixes=options.share_prefixes),
-        protects_everything=options.protects_everything,
-    )
+    app.add_middleware(Guard, service=service, options=options)
     if options.cors_origins:
         # Outside the guard: a browser's preflight request has no key.
         app.add_middleware(

@@ -12,7 +12,10 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from .errors import ApiError, api_error
@@ -69,12 +72,8 @@ def _bytes_of(token: str) -> bytes | None:
 
 @functools.cache
 def _byte_level() -> dict[str, int]:
-    """Return GPT-2's table from characters to bytes: printable bytes as is, others from 256 on."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + at): byte for at, byte in enumerate(others)
-    }
+    """Return GPT-2's table from characters to bytes."""
+    return {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 # ---- deltas --------------------------------------------------------------------------------------
@@ -174,30 +173,20 @@ class Form:
     def __init__(self, tokens: Tokens):
         self._tokens = tokens
 
-    def whole(self, delta: Delta) -> dict[str, Any]:
-        """Return a choice of a whole answer, from a delta with everything."""
-        return self._choice(delta, self._whole_text(delta))
-
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        """Return a choice of a chunk."""
-        return self._choice(delta, self._chunk_text(delta))
+    def choice(self, delta: Delta, *, is_chunk: bool = False) -> dict[str, Any]:
+        """Return a choice: of a chunk, or of a whole answer from a delta with everything."""
+        return {
+            "index": delta.index,
+            **self._text(delta, is_chunk),
+            "logprobs": self.logprobs(delta),
+            "finish_reason": delta.finish_reason,
+        }
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:
         """Return the log-probabilities of a choice; None if none were requested."""
         return None if delta.logprobs is None else self._logprobs(delta.logprobs, delta.offset)
 
-    def _choice(self, delta: Delta, text: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "index": delta.index,
-            **text,
-            "logprobs": self.logprobs(delta),
-            "finish_reason": delta.finish_reason,
-        }
-
-    def _whole_text(self, delta: Delta) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _chunk_text(self, delta: Delta) -> dict[str, Any]:
+    def _text(self, delta: Delta, is_chunk: bool) -> dict[str, Any]:
         raise NotImplementedError
 
     def _logprobs(self, entries: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
@@ -210,17 +199,11 @@ class CompletionForm(Form):
     id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
-    def _whole_text(self, delta: Delta) -> dict[str, Any]:
+    def _text(self, delta: Delta, is_chunk: bool) -> dict[str, Any]:
         return {"text": delta.text}
-
-    _chunk_text = _whole_text
 
     def _logprobs(self, entries: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
         tokens = [self._tokens[each.token_id].text for each in entries]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
         return {
             "tokens": tokens,
             "token_logprobs": [each.logprob for each in entries],
@@ -228,7 +211,7 @@ class CompletionForm(Form):
                 {self._tokens[token].text: logprob for token, logprob in each.top.items()}
                 for each in entries
             ],
-            "text_offset": offsets,
+            "text_offset": list(accumulate(map(len, tokens), initial=offset))[:-1],
         }
 
 
@@ -239,10 +222,9 @@ class ChatForm(Form):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def _whole_text(self, delta: Delta) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
-
-    def _chunk_text(self, delta: Delta) -> dict[str, Any]:
+    def _text(self, delta: Delta, is_chunk: bool) -> dict[str, Any]:
+        if not is_chunk:
+            return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
         content: dict[str, Any] = {"role": "assistant", "content": ""} if delta.is_first else {}
         return {"delta": content | ({"content": delta.text} if delta.text else {})}
 
@@ -287,7 +269,7 @@ class WholeChoice:
     def parts(self) -> Iterator[bytes | bytearray]:
         """Yield the choice as JSON, in parts; at least one delta must have been added."""
         assert self._last is not None
-        choice = encoded(self._form.whole(replace(self._last, text="".join(self._texts))))
+        choice = encoded(self._form.choice(replace(self._last, text="".join(self._texts))))
         if not self._logprobs:
             yield choice
             return

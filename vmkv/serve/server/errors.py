@@ -23,6 +23,16 @@ _LOG = logging.getLogger(__name__)
 _TYPES = {429: "rate_limit_error"}
 #: Statuses after which a client may try again, here after a second.
 _PASSING = (429, 503)
+_LOST_PART = "a part of the engine has ended, and all of it is started anew; try again"
+#: Status, code and message of vmkv's errors; the first kind that fits counts.
+_KNOWN: tuple[tuple[type[Exception], int, str | None, str], ...] = (
+    (SequenceFullError, 400, "context_length_exceeded", "{}"),
+    (ConfigError, 400, None, "{}"),
+    (CapacityError, 503, "out_of_memory", "out of memory for this request: {}"),
+    (ClosedError, 503, "engine_stopped", "the engine takes no requests: {}"),
+    (RankError, 503, "engine_stopped", _LOST_PART),
+    (LostError, 503, "replica_lost", "{}"),
+)
 #: Messages are cut here: longer ones repeat the client's input.
 _MESSAGE_CHARS_MAX = 1000
 #: Innermost frames of an error that the log shows.
@@ -74,20 +84,10 @@ def api_error(error: Exception) -> ApiError:
     """Convert an exception raised while a request was served; logs internal errors."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, SequenceFullError):
-        return invalid(str(error), "prompt", "context_length_exceeded")
-    if isinstance(error, ConfigError):
-        return invalid(str(error))
-    if isinstance(error, CapacityError):
-        message = f"out of memory for this request: {error}"
-        return ApiError(503, message, code="out_of_memory")
-    if isinstance(error, ClosedError):
-        return ApiError(503, f"the engine takes no requests: {error}", code="engine_stopped")
-    if isinstance(error, RankError):
-        message = "a part of the engine has ended, and all of it is started anew; try again"
-        return ApiError(503, message, code="engine_stopped")
-    if isinstance(error, LostError):
-        return ApiError(503, str(error), code="replica_lost")
+    for kind, status, code, message in _KNOWN:
+        if isinstance(error, kind):
+            param = "prompt" if kind is SequenceFullError else None
+            return ApiError(status, message.format(error), param=param, code=code)
     frames = traceback.format_exception(error, limit=-_LOGGED_FRAMES)
     _LOG.error("a request failed:\n%s", "".join(frames).rstrip())
     message = (

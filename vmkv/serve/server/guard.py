@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import ConfigError
-from ...options import Limits
+from ...options import Limits, ServerOptions
 from .errors import ApiError, api_error, draining
 
 if TYPE_CHECKING:
@@ -102,16 +102,14 @@ class Guard:
     """ASGI middleware that checks API keys, bounds the time to send, and counts responses.
 
     Sets `request.state.api_key` to the digest of the client's key. Errors of every request become
-    responses here. With `protects_everything`, all paths but `/health` need a key.
+    responses here.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, service: Service, api_keys: ApiKeys, protects_everything: bool
-    ):
+    def __init__(self, app: ASGIApp, *, service: Service, options: ServerOptions):
         self._app = app
         self._service = service
-        self._keys = api_keys
-        self._open = _ALWAYS_OPEN if protects_everything else _OPEN
+        self._keys = ApiKeys(options.api_keys, share_prefixes=options.share_prefixes)
+        self._open = _ALWAYS_OPEN if options.protects_everything else _OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI request."""

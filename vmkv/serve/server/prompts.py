@@ -7,12 +7,15 @@ import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jinja2
 
 from ...errors import ConfigError
 from .errors import ApiError, invalid
+
+if TYPE_CHECKING:
+    from .schema import ChatBody
 
 #: Names that a request's template arguments may not use: arguments of `apply_chat_template`.
 _RESERVED = frozenset(
@@ -37,27 +40,7 @@ class TextPrompt:
         return len(self.text)
 
 
-@dataclass(frozen=True)
-class ChatPrompt:
-    """A chat to be continued; `options` are further arguments of its template.
-
-    `add_special_tokens` adds the tokenizer's special tokens to the template's text.
-    """
-
-    messages: Sequence[dict[str, Any]]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
-    options: dict[str, Any] | None = None
-
-    @property
-    def num_chars(self) -> int:
-        """Characters to tokenise, without the template's."""
-        contents = (message.get("content") for message in self.messages)
-        return sum(len(content) for content in contents if isinstance(content, str))
-
-
-Prompt = TextPrompt | ChatPrompt | Sequence[int]
+Prompt: TypeAlias = "TextPrompt | ChatBody | Sequence[int]"
 
 
 class Prompts:
@@ -83,7 +66,7 @@ class Prompts:
 
     def check(self, prompt: Prompt) -> None:
         """Raise `ApiError` for a prompt that is surely too long or has an unknown token."""
-        if isinstance(prompt, (TextPrompt, ChatPrompt)):
+        if not isinstance(prompt, Sequence):
             self._check_chars(prompt.num_chars)
             return
         if len(prompt) > self._max_tokens:
@@ -96,7 +79,7 @@ class Prompts:
 
     async def tokens(self, prompt: Prompt) -> Sequence[int]:
         """Return a prompt's tokens; raises `ApiError` if it is too long or malformed."""
-        if not isinstance(prompt, (TextPrompt, ChatPrompt)):
+        if isinstance(prompt, Sequence):
             return prompt
         thread = self._threads[prompt.num_chars > _LONG_CHARS]
         loop = asyncio.get_running_loop()
@@ -112,12 +95,12 @@ class Prompts:
         for thread in self._threads:
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def _encode_prompt(self, prompt: TextPrompt | ChatPrompt) -> list[int]:
+    def _encode_prompt(self, prompt: TextPrompt | ChatBody) -> list[int]:
         if isinstance(prompt, TextPrompt):
             return self._encode(prompt.text, prompt.add_special_tokens, "prompt")
         text = self._render(prompt)
         self._check_chars(len(text))
-        return self._encode(text, prompt.add_special_tokens, "messages")
+        return self._encode(text, bool(prompt.add_special_tokens), "messages")
 
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         try:
@@ -136,8 +119,8 @@ class Prompts:
             raise self._too_long(f"more than {self._max_tokens}")
         return ids
 
-    def _render(self, chat: ChatPrompt) -> str:
-        extra = dict(chat.options or {})
+    def _render(self, chat: ChatBody) -> str:
+        extra = chat.chat_template_kwargs or {}
         taken = sorted(_RESERVED & extra.keys())
         if taken:
             raise invalid(f"chat_template_kwargs may not set {taken}", "chat_template_kwargs")
@@ -149,9 +132,9 @@ class Prompts:
             )
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(chat.messages),
+                chat.conversation(),
                 chat_template=self._chat_template,
-                add_generation_prompt=chat.add_generation_prompt,
+                add_generation_prompt=chat.begins_answer,
                 continue_final_message=chat.continue_final_message,
                 tokenize=False,
                 **extra,

@@ -220,18 +220,12 @@ def make_server(
     return Server(config, service, drain_timeout_s, on_ready)
 
 
-def run_server(
-    app: FastAPI,
-    listener: socket.socket,
-    *,
-    drain_timeout_s: float,
-    log_level: str = "info",
-    on_ready: Callable[[], None] | None = None,
-) -> None:
-    """Serve until a signal; returns when all requests have ended. Main thread only."""
-    server = make_server(
-        app, drain_timeout_s=drain_timeout_s, log_level=log_level, on_ready=on_ready
-    )
+def run_server(app: FastAPI, listener: socket.socket, **options: Any) -> None:
+    """Serve until a signal; returns when all requests have ended. Main thread only.
+
+    `options` are those of `make_server`.
+    """
+    server = make_server(app, **options)
     # As many connections as the system permits.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -16,7 +17,7 @@ from pydantic_core import PydanticCustomError, from_json
 from ...errors import ConfigError
 from ..params import SamplingParams
 from .errors import ApiError, invalid
-from .prompts import ChatPrompt, Prompt, TextPrompt
+from .prompts import Prompt, TextPrompt
 
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -46,11 +47,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "structured_outputs": ((), "guided decoding is not supported"),
 }
 #: Parameters passed to `SamplingParams` by name; null means the default.
-_SAMPLING = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos"),
-    *("include_stop_str_in_output", "skip_special_tokens"),
-)
+_SAMPLING = {each.name for each in fields(SamplingParams)} - {"max_tokens", "logprobs"}
 #: Samples of one request, over all its prompts.
 SAMPLES_MAX = 128
 #: Alternatives per token.
@@ -142,27 +139,11 @@ class GenerationRequest(_Strict):
         options = self.stream_options
         return self.wants_usage and options is not None and bool(options.continuous_usage_stats)
 
-    @property
-    def prompts(self) -> list[Prompt]:
-        """The prompts, each a text, a chat or tokens."""
-        raise NotImplementedError
-
-    @property
-    def most_tokens(self) -> int | None:
-        """Output token limit; None for as many as fit."""
-        raise NotImplementedError
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Alternatives per token, or None for no log-probabilities."""
-        raise NotImplementedError
-
-    def sampling_params(self) -> SamplingParams:
+    def _params(self, max_tokens: int | None, num_logprobs: int | None) -> SamplingParams:
         """Convert to `SamplingParams`; raises `ApiError`."""
-        given = {name: getattr(self, name) for name in _SAMPLING}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = self.model_dump(include=_SAMPLING, exclude_none=True)
         try:
-            return SamplingParams(max_tokens=self.most_tokens, logprobs=self.num_logprobs, **given)
+            return SamplingParams(max_tokens=max_tokens, logprobs=num_logprobs, **given)
         except ConfigError as error:
             # Messages of ConfigError begin with `name=value`.
             name = str(error).partition("=")[0]
@@ -191,15 +172,9 @@ class CompletionRequest(GenerationRequest):
             for each in ([prompt] if is_one else prompt)
         ]
 
-    @property
-    def most_tokens(self) -> int | None:
-        """Output token limit; OpenAI's default is 16 here, and for a chat as many as fit."""
-        return 16 if self.max_tokens is None else self.max_tokens
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Alternatives per token, or None for no log-probabilities."""
-        return self.logprobs
+    def sampling_params(self) -> SamplingParams:
+        """Convert to `SamplingParams`; OpenAI's default of `max_tokens` is 16 here."""
+        return self._params(16 if self.max_tokens is None else self.max_tokens, self.logprobs)
 
 
 class TextPart(BaseModel):
@@ -219,23 +194,24 @@ class Message(BaseModel):
     role: str
     content: str | Annotated[list[TextPart], _list()] | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the message for the template, with the parts of its content joined to one text."""
-        message = self.model_dump(exclude_none=True)
-        if isinstance(self.content, list):
-            message["content"] = "\n".join(part.text for part in self.content)
-        return message
+    @property
+    def text(self) -> str | None:
+        """The content, with its parts joined."""
+        parts = self.content
+        return "\n".join(part.text for part in parts) if isinstance(parts, list) else parts
 
 
-class _Chat(_Strict):
-    """Parameters that turn messages into a prompt."""
+class ChatBody(_Strict):
+    """Messages, and how they become a prompt."""
 
+    messages: Annotated[list[Message], _list(min_length=1)] | None = None
+    add_special_tokens: bool | None = None  # Of the tokenizer, to the template's text.
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _check_ends(self) -> _Chat:
+    def _check_ends(self) -> ChatBody:
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid(
                 "a final message that is continued is followed by no other: send one of "
@@ -244,25 +220,33 @@ class _Chat(_Strict):
             )
         return self
 
-    def chat(self, messages: list[Message], *, add_special_tokens: bool) -> ChatPrompt:
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the template adds the beginning of an answer."""
         begins = self.add_generation_prompt
-        return ChatPrompt(
-            [message.for_template() for message in messages],
-            not self.continue_final_message if begins is None else begins,
-            self.continue_final_message,
-            add_special_tokens,
-            self.chat_template_kwargs,
-        )
+        return not self.continue_final_message if begins is None else begins
+
+    @property
+    def num_chars(self) -> int:
+        """Characters to tokenise, without the template's."""
+        return sum(len(message.text or "") for message in self.messages or ())
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the messages for the template."""
+        found = []
+        for message in self.messages or ():
+            whole = message.model_dump(exclude_none=True)
+            found.append(whole if message.content is None else whole | {"content": message.text})
+        return found
 
 
-class ChatRequest(GenerationRequest, _Chat):
+class ChatRequest(GenerationRequest, ChatBody):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], _list(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: _NumLogprobs | None = None
-    add_special_tokens: bool = False
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:
@@ -273,26 +257,20 @@ class ChatRequest(GenerationRequest, _Chat):
     @property
     def prompts(self) -> list[Prompt]:
         """The messages as one prompt."""
-        return [self.chat(self.messages, add_special_tokens=self.add_special_tokens)]
+        return [self]
 
-    @property
-    def num_logprobs(self) -> int | None:
-        """Alternatives per token, or None for no log-probabilities."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def most_tokens(self) -> int | None:
-        """Output token limit; `max_completion_tokens` overrides `max_tokens`, as in vLLM."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def sampling_params(self) -> SamplingParams:
+        """Convert to `SamplingParams`; as in vLLM, `max_completion_tokens` overrides."""
+        most = self.max_completion_tokens
+        num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._params(self.max_tokens if most is None else most, num_logprobs)
 
 
-class TokenizeRequest(_Chat):
+class TokenizeRequest(ChatBody):
     """Body of `POST /tokenize`, as in vLLM: a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], _list(min_length=1)] | None = None
-    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -304,9 +282,9 @@ class TokenizeRequest(_Chat):
     @property
     def what(self) -> Prompt:
         """The prompt to tokenise."""
-        if self.prompt is not None:
-            return TextPrompt(self.prompt, self.add_special_tokens is not False)
-        return self.chat(self.messages or [], add_special_tokens=bool(self.add_special_tokens))
+        if self.prompt is None:
+            return self
+        return TextPrompt(self.prompt, self.add_special_tokens is not False)
 
 
 # ---- parsing -------------------------------------------------------------------------------------
@@ -320,7 +298,6 @@ _JSON = re.compile(r"application/(?:[\w.+-]+\+)?json *(?:;.*)?", re.IGNORECASE)
 _NO_BACKSLASH = re.compile(rb"[^\\]")
 #: Values that a list, an object or a key counts as, by its parsing time.
 _NESTED_WEIGHT = 8
-_NESTED = (b"[", b"{", b":")
 _SIZES = ("too_short", "too_long", "string_too_long")
 #: Names of alternatives that pydantic has tried, within an error's location.
 _ALTERNATIVE = re.compile(r"(body|str|int|float|bool|constrained-str|list\[.*|[A-Z]\w*)$")

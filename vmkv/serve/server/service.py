@@ -14,6 +14,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -65,8 +66,12 @@ _FORMS: dict[type[GenerationRequest], type[Form]] = {
 }
 
 
-class StreamingEngine(Protocol):
-    """An engine that runs in the background and streams outputs to an event loop."""
+class StreamingEngine(AbstractAsyncContextManager[object], Protocol):
+    """An engine that runs in the background and streams outputs to an event loop.
+
+    As a context manager it serves the current event loop, and stops once running requests have
+    finished.
+    """
 
     def stream(
         self,
@@ -90,14 +95,6 @@ class StreamingEngine(Protocol):
 
     async def shutdown(self, drain: bool = True) -> None:
         """Stop, after running requests have finished or, with `drain=False`, by cancelling them."""
-        ...
-
-    async def __aenter__(self) -> object:
-        """Start to serve the current event loop."""
-        ...
-
-    async def __aexit__(self, *exception: object) -> None:
-        """Stop after running requests have finished."""
         ...
 
 
@@ -361,7 +358,9 @@ class Answer:
                 async for delta in deltas:
                     if self.body.wants_running_usage:
                         tail["usage"] = progress.usage()
-                    yield _event({**head, "choices": [self.form.chunk(delta)], **tail})
+                    yield _event(
+                        {**head, "choices": [self.form.choice(delta, is_chunk=True)], **tail}
+                    )
                     has_begun = True
         except ApiError as error:
             if not has_begun:
@@ -491,30 +490,21 @@ async def merged(
             async for item in only:
                 yield 0, item
         return
-    items: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(len(streams))
-
-    async def pump(at: int) -> None:
-        end = None
-        try:
-            async with contextlib.aclosing(streams[at]) as stream:
-                async for item in stream:
-                    await items.put((at, item))
-        except Exception as error:  # noqa: BLE001  # raised again where the items are read
-            end = error
-        await items.put(end)
-
-    tasks = [asyncio.ensure_future(pump(at)) for at in range(len(streams))]
+    pending = {asyncio.ensure_future(anext(each)): at for at, each in enumerate(streams)}
     try:
-        num_live = len(tasks)
-        while num_live:
-            found = await items.get()
-            if isinstance(found, Exception):
-                raise found
-            if found is None:
-                num_live -= 1
-            else:
-                yield found
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                at = pending.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                pending[asyncio.ensure_future(anext(streams[at]))] = at
+                yield at, item
     finally:
-        for task in tasks:
+        for task in pending:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*pending, return_exceptions=True)
+        for each in streams:
+            await each.aclose()
