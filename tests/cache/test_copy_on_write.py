@@ -20,7 +20,6 @@ from vmkv.core.backend import Access
 from vmkv.core.cache.cost import CostModel
 from vmkv.units import KiB
 
-PAGE = 4 * KiB
 ALIASES = CostModel(map_us=0, unmap_us=0)
 MakeCache = Callable[..., KVCache]
 

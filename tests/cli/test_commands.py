@@ -95,6 +95,17 @@ def test_doctor_finds_the_gpu() -> None:
     assert found["torch"].is_ok or found["flash2"].is_ok
 
 
+def test_wrong_arguments(complaint) -> None:
+    """Argparse explains; that it does so in one line is tests/cli/test_mistakes.py's."""
+    for arguments, words in (
+        ([], "required: COMMAND"),
+        (["plan", "x", "--context", "0"], "argument --context: '0' is no integer from 1"),
+        (["plan", "x", "--context", "1", "--swap", "-1"], "'-1' is no number"),
+        (["top", "ftp://localhost"], "write http://HOST:PORT"),
+    ):
+        assert words in complaint(*arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

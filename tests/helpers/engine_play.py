@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from helpers.device import Device
 from helpers.pool_play import PAGE, UNDERREAD_TOKENS, Guest, PoolPlay, add_layers, cost_model, noted
 from helpers.stamp_runner import VOCABULARY, Mishap, StampRunner, answer
 from helpers.stamped_rows import History, StampedRows
@@ -94,6 +95,56 @@ class Asked:
     num_mishaps: int
 
 
+def engine_options(shape: Shape, pool: ExtentPool) -> dict[str, Any]:
+    """What a shape says to an engine over a pool."""
+    watermark = shape.watermark_pages
+    return {
+        "max_num_seqs": shape.max_num_seqs,
+        "max_num_batched_tokens": shape.max_num_batched_tokens,
+        "max_num_mixed_tokens": shape.max_num_mixed_tokens,
+        "max_tokens": shape.max_tokens,
+        "deterministic": shape.deterministic,
+        "prefix_caching": shape.prefix_caching,
+        "pool": pool,
+        "preemption_costs": PreemptionCosts(flops_per_s=1.0 if shape.swaps else 1e30),
+        "watermark_bytes": None if watermark is None else watermark * PAGE,
+    }
+
+
+def stamped_engine(
+    shape: Shape, pool: ExtentPool, device: Device
+) -> tuple[Engine, StampedRows, StampRunner]:
+    """An engine over stamped rows, its rows, and its runner."""
+    made: dict[str, Any] = {}
+
+    def open_rows(_: object, pool: ExtentPool, options: EngineOptions) -> StampedRows:
+        cache = KVCache(
+            pool,
+            max_tokens=shape.max_tokens,
+            max_sequences=2 * options.max_num_seqs + 2,
+            layers_per_group=shape.layers_per_group,
+            cost_model=cost_model(shape.alias_pages),
+        )
+        for at, window in enumerate(shape.windows):
+            first = at * shape.layers_per_group
+            add_layers(cache, first, shape.layers_per_group, shape.head_dim, window)
+        cache.keep_resident(shape.overread_tokens)
+        cache.current_stream = device.current_stream
+        made["rows"] = StampedRows(cache, device, UNDERREAD_TOKENS)
+        return made["rows"]
+
+    def make_runner(_: object, rows: StampedRows, __: object) -> StampRunner:
+        made["runner"] = StampRunner(rows)
+        return made["runner"]
+
+    with (
+        mock.patch.object(engine, "open_rows", open_rows),
+        mock.patch.object(engine, "make_runner", make_runner),
+    ):
+        made_engine = Engine(_model(), seed=0, **engine_options(shape, pool))
+    return made_engine, made["rows"], made["runner"]
+
+
 class EnginePlay(PoolPlay):
     """One engine and its surroundings.
 
@@ -126,49 +177,9 @@ class EnginePlay(PoolPlay):
         self.num_mishaps = 0
 
     def _make_engine(self) -> tuple[Engine, StampedRows, StampRunner]:
-        shape = self.shape
-        made: dict[str, Any] = {}
-
-        def open_rows(_: object, pool: ExtentPool, options: EngineOptions) -> StampedRows:
-            cache = KVCache(
-                pool,
-                max_tokens=shape.max_tokens,
-                max_sequences=2 * options.max_num_seqs + 2,
-                layers_per_group=shape.layers_per_group,
-                cost_model=cost_model(shape.alias_pages),
-            )
-            for at, window in enumerate(shape.windows):
-                first = at * shape.layers_per_group
-                add_layers(cache, first, shape.layers_per_group, shape.head_dim, window)
-            cache.keep_resident(shape.overread_tokens)
-            cache.current_stream = self.device.current_stream
-            made["rows"] = StampedRows(cache, self.device, UNDERREAD_TOKENS)
-            return made["rows"]
-
-        def make_runner(_: object, rows: StampedRows, __: object) -> StampRunner:
-            made["runner"] = StampRunner(rows)
-            return made["runner"]
-
-        with (
-            mock.patch.object(engine, "open_rows", open_rows),
-            mock.patch.object(engine, "make_runner", make_runner),
-        ):
-            watermark = shape.watermark_pages
-            made["engine"] = Engine(
-                model_without_layers(),
-                max_num_seqs=shape.max_num_seqs,
-                max_num_batched_tokens=shape.max_num_batched_tokens,
-                max_num_mixed_tokens=shape.max_num_mixed_tokens,
-                max_tokens=shape.max_tokens,
-                deterministic=shape.deterministic,
-                prefix_caching=shape.prefix_caching,
-                pool=self.pool,
-                preemption_costs=PreemptionCosts(flops_per_s=1.0 if shape.swaps else 1e30),
-                watermark_bytes=None if watermark is None else watermark * PAGE,
-                seed=0,
-            )
-        made["engine"]._scheduler.AGING_STEPS = 8
-        return made["engine"], made["rows"], made["runner"]
+        made = stamped_engine(self.shape, self.pool, self.device)
+        made[0]._scheduler.AGING_STEPS = 8
+        return made
 
     @property
     def num_steps(self) -> int:
@@ -519,7 +530,7 @@ class EnginePlay(PoolPlay):
 # ---- what an engine is made of ----------------------------------------------------------------
 
 
-def model_without_layers() -> Any:
+def _model() -> Any:
     """What an engine asks of a model besides running it."""
     embedding = torch.nn.Embedding(VOCABULARY, 1)
     return SimpleNamespace(

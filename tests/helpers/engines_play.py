@@ -10,21 +10,16 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
-from unittest import mock
 
-from helpers.engine_play import model_without_layers
-from helpers.pool_play import UNDERREAD_TOKENS, PoolPlay, add_layers, cost_model
+from helpers.engine_play import Shape, stamped_engine
+from helpers.pool_play import PoolPlay
 from helpers.random_engine import RandomPlay
-from helpers.stamp_runner import VOCABULARY, StampRunner, answer
-from helpers.stamped_rows import StampedRows
+from helpers.stamp_runner import VOCABULARY, answer
 
-from vmkv import ExtentPool, KVCache, SamplingParams
+from vmkv import KVCache, SamplingParams
 from vmkv.errors import ConfigError
-from vmkv.options import EngineOptions
-from vmkv.serve import Engine, FinishReason, RequestHandle, engine
-from vmkv.serve.scheduler import PreemptionCosts
+from vmkv.serve import Engine, FinishReason, RequestHandle
 
-_MAX_TOKENS = 96
 #: Steps of an engine alone, for each token left: it waits for other engines at most so often.
 _STEPS_PER_TOKEN_MAX = 300
 
@@ -61,39 +56,17 @@ class EnginesPlay(PoolPlay):
             self._engines.append(Busy(self._make_engine(), stream))
 
     def _make_engine(self) -> Engine:
-        draw, made = self._draw, {}
+        draw = self._draw
         swaps, is_alike = draw.random() < 0.5, draw.random() < 0.7
-
-        def open_rows(_: object, pool: ExtentPool, options: EngineOptions) -> StampedRows:
-            cache = KVCache(
-                pool,
-                max_tokens=_MAX_TOKENS,
-                max_sequences=2 * options.max_num_seqs + 2,
-                cost_model=cost_model(0),
-            )
-            add_layers(cache, 0, 1, 32 if is_alike else 64, None)
-            cache.current_stream = self.device.current_stream
-            made["rows"] = StampedRows(cache, self.device, UNDERREAD_TOKENS)
-            return made["rows"]
-
-        def make_runner(*_: object, **__: object) -> StampRunner:
-            return StampRunner(made["rows"])
-
-        with (
-            mock.patch.object(engine, "open_rows", open_rows),
-            mock.patch.object(engine, "make_runner", make_runner),
-        ):
-            return Engine(
-                model_without_layers(),
-                max_num_seqs=draw.choice([1, 2, 4]),
-                max_num_batched_tokens=draw.choice([8, 16, 64]),
-                max_num_mixed_tokens=draw.choice([None, 6]),
-                max_tokens=_MAX_TOKENS,
-                prefix_caching=draw.random() < 0.7,
-                pool=self.pool,
-                preemption_costs=PreemptionCosts(flops_per_s=1.0 if swaps else 1e30),
-                seed=0,
-            )
+        shape = Shape(
+            head_dim=32 if is_alike else 64,
+            max_num_seqs=draw.choice([1, 2, 4]),
+            max_num_batched_tokens=draw.choice([8, 16, 64]),
+            max_num_mixed_tokens=draw.choice([None, 6]),
+            prefix_caching=draw.random() < 0.7,
+            swaps=swaps,
+        )
+        return stamped_engine(shape, self.pool, self.device)[0]
 
     # ---- actions --------------------------------------------------------------------------
 

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from helpers.engine_play import EnginePlay, Shape
+from helpers.engine_play import EnginePlay, Shape, engine_options
 from helpers.generate_play import alone
-from helpers.pool_play import PAGE, cost_model
+from helpers.pool_play import cost_model
 from helpers.tiny_models import tiny_model
 
 from vmkv import SamplingParams
 from vmkv.serve import Engine
-from vmkv.serve.scheduler import PreemptionCosts
 
 #: What transformers is asked for once, whatever requests want of it.
 _LONGEST_ANSWER = 24
@@ -43,20 +42,7 @@ class ModelPlay(EnginePlay):
     def _make_engine(self) -> tuple[Engine, Any, Any]:
         shape = self.shape
         model = copy.deepcopy(tiny_model(shape.name))  # The engine changes how it attends.
-        watermark = shape.watermark_pages
-        engine = Engine(
-            model,
-            max_num_seqs=shape.max_num_seqs,
-            max_num_batched_tokens=shape.max_num_batched_tokens,
-            max_num_mixed_tokens=shape.max_num_mixed_tokens,
-            max_tokens=shape.max_tokens,
-            deterministic=shape.deterministic,
-            prefix_caching=shape.prefix_caching,
-            pool=self.pool,
-            preemption_costs=PreemptionCosts(flops_per_s=1.0 if shape.swaps else 1e30),
-            watermark_bytes=None if watermark is None else watermark * PAGE,
-            runner="eager",
-        )
+        engine = Engine(model, runner="eager", **engine_options(shape, self.pool))
         engine.cache.cost_model = cost_model(shape.alias_pages)
         runner = SimpleNamespace(num_steps=0, mishap=None)
 

@@ -23,7 +23,6 @@ from vmkv.units import KiB
 PAGE = 4 * KiB
 UNDERREAD_TOKENS = 5
 BLOCK_TOKENS = 4
-_OTHER_TOKENS = 64
 #: Works beside all others. Numbers that no new stream gets.
 _OTHERS_STREAM = 1 << 20
 

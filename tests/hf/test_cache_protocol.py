@@ -837,12 +837,6 @@ def test_use_after_close_is_refused(use: str, new_cache: NewCache) -> None:
         _USES[use](cache)
 
 
-def _fail_in_with_block(backend: HostBackend) -> None:
-    with VMKVCache(tiny_config("llama"), backend=backend) as cache:
-        _append(cache, 4)
-        raise ClosedError("raised by the test")
-
-
 def _drop(caches: list[Any]) -> None:
     caches.clear()
     gc.collect()

@@ -13,7 +13,6 @@ import pytest
 import torch
 from helpers.tiny_models import (
     VERSION,
-    WINDOW,
     generate,
     make_cache,
     prompt,
@@ -28,9 +27,6 @@ NewCache = Callable[..., Any]
 HEADS, WIDTH = 2, 8
 LAYER_TOKEN_BYTES = 2 * HEADS * WIDTH * 4
 PAGE_BYTES = 4 * KiB
-#: A sliding layer keeps its window, the tile before it that a kernel may fetch along (256 tokens),
-#: a page not wholly passed at either end, and the new page that comes before an old one leaves.
-SLIDING_LAYER_BYTES = (WINDOW + 256) * LAYER_TOKEN_BYTES + 3 * PAGE_BYTES
 
 
 def _append(cache: Any, num_tokens: int, *, batch_size: int = 1) -> None:
