@@ -256,12 +256,6 @@ def test_stop_texts_are_found_after_an_incomplete_character() -> None:
     assert " the🙂\ufffd cat" == texts[6], "the text waited for later tokens"
 
 
-def test_skipped_tokens_are_no_context() -> None:
-    """A decoder that strips the first space keeps it after any number of them."""
-    ids = [*WORDS(["▁the"]), *[WORDS("<s>")] * 100, *WORDS(["▁cat"])]
-    assert "the cat" == _run(FALLBACK, [], ids)[0].text
-
-
 @pytest.mark.parametrize("includes", [False, True])
 @pytest.mark.parametrize("stop", ["END", "t. E", "mat. END of", "on", ". "])
 def test_stop_texts_are_found_across_tokens(stop: str, includes: bool) -> None:
@@ -282,24 +276,6 @@ def test_stop_texts_are_found_across_tokens(stop: str, includes: bool) -> None:
     assert all(expected.startswith(each) for each in texts)
     detokenizer.finish()
     assert expected == detokenizer.text
-
-
-def test_the_first_of_several_stop_texts_counts() -> None:
-    """By where it begins; a text that completes two at once is cut at the earlier one."""
-    tokenizer = TOKENIZERS["byte-level"]
-    ids = tokenizer.encode("a mat. END", add_special_tokens=False)
-    detokenizer, _ = _run(tokenizer, [], ids, stop=["at. EN", "N", "mat. EN"])
-    assert ("mat. EN", "a ") == (detokenizer.stop, detokenizer.text)
-
-
-def test_what_may_begin_a_stop_text_is_held_back() -> None:
-    """And is shown when it turns out not to, or at the end."""
-    tokenizer = TOKENIZERS["byte-level"]
-    ids = [tokenizer.encode(each, add_special_tokens=False)[0] for each in "aENxEN"]
-    detokenizer, texts = _run(tokenizer, [], ids, stop="END")
-    assert ["a", "a", "a", "aENx", "aENx", "aENx"] == texts
-    detokenizer.finish()
-    assert "aENxEN" == detokenizer.text
 
 
 def test_incomplete_bytes_are_text_at_the_end() -> None:

@@ -157,24 +157,6 @@ def test_requests_end_at_stop_tokens(make_engine: MakeEngine) -> None:
     assert stop not in output.outputs[0].token_ids[:8]
 
 
-def test_the_models_end_of_sequence_ends_requests(make_engine: MakeEngine) -> None:
-    """Unless it is to be ignored."""
-    prompt = prompts(1)[0]
-    said = reference("llama", prompt, 20)
-    model = copy.deepcopy(tiny_model("llama"))
-    model.generation_config.eos_token_id = [said[5], VOCABULARY - 1]
-    engine = make_engine(model)
-    params = SamplingParams(temperature=0, max_tokens=20)
-    [output] = engine.generate([prompt], params)
-    assert said[: said.index(said[5]) + 1] == list(output.outputs[0].token_ids)
-    assert (FinishReason.STOP, None) == (
-        output.outputs[0].finish_reason,
-        output.outputs[0].stop_reason,
-    )
-    [output] = engine.generate([prompt], dataclasses.replace(params, ignore_eos=True))
-    assert said == list(output.outputs[0].token_ids)
-
-
 def test_an_end_of_sequence_that_is_no_token_ends_nothing(make_engine: MakeEngine) -> None:
     """Some configurations say -1 for none; transformers then never meets it."""
     model = copy.deepcopy(tiny_model("llama"))
@@ -370,15 +352,6 @@ def test_text_goes_in_and_comes_out(make_engine: MakeEngine) -> None:
     )
 
 
-def test_requests_without_a_bound_end_with_their_row(make_engine: MakeEngine) -> None:
-    """`max_tokens=None` is as many as fit."""
-    engine = make_engine(max_tokens=32)
-    prompt = prompts(1, longest=20, seed=17)[0]
-    [output] = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=None))
-    assert 32 == len(prompt) + len(output.outputs[0].token_ids)
-    assert FinishReason.LENGTH is output.outputs[0].finish_reason
-
-
 def test_prompts_may_be_tensors(make_engine: MakeEngine) -> None:
     """One dimension is one prompt, two are several, as lists are."""
     engine = make_engine()
@@ -399,6 +372,7 @@ def test_as_many_as_fit_are_as_the_budget_is(make_engine: MakeEngine) -> None:
         [output] = engine.generate([prompt], asked)
         said = output.outputs[0].token_ids
         assert engine.max_tokens == len(prompt) + len(said)
+        assert FinishReason.LENGTH is output.outputs[0].finish_reason
         assert reference("llama", prompt, len(said)) == list(said)
         assert (engine.max_tokens == longest) == (budget_bytes == whole_bytes)
 
@@ -457,16 +431,6 @@ def test_bad_engines_are_refused(make_engine: MakeEngine) -> None:
         engine.add([1], GREEDY)
 
 
-def test_the_model_is_as_before_after_the_engine(make_engine: MakeEngine) -> None:
-    """What it attends with comes back."""
-    model = copy.deepcopy(tiny_model("llama"))
-    before = model.config._attn_implementation
-    engine = make_engine(model)
-    assert before != model.config._attn_implementation
-    engine.close()
-    assert before == model.config._attn_implementation
-
-
 def test_the_model_is_as_before_an_engine_that_was_refused(make_engine: MakeEngine) -> None:
     """Also where that is seen last: what a budget holds depends on the kernels."""
     model = copy.deepcopy(tiny_model("llama"))
@@ -474,13 +438,3 @@ def test_the_model_is_as_before_an_engine_that_was_refused(make_engine: MakeEngi
     with pytest.raises(ConfigError, match="budget"):
         make_engine(model, budget_bytes=4 * KiB)
     assert before == model.config._attn_implementation
-
-
-def test_idle_engines_give_memory_back(make_engine: MakeEngine) -> None:
-    """Down to `watermark_bytes`, once nothing is left to do; and say that they are idle."""
-    engine = make_engine(watermark_bytes=16 * KiB, observer=(seen := Seen()))
-    engine.generate(prompts(6), GREEDY)
-    assert engine.cache.pool.stats().created_bytes <= 16 * KiB
-    assert 1 == seen.num_idle
-    engine.step()
-    assert 1 == seen.num_idle

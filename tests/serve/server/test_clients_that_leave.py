@@ -68,23 +68,6 @@ def test_leaving_an_answer_frees_the_request(run_server) -> None:
         wait_for_cancellations(server, 1)
 
 
-def test_leaving_the_queue(run_server) -> None:
-    """A client that leaves before its turn never reaches the engine."""
-    with run_server(Limits(max_concurrent=1, max_queued=5)) as server:
-        gate = server.app.state.service.gate
-        with httpx.stream(
-            "POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}
-        ) as first:
-            lines = first.iter_lines()
-            assert next(lines)
-            with socket.create_connection(server.address) as client:
-                client.sendall(request("/v1/completions", SHORT))
-                server.until(lambda: gate.num_waiting == 1)
-            server.until(lambda: gate.num_waiting == 0)
-        wait_for_cancellations(server, 1)
-        assert 1 == len(server.watch.added)
-
-
 def test_a_client_that_never_reads(run_server) -> None:
     """It stalls nobody else, and after a time it is treated as gone."""
     with run_server(Limits(send_timeout_s=0.5)) as server, socket.socket() as client:

@@ -69,14 +69,6 @@ def test_top_shows_it(run_server) -> None:
         assert "5.0 decoded/s, 5.0 computed/s" in view(server.url, later, before)
 
 
-def test_top_of_a_server_that_needs_a_key(run_server) -> None:
-    """It says what the server answers, which is not a page of metrics."""
-    with run_server(api_keys=["secret"]) as server:
-        err = io.StringIO()
-        assert 2 == main(["top", f"{server.url}/v1/models", "--once"], io.StringIO(), err)
-        assert "has no metrics: it answers 401" in err.getvalue()
-
-
 def test_quantiles_are_interpolated() -> None:
     """As Prometheus' histogram_quantile: within the bucket, and the last bound at the end."""
     found = Scrape(0.0)

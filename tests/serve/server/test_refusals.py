@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from typing import Any
 
 import httpx
@@ -40,19 +39,13 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ({"n": 0}, "n", "n=0"),
         ({"temperature": -1}, "temperature", "temperature=-1"),
         ({"temperature": "hot"}, "temperature", "valid number"),
-        ({"top_p": 2}, "top_p", "top_p=2"),
-        ({"min_p": 3}, "min_p", "min_p=3"),
         ({"top_k": -7}, "top_k", "top_k=-7"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens=0"),
         ({"max_tokens": "5"}, "max_tokens", "valid integer"),
         ({"max_tokens": 5000}, "max_tokens", "context is 4096 tokens; the prompt has"),
         ({"prompt": [5] * 4096}, "prompt", "the prompt has 4096, and 2 were asked for"),
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
-        ({"seed": 1.5}, "seed", "valid integer"),
         ({"stop": [""]}, "stop", "non-empty"),
-        ({"presence_penalty": 3}, "presence_penalty", "at most 2"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
-        ({"priority": 1}, "priority", "--max-priority"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown parameter"),
         ({"echo": True}, "echo", "echo is not supported here: prompts are not echoed"),
@@ -155,8 +148,8 @@ def test_wrong_names(server) -> None:
 
 
 def test_limits_have_their_statuses(run_server) -> None:
-    """413 for a body, 400 for a prompt."""
-    limits = Limits(max_body_bytes=2000, max_prompt_tokens=50)
+    """413 for a body, however it comes."""
+    limits = Limits(max_body_bytes=2000)
     with run_server(limits) as server:
         url = f"{server.url}/v1/completions"
         large = PLAIN | {"prompt": "x" * 3000}
@@ -166,10 +159,6 @@ def test_limits_have_their_statuses(run_server) -> None:
         headers = {"Content-Type": "application/json"}
         chunked = httpx.post(url, content=pieces, headers=headers)
         assert (413, "request_too_large") == (chunked.status_code, error_of(chunked)["code"])
-        long = httpx.post(url, json=PLAIN | {"prompt": [5] * 51})
-        assert 400 == long.status_code
-        assert "context_length_exceeded" == error_of(long)["code"]
-        assert "the prompt has 51 tokens; this server takes 50" in error_of(long)["message"]
         assert 200 == httpx.post(url, json=PLAIN).status_code
         assert 1 == len(server.watch.added), "what was refused reached the engine"
 
@@ -233,31 +222,6 @@ def test_everything_but_health_can_need_a_key(run_server) -> None:
             assert 401 == httpx.get(f"{server.url}/{path}").status_code
             headers = {"Authorization": "Bearer key"}
             assert 200 == httpx.get(f"{server.url}/{path}", headers=headers).status_code
-
-
-def test_a_full_queue_is_429(run_server) -> None:
-    """One runs, one waits, the third is told to come back; the second is served in its turn."""
-    openai = pytest.importorskip("openai")
-    with run_server(Limits(max_concurrent=1, max_queued=1)) as server:
-        gate, client = server.app.state.service.gate, server.client()
-        long = {"prompt": "A row", "max_tokens": 4000, "temperature": 0, "model": "tiny"}
-        first = client.completions.create(**long, stream=True, extra_body={"ignore_eos": True})
-        pieces = iter(first)
-        next(pieces)  # It is inside.
-        answers = []
-        second = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=PLAIN))
-        )
-        second.start()
-        server.until(lambda: gate.num_waiting == 1)
-        third = httpx.post(f"{server.url}/v1/completions", json=PLAIN)
-        assert (429, "rate_limit_exceeded") == (third.status_code, error_of(third)["code"])
-        assert "retry-after" in third.headers
-        with pytest.raises(openai.RateLimitError, match="1 requests run and 1 wait"):
-            client.completions.create(**PLAIN)
-        first.close()  # Leaving makes room.
-        second.join(60)
-        assert [200] == [answer.status_code for answer in answers]
 
 
 def test_limits_and_addresses_are_checked() -> None:

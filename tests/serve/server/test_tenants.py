@@ -62,14 +62,6 @@ def test_salts_need_no_keys(server: Any) -> None:
         assert (400, "cache_salt") == (answer.status_code, answer.json()["error"]["param"])
 
 
-def test_samples_of_a_new_prompt_are_not_cached(server: Any) -> None:
-    """However many there are, the prompt counts once."""
-    salt = secrets.token_hex()
-    options: dict[str, Any] = {"n": 3, "max_tokens": 4, "cache_salt": salt, "ignore_eos": True}
-    assert 0 == cached(server, "any", **options)
-    assert cached(server, "any", **options) == cached(server, "any", cache_salt=salt)
-
-
 def test_a_tenant_is_a_digest() -> None:
     """Different for each pair of key and salt; no key goes beyond the server's front."""
     keys = ApiKeys(KEYS)
