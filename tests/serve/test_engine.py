@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
-import random
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from helpers.reference_backend import ReferenceBackend
+from helpers.requests import prompts as random_prompts
+from helpers.requests import reference as said_alone
 from helpers.tiny_models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -19,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vmkv import ClosedError, ConfigError, OutOfPagesError
 from vmkv.serve import Engine, FinishReason, SamplingParams
-from vmkv.serve.observer import Event, FirstToken, Idle, StepRecord
+from vmkv.serve.observer import Event, FirstToken, StepRecord
 from vmkv.serve.runner import RunnerOptions
 from vmkv.units import KiB
 
@@ -28,23 +30,11 @@ MODELS = ["llama", "qwen3", "mistral", "gemma3", "gpt_oss", "mixtral"]
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
 
-def prompts(count: int, *, longest: int = 40, seed: int = 0) -> list[list[int]]:
-    """Random prompts of random lengths."""
-    draw = random.Random(seed)
-    return [
-        [draw.randrange(3, VOCABULARY) for _ in range(draw.randint(1, longest))]
-        for _ in range(count)
-    ]
+prompts = functools.partial(random_prompts, shortest=1, longest=40)
 
 
-def reference(
-    name: str, prompt: Sequence[int], num_tokens: int = 10, **options: object
-) -> list[int]:
-    """What transformers generates after `prompt` alone."""
-    ids = torch.tensor([prompt])
-    model = tiny_model(name)
-    out = model.generate(ids, max_new_tokens=num_tokens, do_sample=False, **options)
-    return out[0, len(prompt) :].tolist()
+def reference(name: str, prompt: Sequence[int], num_tokens: int = 10) -> list[int]:
+    return said_alone(prompt, num_tokens, name)
 
 
 def tokens(engine: Engine, requests: Sequence[Sequence[int]], params: object) -> list[list[int]]:
@@ -166,43 +156,24 @@ def test_an_end_of_sequence_that_is_no_token_ends_nothing(make_engine: MakeEngin
     assert [reference("llama", prompt)] == tokens(make_engine(model), [prompt], params)
 
 
-def test_logprobs_are_the_models(make_engine: MakeEngine) -> None:
-    """Of the chosen token and of the likeliest ones, at every position."""
+@pytest.mark.parametrize(
+    "processors", [[], [lambda _, scores: scores.index_fill(1, torch.tensor([7]), 99.0)]]
+)
+def test_logprobs_are_the_models(make_engine: MakeEngine, processors: list[object]) -> None:
+    """Of the chosen token and of the likeliest ones, as before temperature and processors."""
     prompt = prompts(1, seed=8)[0]
-    params = SamplingParams(temperature=0, max_tokens=6, logprobs=4)
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=4, logits_processors=processors)
     [output] = make_engine().generate([prompt], params)
     completion = output.outputs[0]
-    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    assert not processors or [7] * 6 == list(completion.token_ids)
     with torch.no_grad():
-        wanted = tiny_model("llama")(ids).logits[0].log_softmax(-1)
+        logits = tiny_model("llama")(torch.tensor([[*prompt, *completion.token_ids]])).logits
+    wanted = logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
     assert completion.logprobs is not None
-    for at, (token_id, given) in enumerate(
-        zip(completion.token_ids, completion.logprobs, strict=True)
-    ):
-        row = wanted[len(prompt) - 1 + at]
+    for row, token_id, given in zip(wanted, completion.token_ids, completion.logprobs, strict=True):
         assert token_id == given.token_id
         torch.testing.assert_close(torch.tensor(given.logprob), row[token_id])
         assert row.topk(4).indices.tolist() == list(given.top)
-
-
-def test_logprobs_are_the_models_where_logits_are_processed(make_engine: MakeEngine) -> None:
-    """As before temperature and penalties."""
-    prompt = prompts(1, seed=8)[0]
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=3,
-        logprobs=2,
-        logits_processors=[lambda _, scores: scores.index_fill(1, torch.tensor([7]), 99.0)],
-    )
-    [output] = make_engine().generate([prompt], params)
-    with torch.no_grad():
-        wanted = tiny_model("llama")(torch.tensor([[*prompt, 7, 7]])).logits[0].log_softmax(-1)
-    logprobs = output.outputs[0].logprobs
-    assert logprobs is not None
-    for row, given in zip(wanted[-3:], logprobs, strict=True):
-        assert 7 == given.token_id
-        torch.testing.assert_close(torch.tensor(given.logprob), row[7])
-        assert row.topk(2).indices.tolist() == list(given.top)
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -250,15 +221,12 @@ class Seen:
     """Counts what an engine computes. An observer of few words."""
 
     num_prefill_tokens = 0
-    num_idle = 0
 
     def on(self, event: Event, cache: object) -> None:
         if isinstance(event, FirstToken):
             assert event.wait_s >= 0
         elif isinstance(event, StepRecord):
             self.num_prefill_tokens += event.num_prefill_tokens
-        elif isinstance(event, Idle):
-            self.num_idle += 1
 
 
 @pytest.mark.slow

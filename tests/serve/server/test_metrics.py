@@ -21,8 +21,8 @@ def test_a_scrape_counts_what_was_done(run_server) -> None:
     """Requests, tokens, times, pages, driver calls: the counts are exact."""
     with run_server() as server:
         for _ in range(3):
-            assert 200 == httpx.post(f"{server.url}/v1/completions", json=BODY).status_code
-        httpx.post(f"{server.url}/v1/completions", json=BODY | {"model": "other"})
+            assert 200 == server.post(BODY).status_code
+        server.post(BODY | {"model": "other"})
         server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
         answer = httpx.get(f"{server.url}/metrics")
         assert answer.headers["content-type"].startswith("text/plain; version=")
@@ -54,7 +54,7 @@ def test_top_shows_it(run_server) -> None:
         out = io.StringIO()
         assert 0 == main(["top", server.url, "--once"], out)
         assert "nothing was computed yet" in out.getvalue()
-        assert 200 == httpx.post(f"{server.url}/v1/completions", json=BODY).status_code
+        assert 200 == server.post(BODY).status_code
         server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
         before = scrape(server.url)
         text = view(server.url, before, None)
@@ -86,7 +86,7 @@ def test_a_common_prefix_is_counted(run_server) -> None:
     with run_server() as server:
         for tail in (7, 8, 9):
             body = BODY | {"prompt": [*prompt, tail]}
-            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            answer = server.post(body)
             assert 200 == answer.status_code
         cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached >= 512

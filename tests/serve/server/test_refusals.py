@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import socket
 from typing import Any
 
 import httpx
 import pytest
+from helpers.serving import CHAT, PLAIN
 
 from vmkv import ConfigError
 from vmkv.serve.server import Limits
 from vmkv.serve.server.run import open_socket
-
-PLAIN = {"model": "tiny", "prompt": "A row", "max_tokens": 2}
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
@@ -60,7 +57,7 @@ def test_completions_that_cannot_be(
     server, change: dict[str, Any], param: str, message: str
 ) -> None:
     """400, the parameter at fault, and what is wrong with it."""
-    answer = httpx.post(f"{server.url}/v1/completions", json=PLAIN | change)
+    answer = server.post(PLAIN | change)
     assert 400 == answer.status_code
     error = error_of(answer)
     assert (param, "invalid_request_error") == (error["param"], error["type"])
@@ -90,7 +87,7 @@ def test_completions_that_cannot_be(
 )
 def test_chats_that_cannot_be(server, change: dict[str, Any], param: str, message: str) -> None:
     """Likewise."""
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT | change)
+    answer = server.post(CHAT | change, "/v1/chat/completions")
     assert 400 == answer.status_code, answer.text
     error = error_of(answer)
     assert param == error["param"]
@@ -101,9 +98,9 @@ def test_what_asks_for_nothing_is_accepted(server) -> None:
     """Clients send defaults, nulls and names that change nothing."""
     idle = {"user": "me", "metadata": {"a": "b"}, "store": False, "echo": False, "suffix": None}
     idle |= {"best_of": 1, "logit_bias": {}, "seed": None, "stop": None, "n": None}
-    assert 200 == httpx.post(f"{server.url}/v1/completions", json=PLAIN | idle).status_code
+    assert 200 == server.post(PLAIN | idle).status_code
     idle = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
-    assert 200 == httpx.post(f"{server.url}/v1/chat/completions", json=CHAT | idle).status_code
+    assert 200 == server.post(CHAT | idle, "/v1/chat/completions").status_code
 
 
 @pytest.mark.parametrize(
@@ -123,8 +120,7 @@ def test_what_asks_for_nothing_is_accepted(server) -> None:
 )
 def test_bodies_that_are_no_request(server, body: bytes, message: str) -> None:
     """400, whatever was sent; and the server goes on."""
-    headers = {"Content-Type": "application/json"}
-    answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers)
+    answer = server.post(body)
     assert 400 == answer.status_code, answer.text
     assert message in error_of(answer)["message"]
     assert 200 == httpx.get(f"{server.url}/health").status_code
@@ -165,16 +161,12 @@ def test_limits_have_their_statuses(run_server) -> None:
 
 def test_a_body_that_does_not_come_is_408(run_server) -> None:
     """However soon its head was there."""
-    with (
-        run_server(Limits(body_timeout_s=0.1)) as server,
-        socket.create_connection(server.address, timeout=60) as slow,
-    ):
-        slow.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b'Content-Length: 100\r\n\r\n{"model": '
-        )
-        answer = slow.makefile("rb")
-        assert b" 408 " in answer.readline()
+    slow = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b'Content-Length: 100\r\n\r\n{"model": '
+    )
+    with run_server(Limits(body_timeout_s=0.1)) as server, server.sent(slow) as client:
+        assert b" 408 " in client.makefile("rb").readline()
         assert [] == server.watch.added
 
 
@@ -185,11 +177,7 @@ def test_keys(run_server) -> None:
         for key in ("first", "second"):
             assert server.client(api_key=key).completions.create(**PLAIN).choices
         for key in ("Bearer wrong", "Bearer firs", "Bearer firstsecond", "first", "Bearer", ""):
-            answer = httpx.post(
-                f"{server.url}/v1/completions",
-                json=PLAIN,
-                headers={"Authorization": key},
-            )
+            answer = server.post(PLAIN, Authorization=key)
             assert (401, "invalid_api_key") == (answer.status_code, error_of(answer)["code"])
         with pytest.raises(openai.AuthenticationError, match="needs an API key"):
             server.client(api_key="wrong").models.list()

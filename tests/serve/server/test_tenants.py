@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-import httpx
 import pytest
 from helpers.serving import TEXT
 
@@ -21,12 +20,8 @@ def cached(server: Any, key: str, path: str = "completions", **options: Any) -> 
     prompt: dict[str, Any] = {"prompt": PROMPT}
     if path == "chat/completions":
         prompt = {"messages": [{"role": "user", "content": PROMPT}]}
-    answer = httpx.post(
-        f"{server.url}/v1/{path}",
-        json={"model": "tiny", "max_tokens": 1, **prompt, **options},
-        headers={"Authorization": f"Bearer {key}"},
-        timeout=60,
-    )
+    body = {"model": "tiny", "max_tokens": 1, **prompt, **options}
+    answer = server.post(body, f"/v1/{path}", Authorization=f"Bearer {key}")
     assert 200 == answer.status_code, answer.text
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
@@ -57,8 +52,7 @@ def test_salts_need_no_keys(server: Any) -> None:
     assert [0, 0] == [cached(server, "any", cache_salt=salt + each) for each in "ab"]
     assert cached(server, "any", cache_salt=salt + "a")
     for wrong in ("", 7, ["salt"]):
-        body = {"model": "tiny", "prompt": "A row", "cache_salt": wrong}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body)
+        answer = server.post({"model": "tiny", "prompt": "A row", "cache_salt": wrong})
         assert (400, "cache_salt") == (answer.status_code, answer.json()["error"]["param"])
 
 
