@@ -278,6 +278,20 @@ def test_stop_texts_are_found_across_tokens(stop: str, includes: bool) -> None:
     assert expected == detokenizer.text
 
 
+def test_skipped_tokens_are_no_context() -> None:
+    """A decoder that strips the first space keeps it after any number of them."""
+    ids = [*WORDS(["▁the"]), *[WORDS("<s>")] * 100, *WORDS(["▁cat"])]
+    assert "the cat" == _run(FALLBACK, [], ids)[0].text
+
+
+def test_the_first_of_several_stop_texts_counts() -> None:
+    """By where it begins; a text that completes two at once is cut at the earlier one."""
+    tokenizer = TOKENIZERS["byte-level"]
+    ids = tokenizer.encode("a mat. END", add_special_tokens=False)
+    detokenizer, _ = _run(tokenizer, [], ids, stop=["at. EN", "N", "mat. EN"])
+    assert ("mat. EN", "a ") == (detokenizer.stop, detokenizer.text)
+
+
 def test_incomplete_bytes_are_text_at_the_end() -> None:
     """They may complete a stop text."""
     tokenizer = TOKENIZERS["byte-level"]
