@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from helpers.dense_rows import MARGIN_FILL, DenseRows, random_query
+from helpers.dense_rows import MARGIN_FILL, DenseRows, random_query, skip_unless_served
 from helpers.reference_backend import ReferenceBackend
 
 from vmkv.attention import AttentionBatch, AttentionSpec, Call, append, flash3, get, why_not
@@ -71,9 +71,7 @@ class Case:
 
 def run(case: Case, shape: str, device: str, name: str) -> None:
     """Compare backend `name` with float64, or skip what it says it cannot serve."""
-    reason = why_not(name, case.spec(device))
-    if reason is not None:
-        pytest.skip(f"{name}: {reason}")
+    skip_unless_served(name, case.spec(device))
     rows, num_tokens, queries = BATCHES[shape]
     # Padding of every kind: none, some, all but one.
     pads = [(0, n // 3, n - 1)[i % 3] for i, n in enumerate(num_tokens)] if case.left_pad else None
@@ -205,9 +203,7 @@ PADDED = {
 def test_padding_sees_nothing_and_disturbs_nobody(device, name, options, shape):
     """Queries without keys yield zeros; sequences without queries cost nothing."""
     case = Case(**options)
-    reason = why_not(name, case.spec(device))
-    if reason is not None:
-        pytest.skip(f"{name}: {reason}")
+    skip_unless_served(name, case.spec(device))
     rows, num_tokens, queries = PADDED[shape]
     starts = [0, *itertools.accumulate(queries)]
     vectors = [torch.tensor(each, dtype=torch.int32) for each in (rows, num_tokens, starts)]
@@ -287,9 +283,7 @@ def test_no_sequence_changes_another():
 def test_flash2_appends_in_its_kernel(shape, options):
     """`attend` with new tensors writes what `append` writes, and attends to it."""
     case = Case(**options)
-    reason = why_not("flash2", case.spec("cuda"))
-    if reason is not None:
-        pytest.skip(reason)
+    skip_unless_served("flash2", case.spec("cuda"))
     rows, num_tokens, queries = BATCHES[shape]
     pads = [n // 3 for n in num_tokens] if case.left_pad else None
     batch = AttentionBatch.build(

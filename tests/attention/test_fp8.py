@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from helpers.dense_rows import DenseRows, random_query
+from helpers.dense_rows import DenseRows, random_query, skip_unless_served
 from helpers.reference_backend import ReferenceBackend, visible_keys
 
 from vmkv.attention import (
@@ -111,8 +111,7 @@ def _in_eight_bits(
 def test_flash3_reads_in_place(shape: str, is_scaled: bool, dim: int, dtype: torch.dtype) -> None:
     """It rounds queries and weights, and is as far off as that explains; see the other backends."""
     spec = AttentionSpec("cuda", dtype, HEADS, KV_HEADS, dim, dim, kv_dtype=FP8)
-    if reason := why_not("flash3", spec):
-        pytest.skip(reason)
+    skip_unless_served("flash3", spec)
     margin = get("flash3").overread_tokens(spec)
     batch, dense, scales = rows(shape, dim, "cuda", margin=margin, is_scaled=is_scaled)
     generator = torch.Generator().manual_seed(1)
@@ -127,8 +126,7 @@ def test_flash3_reads_in_place(shape: str, is_scaled: bool, dim: int, dtype: tor
 @pytest.mark.gpu
 def test_flash3_loses_nothing_over_long_rows() -> None:
     """Sums of 128k positive numbers, which narrow ones cut off more and more of."""
-    if reason := why_not("flash3", GPU):
-        pytest.skip(reason)
+    skip_unless_served("flash3", GPU)
     num_tokens = 131_072
     row_tokens = num_tokens + get("flash3").overread_tokens(GPU)
     keys = torch.zeros(1, row_tokens, 8, 128, device="cuda").to(FP8)

@@ -17,8 +17,9 @@ import sys
 import pytest
 import torch
 from helpers import warm_python
+from helpers.dense_rows import skip_unless_served
 
-from vmkv.attention import AttentionSpec, get, why_not
+from vmkv.attention import AttentionSpec, get
 
 DIMS = [64, 128, 256]
 
@@ -64,9 +65,7 @@ def test_the_probe_dies_where_memory_ends():
 def test_the_declared_overread_is_enough(name, dim):
     """Every length up to a few tiles, in every kind of launch, with nothing past the margin."""
     spec = AttentionSpec("cuda", torch.bfloat16, 4, 1, dim, dim)
-    reason = why_not(name, spec)
-    if reason is not None:
-        pytest.skip(f"{name}: {reason}")
+    skip_unless_served(name, spec)
     assert_clean(probe("cuda:0", name, "bfloat16", dim, get(name).overread_tokens(spec)))
 
 
@@ -74,9 +73,7 @@ def test_the_declared_overread_is_enough(name, dim):
 @pytest.mark.parametrize("dim", DIMS)
 def test_flash3_needs_a_margin(dim):
     """FlashAttention-3 faults without one: its declaration is no mere caution."""
-    reason = why_not("flash3", AttentionSpec("cuda", torch.bfloat16, 4, 1, dim, dim))
-    if reason is not None:
-        pytest.skip(reason)
+    skip_unless_served("flash3", AttentionSpec("cuda", torch.bfloat16, 4, 1, dim, dim))
     assert probe("cuda:0", "flash3", "bfloat16", dim, 0).returncode != 0
 
 
@@ -85,9 +82,7 @@ def test_flash3_needs_a_margin(dim):
 def test_tiles_in_eight_bits_are_as_declared(dim):
     """Enough, and no caution: with half of it flash3 faults."""
     spec = AttentionSpec("cuda", torch.bfloat16, 4, 1, dim, dim, kv_dtype=torch.float8_e4m3fn)
-    reason = why_not("flash3", spec)
-    if reason is not None:
-        pytest.skip(reason)
+    skip_unless_served("flash3", spec)
     margin = get("flash3").overread_tokens(spec)
     assert_clean(probe("cuda:0", "flash3", "bfloat16", dim, margin, "float8_e4m3fn"))
     less = probe("cuda:0", "flash3", "bfloat16", dim, margin // 2, "float8_e4m3fn")

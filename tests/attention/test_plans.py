@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.dense_rows import skip_unless_served
 
-from vmkv.attention import AttentionBatch, AttentionSpec, Call, flash3, get, why_not
+from vmkv.attention import AttentionBatch, AttentionSpec, Call, flash3, get
 from vmkv.core.cache.fp8 import FP8
 
 HEADS, KV_HEADS, DIM, ROW_TOKENS, NUM_ROWS = 32, 8, 128, 4096, 40
@@ -27,8 +28,7 @@ STEPS = {
 def rows(request: pytest.FixtureRequest) -> list[torch.Tensor]:
     """Keys and values of three layers."""
     spec = AttentionSpec("cuda", torch.bfloat16, HEADS, KV_HEADS, DIM, DIM, kv_dtype=request.param)
-    if reason := why_not("flash3", spec):
-        pytest.skip(reason)
+    skip_unless_served("flash3", spec)
     if flash3._planner() is None:
         pytest.skip("this release plans nothing")
     margin = get("flash3").overread_tokens(spec)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
 import transformers
+from helpers.serving import save_tiny_model
 
 from vmkv.cli.main import main
 
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as a folder, which stays as it is."""
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-from helpers.serving import save_tiny_model
 
 from vmkv import InternalError
 from vmkv.cli import plan
@@ -106,12 +105,6 @@ LINES = [
     *(["serve", model, "--port", "0"] for model in MODELS),
     *OTHERS,
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole model, to be served or damaged."""
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -205,54 +198,56 @@ def test_a_configuration_that_is_none_is_answered_by_one_line(
                 raise AssertionError(f"{name}: vmkv {arguments[0]}") from error
 
 
-def _cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
+def _cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
 
 
-def _index(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+def _index(weights: Path) -> None:
+    weights.rename(weights.with_name("model-00001-of-00002.safetensors"))
     weight_map = {"lm_head.weight": "model-00002-of-00002.safetensors"}
     index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights.with_name("model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _without_head(folder: Path) -> None:
-    weights = safetensors.torch.load_file(folder / "model.safetensors")
+def _without_head(file: Path) -> None:
+    weights = safetensors.torch.load_file(file)
     del weights["lm_head.weight"]
-    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    safetensors.torch.save_file(weights, file, {"format": "pt"})
 
 
-def _narrow(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
+def _narrow(config: Path) -> None:
+    config.write_text(json.dumps({**json.loads(config.read_text()), "intermediate_size": 40}))
 
 
-#: What can become of a model's folder on its way, and a word of what is said.
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut weights": (lambda folder: _cut(folder / "model.safetensors"), "cannot load"),
-    "a part is missing": (_index, "cannot load"),
-    "a weight is missing": (_without_head, "lacks 1 weights, such as lm_head.weight"),
-    "weights of another model": (_narrow, "cannot load"),
+def _replaced(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """By something of another kind under the same name."""
+    return lambda file: (file.unlink(), make(file))
+
+
+WEIGHTS, CONFIG, GENERATION = "model.safetensors", "config.json", "generation_config.json"
+#: What can become of a file of a model on its way, and a word of what is said.
+DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "cut weights": (WEIGHTS, _cut, "cannot load"),
+    "a part is missing": (WEIGHTS, _index, "cannot load"),
+    "a weight is missing": (WEIGHTS, _without_head, "lacks 1 weights, such as lm_head.weight"),
+    "weights of another model": (CONFIG, _narrow, "cannot load"),
     "no tokenizer": (
+        ".",
         lambda folder: [each.unlink() for each in folder.glob("tokenizer*")],
         "no tokenizer",
     ),
-    "cut tokenizer settings": (
-        lambda folder: _cut(folder / "tokenizer_config.json"),
-        "no tokenizer",
-    ),
+    "cut tokenizer settings": ("tokenizer_config.json", _cut, "no tokenizer"),
     "cut generation settings": (
-        lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id":'),
+        GENERATION,
+        lambda file: file.write_text('{"eos_token_id":'),
         "cannot load",
     ),
     "a text for the end of sequence": (
-        lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": "12"}'),
+        GENERATION,
+        lambda file: file.write_text('{"eos_token_id": "12"}'),
         "eos_token_id is '12'",
     ),
-    "a pipe for a configuration": (
-        lambda folder: ((folder / "config.json").unlink(), os.mkfifo(folder / "config.json")),
-        "holds no config.json",
-    ),
+    "a pipe for a configuration": (CONFIG, _replaced(os.mkfifo), "holds no config.json"),
 }
 
 
@@ -264,8 +259,8 @@ def test_a_damaged_model_is_answered_by_one_line(
 ) -> None:
     """As a download that was interrupted leaves it; nothing is served with made-up weights."""
     folder = Path(shutil.copytree(model, tmp_path / "model"))
-    apply, reason = DAMAGE[damage]
-    apply(folder)
+    file, apply, reason = DAMAGE[damage]
+    apply(folder / file)
     arguments = ["--port", "0", "--device", "cpu", "--memory", "0.0625"]
     assert reason in complaint("serve", str(folder), *arguments)
 

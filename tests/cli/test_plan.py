@@ -207,7 +207,7 @@ def test_too_many_users_are_an_exit_status(write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "words"),
     [
         (["{tmp}/absent.json", "--context", "1k"], "there is no file"),
         (["{tmp}", "--context", "1k"], "holds no config.json"),
@@ -228,9 +228,9 @@ def test_too_many_users_are_an_exit_status(write) -> None:
     ],
 )
 def test_mistakes_are_explained(
-    write, tmp_path: Path, arguments: list[str], complaint: str
+    complaint, write, tmp_path: Path, arguments: list[str], words: str
 ) -> None:
-    """One line on standard error, status 2, nothing on standard output."""
+    """One line on standard error, nothing on standard output."""
     config = write(LLAMA_8B)
     (tmp_path / "other").mkdir()
     broken = tmp_path / "broken.json"
@@ -245,11 +245,7 @@ def test_mistakes_are_explained(
     ):
         names[name] = tmp_path / f"{name}.json"
         names[name].write_text(json.dumps(changed))
-    out, err = io.StringIO(), io.StringIO()
-    status = main(["plan", *(each.format(**names) for each in arguments)], out, err)
-    assert (2, "") == (status, out.getvalue())
-    assert complaint in err.getvalue()
-    assert 1 == err.getvalue().count("\n")
+    assert words in complaint("plan", *(each.format(**names) for each in arguments))
 
 
 def test_lengths_must_be_positive() -> None:
@@ -277,13 +273,8 @@ def test_a_rank_is_planned_with_its_part(tmp_path: Path) -> None:
     assert "on each of 2 GPUs" in text
 
 
-def test_a_plan_with_half_heads_is_refused(tmp_path: Path) -> None:
+def test_a_plan_with_half_heads_is_refused(write) -> None:
     """As serving would be."""
+    config = load_config(write(LLAMA_8B))
     with pytest.raises(ConfigError, match="8 key-value heads cannot be divided among 3"):
-        model_shape_of_ranks(tmp_path, 3)
-
-
-def model_shape_of_ranks(tmp_path: Path, num_ranks: int) -> Any:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    config = load_config(str(tmp_path))
-    return model_shape(config, num_ranks=num_ranks)
+        model_shape(config, num_ranks=3)

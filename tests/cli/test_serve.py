@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 from helpers import warm_python
-from helpers.serving import MAX_TOKENS, save_tiny_model
+from helpers.serving import MAX_TOKENS
 from helpers.tiny_models import VERSION
 
 from vmkv.cli.main import main
@@ -25,12 +25,6 @@ from vmkv.cli.main import main
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model as a folder."""
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.serving import save_tiny_model
 
 Complaint = Callable[..., str]
 
@@ -39,12 +38,12 @@ WRONG = [
 
 
 @pytest.fixture(scope="module")
-def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def names(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What command lines name: a model, and the scales of another."""
-    folder = tmp_path_factory.mktemp("model")
+    folder = tmp_path_factory.mktemp("scales")
     scales = {"format": "vmkv kv scales", "version": 1, "model": "another", "layers": []}
     (folder / "scales.json").write_text(json.dumps(scales))
-    return {"{scales}": str(folder / "scales.json"), "{model}": str(save_tiny_model(folder / "m"))}
+    return {"{scales}": str(folder / "scales.json"), "{model}": str(model)}
 
 
 @pytest.fixture(autouse=True)

@@ -10,20 +10,21 @@ from pathlib import Path
 
 import httpx
 import pytest
-from helpers.serving import save_tiny_model
 
-REPLICAS = ["--replicas", "2", "--device", "cpu"]
+COMMAND = [sys.executable, "-m", "vmkv.cli", "serve"]
+REPLICAS = ["--replicas", "2", "--device", "cpu", "--port", "0"]
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_replicas_serve_and_end(tmp_path: Path) -> None:
+def test_replicas_serve_and_end(model: Path, tmp_path: Path) -> None:
     """They come up, answer, and end with SIGTERM, all of them; the status is 0."""
     pytest.importorskip("ray")
-    command = [sys.executable, "-m", "vmkv.cli", "serve", str(save_tiny_model(tmp_path / "model"))]
-    command += [*REPLICAS, "--served-model-name", "tiny", "--memory", "0.0625", "--port", "0"]
+    options = [*REPLICAS, "--served-model-name", "tiny", "--memory", "0.0625"]
     with (tmp_path / "log").open("w") as log:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        child = subprocess.Popen(
+            [*COMMAND, str(model), *options], stdout=subprocess.PIPE, stderr=log, text=True
+        )
     try:
         assert child.stdout is not None
         line = child.stdout.readline()
@@ -44,11 +45,10 @@ def test_replicas_serve_and_end(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_why_replicas_cannot_be_started_is_said_in_one_line(tmp_path: Path) -> None:
+def test_why_replicas_cannot_be_started_is_said_in_one_line(model: Path) -> None:
     """As the engine says it, whose process was Ray's."""
     pytest.importorskip("ray")
-    command = [sys.executable, "-m", "vmkv.cli", "serve", str(save_tiny_model(tmp_path / "model"))]
-    command += [*REPLICAS, "--memory", "0.00001", "--port", "0"]
+    command = [*COMMAND, str(model), *REPLICAS, "--memory", "0.00001"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]

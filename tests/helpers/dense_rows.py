@@ -8,11 +8,18 @@ as its over-read it holds large finite numbers, which a kernel may fetch but mus
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from vmkv.attention import AttentionBatch
+from vmkv.attention import AttentionBatch, AttentionSpec, why_not
 
 MARGIN_FILL = 1e4
+
+
+def skip_unless_served(name: str, spec: AttentionSpec) -> None:
+    """Skip the test where backend `name` says that it cannot serve this here."""
+    if reason := why_not(name, spec):
+        pytest.skip(f"{name}: {reason}")
 
 
 class DenseRows:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -45,6 +46,21 @@ CHAT_TEMPLATE = (
 )
 #: Long enough that a request which asks for all of it surely runs when a test looks.
 MAX_TOKENS = 4096
+#: Requests that are soon answered, and one of which only a cancellation is in time for a test.
+PLAIN: dict[str, Any] = {"model": "tiny", "prompt": "A row", "max_tokens": 2}
+CHAT: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 2,
+}
+LONG = PLAIN | {"max_tokens": MAX_TOKENS - 50, "temperature": 0, "ignore_eos": True}
+
+
+def wire(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
+    """A request as it goes over the wire."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 @functools.cache
@@ -110,7 +126,7 @@ class Watch:
         self.added: list[int] = []
         self.finished: list[RequestRecord] = []
         self.num_first_tokens = 0
-        self.num_steps = 0
+        self.num_steps = self.num_idle = 0
         self.is_idle = False
 
     def on(self, event: Event, cache: ObservedCache) -> None:
@@ -125,6 +141,7 @@ class Watch:
             elif isinstance(event, StepRecord):
                 self.num_steps += 1
             else:
+                self.num_idle += 1
                 self.is_idle = True
             self._changed.notify_all()
 

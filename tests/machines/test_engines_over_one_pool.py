@@ -50,6 +50,13 @@ def engines(num_engines: int, num_requests: float = 1.2) -> Iterator[list[Engine
         pool.close()
 
 
+def finish(*engines: Engine) -> None:
+    """Step engines in turn until none has anything left to do."""
+    while any(each.has_unfinished for each in engines):
+        for each in engines:
+            each.step()
+
+
 def params(num_tokens: int = 20) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
@@ -65,9 +72,7 @@ def test_a_request_waits_for_another_engines_request_to_finish() -> None:
         first.step()
         first.step()
         after = second.add(PROMPT, params())
-        while second.has_unfinished:
-            first.step()
-            second.step()
+        finish(first, second)
         assert ("length", "length") == (reason(before), reason(after))
         assert 0 == before.requests[0].num_preemptions
 
@@ -81,9 +86,7 @@ def test_a_later_request_of_another_engine_is_preempted() -> None:
         second.step()
         first.step()
         assert 1 == after.requests[0].num_preemptions
-        while first.has_unfinished or second.has_unfinished:
-            first.step()
-            second.step()
+        finish(first, second)
         assert ("length", "length") == (reason(before), reason(after))
         assert 0 == before.requests[0].num_preemptions
         assert 1 == after.requests[0].num_preemptions
@@ -107,8 +110,7 @@ def test_an_engine_that_is_not_stepped_gives_way_to_any_request() -> None:
         assert "length" == str(second.generate(PROMPT, params())[0].outputs[0].finish_reason)
         assert 1 == before.requests[0].num_preemptions
         first.generate([1, 2], params(2))
-        while first.has_unfinished:
-            first.step()
+        finish(first)
         assert "length" == reason(before)
 
 
@@ -186,9 +188,7 @@ def test_a_later_request_of_another_thread_is_preempted_at_its_next_step(
         assert 0 == after.requests[0].num_preemptions
         in_threads(first.step)
         assert 1 == after.requests[0].num_preemptions
-        while first.has_unfinished or second.has_unfinished:
-            second.step()
-            first.step()
+        finish(second, first)
         assert ("length", "length") == (reason(before), reason(after))
         assert 0 == before.requests[0].num_preemptions
 
@@ -208,7 +208,6 @@ def test_an_engine_of_another_thread_that_is_not_stepped_is_an_error(
         in_threads(hold)
         [output] = second.generate(PROMPT, params())
         assert isinstance(output.error, OutOfPagesError)
-        while first.has_unfinished:
-            first.step()
+        finish(first)
         assert "length" == reason(held)
         assert "length" == str(second.generate(PROMPT, params())[0].outputs[0].finish_reason)

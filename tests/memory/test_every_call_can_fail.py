@@ -12,7 +12,7 @@ Faults are single; a driver that goes on failing is not played here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,29 +21,50 @@ import pytest
 from helpers.faulty_cache import PAGE, FaultyCache
 from helpers.interrupts import interrupted, offsets
 
-from vmkv import BackendUsage, HostBackend, KVCache, Sequence
+from vmkv import BackendUsage, HostBackend, KVCache
 from vmkv.core.backend.host import HostFence
 from vmkv.core.cache import layer_group, make_ready
 from vmkv.core.cache.cost import CostModel
 from vmkv.errors import CapacityError, ClosedError, DriverError
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
 
+_MAPS = {"mem_create", "mem_map", "mem_set_access"}
+_EXCHANGES = {"record_fence", "mem_unmap", "mem_map", "mem_set_access"}
+Prepared = Callable[[], object] | Scenario
+#: By name: how to make an operation, and the primitives it is known to consist of.
+OPERATIONS: dict[str, tuple[Callable[[Any], Scenario], set[str]]] = {}
 
-def _add_layers(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend)
-    return state.scenario(lambda: state.add_layers(5))
+
+def operation(*primitives: str, **options: Any) -> Callable[[Any], Any]:
+    """Register what is done to a cache with such options, once it has been prepared."""
+
+    def register(prepare: Callable[[FaultyCache], Prepared]) -> Callable[[Any], Scenario]:
+        def make(backend: Any) -> Scenario:
+            state = FaultyCache(backend, **options)
+            made = prepare(state)
+            return made if isinstance(made, Scenario) else state.scenario(made)
+
+        OPERATIONS[prepare.__name__.strip("_").replace("_", " ")] = make, set(primitives)
+        return make
+
+    return register
 
 
-def _add_layers_to_live_sequences(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend)
+@operation("address_reserve")
+def _add_layers(state: FaultyCache) -> Prepared:
+    return lambda: state.add_layers(5)
+
+
+@operation("address_reserve", *_MAPS)
+def _add_layers_to_live_sequences(state: FaultyCache) -> Prepared:
     state.begin(30)
     state.begin(3)
-    return state.scenario(lambda: state.add_layers(5))
+    return lambda: state.add_layers(5)
 
 
-def _drop_layers(backend: FaultInjectingBackend) -> Scenario:
+@operation("record_fence", "mem_unmap", "address_free")
+def _drop_layers(state: FaultyCache) -> Prepared:
     """What cannot be closed yet is closed later, by the pool: the layers are gone."""
-    state = FaultyCache(backend)
     state.add_layers(2)
     state.begin(40)
 
@@ -51,12 +72,12 @@ def _drop_layers(backend: FaultInjectingBackend) -> Scenario:
         state.cache.drop_layers([2, 3])
         assert [0, 1] == state.cache.layers
 
-    return state.scenario(drop)
+    return drop
 
 
-def _compact(backend: FaultInjectingBackend) -> Scenario:
+@operation("address_reserve", "address_free", *_MAPS, *_EXCHANGES, window_tokens=40)
+def _compact(state: FaultyCache) -> Prepared:
     """Two groups, and what a window keeps: all are moved, or none."""
-    state = FaultyCache(backend, window_tokens=40)
     state.begin(98, step=14)
     state.begin(20)
     state.cache.drop_layers([0, 3])
@@ -66,261 +87,259 @@ def _compact(backend: FaultInjectingBackend) -> Scenario:
         assert homes == state.cache.places
         state.cache.compact()
 
-    return state.scenario(compact)
+    return compact
 
 
-def _append_small(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend)
+@operation(*_MAPS)
+def _append_small(state: FaultyCache) -> Prepared:
     sequence = state.begin(0)
-    return state.scenario(lambda: sequence.append(1))
+    return lambda: sequence.append(1)
 
 
-def _append_large(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend)
+@operation(*_MAPS)
+def _append_large(state: FaultyCache) -> Prepared:
     sequence = state.begin(5)
-    return state.scenario(lambda: sequence.append(250))  # 62 pages and some: 6 extents.
+    return lambda: sequence.append(250)  # 62 pages and some: 6 extents.
 
 
-def _append_over_groups_and_sequences(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, window_tokens=40)
+@operation(*_MAPS, window_tokens=40)
+def _append_over_groups(state: FaultyCache) -> Prepared:
     sequences = [state.begin(num_tokens) for num_tokens in (0, 10, 33)]
     wanted = [(each, each.num_tokens + 20) for each in sequences]
-    return state.scenario(lambda: state.cache.grow(wanted))
+    return lambda: state.cache.grow(wanted)
 
 
-def _append_past_a_window(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, window_tokens=12)
+@operation("record_fence", window_tokens=12)
+def _append_past_a_window(state: FaultyCache) -> Prepared:
     sequence = state.begin(96, step=4)
-    return state.scenario(lambda: sequence.append(4))
+    return lambda: sequence.append(4)
 
 
-def _append_under_pressure(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, budget_pages=24)
+@operation(*_EXCHANGES, budget_pages=24)
+def _append_under_pressure(state: FaultyCache) -> Prepared:
     sequence = state.begin(16)
     state.begin(20)
     state.begin(40).close()  # 19 pages so far; six more do not fit beside them.
-    return state.scenario(lambda: sequence.append(24))
+    return lambda: sequence.append(24)
 
 
-def _truncate(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, window_tokens=12)
+@operation("join_streams", "record_fence", window_tokens=12)
+def _truncate(state: FaultyCache) -> Prepared:
     sequence = state.begin(96, step=4)
-    return state.scenario(lambda: sequence.truncate(0))
+    return lambda: sequence.truncate(0)
 
 
-def _close_sequence(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, window_tokens=12)
+@operation("record_fence", window_tokens=12)
+def _close_a_sequence(state: FaultyCache) -> Prepared:
     sequence = state.begin(96, step=4)
     state.begin(4)
-    return state.scenario(sequence.close)
+    return sequence.close
 
 
-def _adopt(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend)
+@operation("join_streams")
+def _adopt(state: FaultyCache) -> Prepared:
     state.begin(4)
     state.begin(40).close()
-    return state.scenario(lambda: state.sequences.append(state.cache.open(30)))
+    return lambda: state.sequences.append(state.cache.open(30))
 
 
-def _trim(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, window_tokens=12)
+@operation("record_fence", "mem_unmap", "mem_release", window_tokens=12)
+def _trim(state: FaultyCache) -> Prepared:
     state.begin(40).truncate(10)
     state.begin(96, step=4)
     state.begin(60).close()
-    return state.scenario(state.cache.trim)
+    return state.cache.trim
 
 
-def _close_cache(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, window_tokens=12)
+@operation("record_fence", "mem_unmap", "mem_release", "address_free", window_tokens=12)
+def _close_the_cache(state: FaultyCache) -> Prepared:
     state.begin(96, step=4)
     state.begin(60).close()
     state.is_closing = True  # Its sequences are closed from the first attempt on.
-    return state.scenario(state.cache.close)
+    return state.cache.close
 
 
 # ---- sharing ------------------------------------------------------------------------------
 
 
-def _fork(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, window_tokens=40)
+@operation("join_streams", "copy", *_MAPS, window_tokens=40)
+def _fork(state: FaultyCache) -> Prepared:
     sequence = state.begin(98, step=14)
-    return state.scenario(lambda: state.fork(sequence))
+    return lambda: state.fork(sequence)
 
 
-def _fork_under_pressure(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, budget_pages=35)
+@operation("copy", *_EXCHANGES, budget_pages=35)
+def _fork_under_pressure(state: FaultyCache) -> Prepared:
     sequence = state.begin(98)
     state.begin(40).close()
-    return state.scenario(lambda: state.fork(sequence))
+    return lambda: state.fork(sequence)
 
 
-def _fork_in_place_of_a_parked_row(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend)
+@operation("copy", *_EXCHANGES)
+def _fork_in_place_of_a_parked_row(state: FaultyCache) -> Prepared:
     sequence = state.begin(98)
     for each in [state.begin(10) for _ in range(3)]:
         each.close()
-    return state.scenario(lambda: state.fork(sequence))
+    return lambda: state.fork(sequence)
 
 
-def _fork_into_scrubbed_memory(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, scrub="always")
+@operation("fill", "copy", scrub="always")
+def _fork_into_scrubbed_memory(state: FaultyCache) -> Prepared:
     sequence = state.begin(98)
     state.begin(1).close()
     state.cache.retire_parked(1, 0)
     state.pool.reclaimer.wait()
-    return state.scenario(lambda: state.fork(sequence))
+    return lambda: state.fork(sequence)
 
 
-def _copy_on_write(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, window_tokens=200)
+@operation("address_reserve", "copy", "address_free", *_EXCHANGES, window_tokens=200)
+def _copy_on_write(state: FaultyCache) -> Prepared:
     sequence = state.begin(98)
     state.fork(sequence)
     sequence.truncate(50)
-    return state.scenario(lambda: sequence.append(5))
+    return lambda: sequence.append(5)
 
 
-def _copy_on_write_under_pressure(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, budget_pages=40)
+@operation("copy", *_EXCHANGES, budget_pages=40)
+def _copy_on_write_under_pressure(state: FaultyCache) -> Prepared:
     sequence = state.begin(98)
     state.fork(sequence)
     state.begin(56).close()
     sequence.truncate(50)
-    return state.scenario(lambda: sequence.append(5))
+    return lambda: sequence.append(5)
 
 
-def _give_up_what_is_shared(backend: FaultInjectingBackend) -> Scenario:
+@operation(*_EXCHANGES)
+def _give_up_what_is_shared(state: FaultyCache) -> Prepared:
     """At an extent's end nothing is copied: what lies behind goes, and is mapped anew."""
-    state = FaultyCache(backend)
     sequence = state.begin(98)
     state.fork(sequence)
     sequence.truncate(64)
-    return state.scenario(lambda: sequence.append(5))
+    return lambda: sequence.append(5)
 
 
-def _write_what_was_shared(backend: FaultInjectingBackend) -> Scenario:
+@operation("mem_set_access", "fill", scrub="always")
+def _write_what_was_shared(state: FaultyCache) -> Prepared:
     """The other holder is gone: the right to write comes back."""
-    state = FaultyCache(backend, scrub="always")
     sequence = state.begin(98)
     fork = state.fork(sequence)
     sequence.close()
     state.cache.retire_parked(0, 0)
     fork.truncate(50)
-    return state.scenario(lambda: fork.append(5))
+    return lambda: fork.append(5)
 
 
-def _reorder_by_aliases(backend: FaultInjectingBackend) -> Scenario:
+@operation(*_EXCHANGES)
+def _reorder_by_aliases(state: FaultyCache) -> Prepared:
     """Beams that end where an extent does: everything is exchanged, nothing copied."""
-    state = FaultyCache(backend)
     beams = [state.begin(64) for _ in range(3)]
-    return state.scenario(lambda: state.cache.reorder(beams, [1, 2, 1]))
+    return lambda: state.cache.reorder(beams, [1, 2, 1])
 
 
-def _reorder_by_copies(backend: FaultInjectingBackend) -> Scenario:
+@operation("join_streams", "copy")
+def _reorder_by_copies(state: FaultyCache) -> Prepared:
     """Beams that share their prompt and have tails: a failing copy may cost those."""
-    state = FaultyCache(backend)
     sequence = state.begin(64)
     beams = [sequence, state.fork(sequence), state.fork(sequence)]
     state.cache.grow([(beam, 66) for beam in beams])
     state.defined_tokens = 64
-    return state.scenario(lambda: state.cache.reorder(beams, [1, 2, 1]))
+    return lambda: state.cache.reorder(beams, [1, 2, 1])
 
 
-def _reorder_into_shared_tails(backend: FaultInjectingBackend) -> Scenario:
+@operation("copy", "fill", *_EXCHANGES, scrub="poison")
+def _reorder_into_shared_tails(state: FaultyCache) -> Prepared:
     """What forks hold on to is not copied into: there is new memory for it."""
-    state = FaultyCache(backend, scrub="poison")
     beams = [state.begin(68), state.begin(68)]
     for beam in beams:
         state.fork(beam)
     state.cache.grow([(beam, 70) for beam in beams])
     state.cache.cost_model = CostModel(map_us=1e9)
     state.defined_tokens = 0
-    return state.scenario(lambda: state.cache.reorder(beams, [1, 0]))
+    return lambda: state.cache.reorder(beams, [1, 0])
 
 
-def _hit_by_alias(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend)
+@operation("join_streams", "copy", *_MAPS)
+def _hit_by_alias(state: FaultyCache) -> Prepared:
     state.say(98)
-    return state.scenario(lambda: state.hear(91))  # 80 tokens: 16 pages, and 4 to be copied.
+    return lambda: state.hear(91)  # 80 tokens: 16 pages, and 4 to be copied.
 
 
-def _hit_by_adoption(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend)
+@operation("join_streams")
+def _hit_by_adoption(state: FaultyCache) -> Prepared:
     state.begin(4)
     state.say(98).close()
-    return state.scenario(lambda: state.hear(98))
+    return lambda: state.hear(98)
 
 
-def _hit_by_alias_of_a_parked_row_under_pressure(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, budget_pages=62)
+@operation("copy", *_EXCHANGES, budget_pages=62)
+def _hit_by_alias_of_a_parked_row_under_pressure(state: FaultyCache) -> Prepared:
     state.say(248).close()  # 32 + 16 + 8 + 4 + 2 pages; 92 tokens are copied, as 24 pages.
-    return state.scenario(lambda: state.hear(92))
+    return lambda: state.hear(92)
 
 
-def _adopt_with_scrubbing(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, scrub="always")
+@operation("join_streams", "fill", scrub="always")
+def _adopt_with_scrubbing(state: FaultyCache) -> Prepared:
     state.begin(40).close()
-    return state.scenario(lambda: state.sequences.append(state.cache.open(30)))
+    return lambda: state.sequences.append(state.cache.open(30))
 
 
-def _append_with_scrubbing(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, scrub="always")
+@operation("mem_map", "mem_set_access", "fill", scrub="always")
+def _append_with_scrubbing(state: FaultyCache) -> Prepared:
     sequence = state.begin(10)
     state.begin(40).close()
     state.cache.retire_parked(1, 0)
     state.pool.reclaimer.wait()
-    return state.scenario(lambda: sequence.append(30))
+    return lambda: sequence.append(30)
 
 
-def _evict_by_extents(backend: FaultInjectingBackend) -> Scenario:
+@operation(*_EXCHANGES, budget_pages=60)
+def _evict_by_extents(state: FaultyCache) -> Prepared:
     """Two prefixes lose their ends; what is left of them is whole."""
-    state = FaultyCache(backend, budget_pages=60)
     sequence = state.begin(4)
     for each in [state.say(98), state.say(98)]:
         each.close()
-    return state.scenario(lambda: sequence.append(100))
+    return lambda: sequence.append(100)
 
 
-def _evict_what_parked_rows_share(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, budget_pages=30)
+@operation(*_EXCHANGES, budget_pages=30)
+def _evict_what_parked_rows_share(state: FaultyCache) -> Prepared:
     sequence = state.say(98)
     fork = state.fork(sequence)
     sequence.close()
     fork.close()
     last = state.begin(4)
-    return state.scenario(lambda: last.append(60))
+    return lambda: last.append(60)
 
 
-def _set_budget(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend)
+@operation("record_fence", "mem_unmap", "mem_release")
+def _set_budget(state: FaultyCache) -> Prepared:
     state.begin(40)
     state.say(98).close()
     state.begin(60).close()
-    return state.scenario(lambda: state.pool.set_budget(20 * PAGE))
+    return lambda: state.pool.set_budget(20 * PAGE)
 
 
-def _make_ready(backend: FaultInjectingBackend) -> Scenario:
+@operation("record_fence", "mem_unmap", "mem_release", "mem_create", budget_pages=20)
+def _make_ready(state: FaultyCache) -> Prepared:
     """Evicts, and converts what it gets: extents of eight pages and two for two of four and two."""
-    state = FaultyCache(backend, budget_pages=20)
     sequence = state.begin(16)
     state.begin(20)
     state.begin(40).close()
-    return state.scenario(lambda: make_ready(state.cache, [(sequence, 40)], 16, wait=True))
+    return lambda: make_ready(state.cache, [(sequence, 40)], 16, wait=True)
 
 
-_MAPS = {"mem_create", "mem_map", "mem_set_access"}
-_EXCHANGES = {"record_fence", "mem_unmap", "mem_map", "mem_set_access"}
-
-
-def _swapping(
-    backend: FaultInjectingBackend, num_tokens: int = 150
-) -> tuple[FaultyCache, Sequence]:
-    state = FaultyCache(backend, window_tokens=40, host_budget_bytes=256 * PAGE)
-    return state, state.begin(num_tokens)
-
-
-def _swap_out(backend: FaultInjectingBackend) -> Scenario:
+@operation(
+    "mem_create",
+    "join_streams",
+    "stream_wait",
+    "copy",
+    *_EXCHANGES,
+    window_tokens=40,
+    host_budget_bytes=256 * PAGE,
+)
+def _swap_out_and_in(state: FaultyCache) -> Prepared:
     """There and back: a failure leaves the sequence whole, on one side or the other."""
-    state, sequence = _swapping(backend)
+    sequence = state.begin(150)
     moves: list[str] = []
 
     def there_and_back() -> None:
@@ -341,75 +360,25 @@ def _swap_out(backend: FaultInjectingBackend) -> Scenario:
     return Scenario(there_and_back, observe, state.cache.check, state.close_cache)
 
 
-def _spill(backend: FaultInjectingBackend) -> Scenario:
-    state, sequence = _swapping(backend)
-    return state.scenario(lambda: sequence.spill(20 * PAGE))
+@operation(
+    "mem_create",
+    "join_streams",
+    "copy",
+    "address_reserve",
+    *_EXCHANGES,
+    window_tokens=40,
+    host_budget_bytes=256 * PAGE,
+)
+def _spill(state: FaultyCache) -> Prepared:
+    sequence = state.begin(150)
+    return lambda: sequence.spill(20 * PAGE)
 
 
-def _unspill(backend: FaultInjectingBackend) -> Scenario:
-    state, sequence = _swapping(backend)
+@operation("copy", *_EXCHANGES, window_tokens=40, host_budget_bytes=256 * PAGE)
+def _unspill(state: FaultyCache) -> Prepared:
+    sequence = state.begin(150)
     sequence.spill(20 * PAGE)
-    return state.scenario(sequence.unspill)
-
-
-OPERATIONS = {
-    # operation: (how to make it, the primitives it is known to consist of)
-    "add_layers": (_add_layers, {"address_reserve"}),
-    "add_layers to live sequences": (
-        _add_layers_to_live_sequences,
-        {"address_reserve", "mem_create", "mem_map", "mem_set_access"},
-    ),
-    "drop_layers": (_drop_layers, {"record_fence", "mem_unmap", "address_free"}),
-    "compact": (_compact, {"address_reserve", "address_free", *_MAPS, *_EXCHANGES}),
-    "append small": (_append_small, {"mem_create", "mem_map", "mem_set_access"}),
-    "append large": (_append_large, {"mem_create", "mem_map", "mem_set_access"}),
-    "append over groups": (
-        _append_over_groups_and_sequences,
-        {"mem_create", "mem_map", "mem_set_access"},
-    ),
-    "append past a window": (_append_past_a_window, {"record_fence"}),
-    "append under pressure": (
-        _append_under_pressure,
-        {"record_fence", "mem_unmap", "mem_map", "mem_set_access"},
-    ),
-    "truncate": (_truncate, {"join_streams", "record_fence"}),
-    "close a sequence": (_close_sequence, {"record_fence"}),
-    "adopt": (_adopt, {"join_streams"}),
-    "trim": (_trim, {"record_fence", "mem_unmap", "mem_release"}),
-    "close the cache": (
-        _close_cache,
-        {"record_fence", "mem_unmap", "mem_release", "address_free"},
-    ),
-    "fork": (_fork, {"join_streams", "copy", *_MAPS}),
-    "fork under pressure": (_fork_under_pressure, {"copy", *_EXCHANGES}),
-    "fork in place of a parked row": (_fork_in_place_of_a_parked_row, {"copy", *_EXCHANGES}),
-    "fork into scrubbed memory": (_fork_into_scrubbed_memory, {"fill", "copy"}),
-    "copy on write": (_copy_on_write, {"address_reserve", "copy", "address_free", *_EXCHANGES}),
-    "copy on write under pressure": (_copy_on_write_under_pressure, {"copy", *_EXCHANGES}),
-    "give up what is shared": (_give_up_what_is_shared, _EXCHANGES),
-    "write what was shared": (_write_what_was_shared, {"mem_set_access", "fill"}),
-    "reorder by aliases": (_reorder_by_aliases, _EXCHANGES),
-    "reorder by copies": (_reorder_by_copies, {"join_streams", "copy"}),
-    "reorder into shared tails": (_reorder_into_shared_tails, {"copy", "fill", *_EXCHANGES}),
-    "hit by alias": (_hit_by_alias, {"join_streams", "copy", *_MAPS}),
-    "hit by adoption": (_hit_by_adoption, {"join_streams"}),
-    "hit by alias of a parked row under pressure": (
-        _hit_by_alias_of_a_parked_row_under_pressure,
-        {"copy", *_EXCHANGES},
-    ),
-    "adopt with scrubbing": (_adopt_with_scrubbing, {"join_streams", "fill"}),
-    "append with scrubbing": (_append_with_scrubbing, {"mem_map", "mem_set_access", "fill"}),
-    "evict by extents": (_evict_by_extents, _EXCHANGES),
-    "evict what parked rows share": (_evict_what_parked_rows_share, _EXCHANGES),
-    "swap out and in": (
-        _swap_out,
-        {"mem_create", "join_streams", "stream_wait", "copy", *_EXCHANGES},
-    ),
-    "spill": (_spill, {"mem_create", "join_streams", "copy", "address_reserve", *_EXCHANGES}),
-    "unspill": (_unspill, {"copy", *_EXCHANGES}),
-    "make_ready": (_make_ready, {"record_fence", "mem_unmap", "mem_release", "mem_create"}),
-    "set_budget": (_set_budget, {"record_fence", "mem_unmap", "mem_release"}),
-}
+    return sequence.unspill
 
 
 @pytest.mark.parametrize("is_out_of_memory", [False, True], ids=["broken", "full"])

@@ -88,17 +88,6 @@ def test_row_grows_at_its_end_only(pool: ExtentPool) -> None:
     pool.disown(extents)
 
 
-def test_close_gives_everything_back(host: HostBackend, make_pool: MakePool) -> None:
-    """Extents become free, the reservation is gone."""
-    pool = make_pool(64)
-    table = PageTable(pool, num_rows=2, row_pages=8)
-    _map(table, 0, 2)
-    _map(table, 1, 0, 0)
-    table.close(lambda: False)
-    assert (6 * PAGE, 0) == (pool.stats().free_bytes, host.usage().reserved_bytes)
-    assert [] == pool.page_tables
-
-
 def test_close_waits_for_the_device(host: HostBackend, make_pool: MakePool) -> None:
     """A busy device is waited for, not pulled from under."""
     pool = make_pool(64)

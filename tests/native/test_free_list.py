@@ -67,14 +67,14 @@ def test_methods_refuse_a_class_that_is_not_there(size_class):
     """Push, pop and count name the classes that exist."""
     free_list = native.FreeList(CAPACITY, NUM_CLASSES)
     extent_id = free_list.bump()
-    with pytest.raises(ValueError, match=r"size_class must be in 0\.\.2, got"):
-        free_list.push(size_class, extent_id)
-    with pytest.raises(ValueError, match=r"size_class must be in 0\.\.2, got"):
-        free_list.pop(size_class)
-    with pytest.raises(ValueError, match=r"size_class must be in 0\.\.2, got"):
-        free_list.count(size_class)
-    with pytest.raises(ValueError, match=r"size_class must be in 0\.\.2, got"):
-        free_list.take([0, size_class])
+    for method, arguments in (
+        (free_list.push, (size_class, extent_id)),
+        (free_list.pop, (size_class,)),
+        (free_list.count, (size_class,)),
+        (free_list.take, ([0, size_class],)),
+    ):
+        with pytest.raises(ValueError, match=r"size_class must be in 0\.\.2, got"):
+            method(*arguments)
     free_list.push(0, extent_id)  # the refused push has not changed the id's state
 
 

@@ -6,45 +6,22 @@ In a thread of this process, and as if in a process of its own: the same is prom
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
-import torch
 from helpers.hosted import hosted
-from helpers.tiny_models import VOCABULARY, tiny_model
+from helpers.requests import PATIENCE_S, last, prompts, reference, run
+from helpers.serving import Watch
 
 from vmkv import ClosedError, ConfigError
 from vmkv.serve import AsyncEngine, Engine, FinishReason, RequestOutput, SamplingParams, joined
-from vmkv.serve.observer import Event, Idle, RequestAdded, RequestRecord, StepRecord
 from vmkv.serve.step_loop import StepLoop
 
 MakeEngine = Callable[..., Engine]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
-#: Only ever reached by a test that fails.
-PATIENCE_S = 60
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [
-        [draw.randrange(3, VOCABULARY) for _ in range(draw.randint(2, 30))] for _ in range(count)
-    ]
-
-
-def reference(prompt: list[int], num_tokens: int = 8) -> list[int]:
-    out = tiny_model("llama").generate(
-        torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False
-    )
-    return out[0, len(prompt) :].tolist()
-
-
-async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """All of a stream."""
-    return joined([output async for output in stream])
 
 
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
@@ -64,29 +41,6 @@ def serving(request: pytest.FixtureRequest) -> Serving:
             assert it.failure is not None
 
     return serve
-
-
-def run(main: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(main, PATIENCE_S))
-
-
-class Idleness:
-    """An observer that tells the loop when the engine falls idle, and counts steps."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.idle_now = threading.Event()
-        self.ended: list[RequestRecord] = []
-
-    def on(self, event: Event, cache: object) -> None:
-        if isinstance(event, RequestAdded):
-            self.idle_now.clear()
-        elif isinstance(event, RequestRecord):
-            self.ended.append(event)
-        elif isinstance(event, StepRecord):
-            self.num_steps += 1
-        elif isinstance(event, Idle):
-            self.idle_now.set()
 
 
 def test_many_streams_at_once(make_engine: MakeEngine, serving: Serving) -> None:
@@ -111,7 +65,7 @@ def test_what_samples_share_is_not_cached(
 ) -> None:
     """Of a new prompt nothing is reported as cached, however its samples begin."""
     params = SamplingParams(n=3, temperature=0, max_tokens=4)
-    prompt, ended = list(range(3, 43)), Idleness()
+    prompt, ended = list(range(3, 43)), Watch()
 
     async def main() -> tuple[list[RequestOutput], RequestOutput]:
         async with serving(make_engine(name, observer=ended)) as engine:
@@ -122,7 +76,7 @@ def test_what_samples_share_is_not_cached(
     assert {0} == {each.num_cached_tokens for each in first}
     cached = 32 if name == "llama" else again.num_cached_tokens
     assert cached == again.num_cached_tokens
-    assert [0, 0, 0, 0, 0, cached] == sorted(each.num_cached_tokens for each in ended.ended)
+    assert [0, 0, 0, 0, 0, cached] == sorted(each.num_cached_tokens for each in ended.finished)
 
 
 def test_streams_of_tenants_share_no_prefix(make_engine: MakeEngine, serving: Serving) -> None:
@@ -164,7 +118,7 @@ def test_planning_waits_no_longer_than_it_may(
 
 def test_who_leaves_is_cancelled(make_engine: MakeEngine, serving: Serving) -> None:
     """Closing the iterator, or cancelling the task, frees the request; others go on."""
-    seen = Idleness()
+    seen = Watch()
     long = SamplingParams(temperature=0, max_tokens=90)
 
     async def main() -> RequestOutput:
@@ -182,7 +136,7 @@ def test_who_leaves_is_cancelled(make_engine: MakeEngine, serving: Serving) -> N
     output = run(main())
     assert reference(prompts(2)[1]) == list(output.outputs[0].token_ids)
     # The task may have gone before it had asked at all.
-    reasons = sorted(record.finish_reason for record in seen.ended)
+    reasons = sorted(record.finish_reason for record in seen.finished)
     assert reasons in (["cancelled", "cancelled", "length"], ["cancelled", "length"])
 
 
@@ -247,13 +201,13 @@ def test_shutdown(make_engine: MakeEngine, serving: Serving, drain: bool) -> Non
 
 def test_an_idle_engine_sleeps(make_engine: MakeEngine, serving: Serving) -> None:
     """When nothing is left to do no step is run, until a request comes."""
-    seen = Idleness()
+    seen = Watch()
 
     async def main() -> None:
         async with serving(make_engine(observer=seen)) as engine:
             for _ in range(2):
                 await last(engine.stream([1, 2, 3], GREEDY))
-                assert await asyncio.to_thread(seen.idle_now.wait, PATIENCE_S)
+                await asyncio.to_thread(seen.wait, lambda: seen.is_idle, "an idle engine")
                 before = seen.num_steps
                 for _ in range(1000):
                     await asyncio.sleep(0)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
-import random
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from helpers.reference_backend import ReferenceBackend
+from helpers.requests import prompts as random_prompts
+from helpers.requests import reference as said_alone
 from helpers.tiny_models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -19,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vmkv import ClosedError, ConfigError, OutOfPagesError
 from vmkv.serve import Engine, FinishReason, SamplingParams
-from vmkv.serve.observer import Event, FirstToken, Idle, StepRecord
+from vmkv.serve.observer import Event, FirstToken, StepRecord
 from vmkv.serve.runner import RunnerOptions
 from vmkv.units import KiB
 
@@ -28,23 +30,11 @@ MODELS = ["llama", "qwen3", "mistral", "gemma3", "gpt_oss", "mixtral"]
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
 
-def prompts(count: int, *, longest: int = 40, seed: int = 0) -> list[list[int]]:
-    """Random prompts of random lengths."""
-    draw = random.Random(seed)
-    return [
-        [draw.randrange(3, VOCABULARY) for _ in range(draw.randint(1, longest))]
-        for _ in range(count)
-    ]
+prompts = functools.partial(random_prompts, shortest=1, longest=40)
 
 
-def reference(
-    name: str, prompt: Sequence[int], num_tokens: int = 10, **options: object
-) -> list[int]:
-    """What transformers generates after `prompt` alone."""
-    ids = torch.tensor([prompt])
-    model = tiny_model(name)
-    out = model.generate(ids, max_new_tokens=num_tokens, do_sample=False, **options)
-    return out[0, len(prompt) :].tolist()
+def reference(name: str, prompt: Sequence[int], num_tokens: int = 10) -> list[int]:
+    return said_alone(prompt, num_tokens, name)
 
 
 def tokens(engine: Engine, requests: Sequence[Sequence[int]], params: object) -> list[list[int]]:
@@ -157,24 +147,6 @@ def test_requests_end_at_stop_tokens(make_engine: MakeEngine) -> None:
     assert stop not in output.outputs[0].token_ids[:8]
 
 
-def test_the_models_end_of_sequence_ends_requests(make_engine: MakeEngine) -> None:
-    """Unless it is to be ignored."""
-    prompt = prompts(1)[0]
-    said = reference("llama", prompt, 20)
-    model = copy.deepcopy(tiny_model("llama"))
-    model.generation_config.eos_token_id = [said[5], VOCABULARY - 1]
-    engine = make_engine(model)
-    params = SamplingParams(temperature=0, max_tokens=20)
-    [output] = engine.generate([prompt], params)
-    assert said[: said.index(said[5]) + 1] == list(output.outputs[0].token_ids)
-    assert (FinishReason.STOP, None) == (
-        output.outputs[0].finish_reason,
-        output.outputs[0].stop_reason,
-    )
-    [output] = engine.generate([prompt], dataclasses.replace(params, ignore_eos=True))
-    assert said == list(output.outputs[0].token_ids)
-
-
 def test_an_end_of_sequence_that_is_no_token_ends_nothing(make_engine: MakeEngine) -> None:
     """Some configurations say -1 for none; transformers then never meets it."""
     model = copy.deepcopy(tiny_model("llama"))
@@ -184,43 +156,24 @@ def test_an_end_of_sequence_that_is_no_token_ends_nothing(make_engine: MakeEngin
     assert [reference("llama", prompt)] == tokens(make_engine(model), [prompt], params)
 
 
-def test_logprobs_are_the_models(make_engine: MakeEngine) -> None:
-    """Of the chosen token and of the likeliest ones, at every position."""
+@pytest.mark.parametrize(
+    "processors", [[], [lambda _, scores: scores.index_fill(1, torch.tensor([7]), 99.0)]]
+)
+def test_logprobs_are_the_models(make_engine: MakeEngine, processors: list[object]) -> None:
+    """Of the chosen token and of the likeliest ones, as before temperature and processors."""
     prompt = prompts(1, seed=8)[0]
-    params = SamplingParams(temperature=0, max_tokens=6, logprobs=4)
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=4, logits_processors=processors)
     [output] = make_engine().generate([prompt], params)
     completion = output.outputs[0]
-    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    assert not processors or [7] * 6 == list(completion.token_ids)
     with torch.no_grad():
-        wanted = tiny_model("llama")(ids).logits[0].log_softmax(-1)
+        logits = tiny_model("llama")(torch.tensor([[*prompt, *completion.token_ids]])).logits
+    wanted = logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
     assert completion.logprobs is not None
-    for at, (token_id, given) in enumerate(
-        zip(completion.token_ids, completion.logprobs, strict=True)
-    ):
-        row = wanted[len(prompt) - 1 + at]
+    for row, token_id, given in zip(wanted, completion.token_ids, completion.logprobs, strict=True):
         assert token_id == given.token_id
         torch.testing.assert_close(torch.tensor(given.logprob), row[token_id])
         assert row.topk(4).indices.tolist() == list(given.top)
-
-
-def test_logprobs_are_the_models_where_logits_are_processed(make_engine: MakeEngine) -> None:
-    """As before temperature and penalties."""
-    prompt = prompts(1, seed=8)[0]
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=3,
-        logprobs=2,
-        logits_processors=[lambda _, scores: scores.index_fill(1, torch.tensor([7]), 99.0)],
-    )
-    [output] = make_engine().generate([prompt], params)
-    with torch.no_grad():
-        wanted = tiny_model("llama")(torch.tensor([[*prompt, 7, 7]])).logits[0].log_softmax(-1)
-    logprobs = output.outputs[0].logprobs
-    assert logprobs is not None
-    for row, given in zip(wanted[-3:], logprobs, strict=True):
-        assert 7 == given.token_id
-        torch.testing.assert_close(torch.tensor(given.logprob), row[7])
-        assert row.topk(2).indices.tolist() == list(given.top)
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -268,15 +221,12 @@ class Seen:
     """Counts what an engine computes. An observer of few words."""
 
     num_prefill_tokens = 0
-    num_idle = 0
 
     def on(self, event: Event, cache: object) -> None:
         if isinstance(event, FirstToken):
             assert event.wait_s >= 0
         elif isinstance(event, StepRecord):
             self.num_prefill_tokens += event.num_prefill_tokens
-        elif isinstance(event, Idle):
-            self.num_idle += 1
 
 
 @pytest.mark.slow
@@ -370,15 +320,6 @@ def test_text_goes_in_and_comes_out(make_engine: MakeEngine) -> None:
     )
 
 
-def test_requests_without_a_bound_end_with_their_row(make_engine: MakeEngine) -> None:
-    """`max_tokens=None` is as many as fit."""
-    engine = make_engine(max_tokens=32)
-    prompt = prompts(1, longest=20, seed=17)[0]
-    [output] = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=None))
-    assert 32 == len(prompt) + len(output.outputs[0].token_ids)
-    assert FinishReason.LENGTH is output.outputs[0].finish_reason
-
-
 def test_prompts_may_be_tensors(make_engine: MakeEngine) -> None:
     """One dimension is one prompt, two are several, as lists are."""
     engine = make_engine()
@@ -399,6 +340,7 @@ def test_as_many_as_fit_are_as_the_budget_is(make_engine: MakeEngine) -> None:
         [output] = engine.generate([prompt], asked)
         said = output.outputs[0].token_ids
         assert engine.max_tokens == len(prompt) + len(said)
+        assert FinishReason.LENGTH is output.outputs[0].finish_reason
         assert reference("llama", prompt, len(said)) == list(said)
         assert (engine.max_tokens == longest) == (budget_bytes == whole_bytes)
 
@@ -457,16 +399,6 @@ def test_bad_engines_are_refused(make_engine: MakeEngine) -> None:
         engine.add([1], GREEDY)
 
 
-def test_the_model_is_as_before_after_the_engine(make_engine: MakeEngine) -> None:
-    """What it attends with comes back."""
-    model = copy.deepcopy(tiny_model("llama"))
-    before = model.config._attn_implementation
-    engine = make_engine(model)
-    assert before != model.config._attn_implementation
-    engine.close()
-    assert before == model.config._attn_implementation
-
-
 def test_the_model_is_as_before_an_engine_that_was_refused(make_engine: MakeEngine) -> None:
     """Also where that is seen last: what a budget holds depends on the kernels."""
     model = copy.deepcopy(tiny_model("llama"))
@@ -474,13 +406,3 @@ def test_the_model_is_as_before_an_engine_that_was_refused(make_engine: MakeEngi
     with pytest.raises(ConfigError, match="budget"):
         make_engine(model, budget_bytes=4 * KiB)
     assert before == model.config._attn_implementation
-
-
-def test_idle_engines_give_memory_back(make_engine: MakeEngine) -> None:
-    """Down to `watermark_bytes`, once nothing is left to do; and say that they are idle."""
-    engine = make_engine(watermark_bytes=16 * KiB, observer=(seen := Seen()))
-    engine.generate(prompts(6), GREEDY)
-    assert engine.cache.pool.stats().created_bytes <= 16 * KiB
-    assert 1 == seen.num_idle
-    engine.step()
-    assert 1 == seen.num_idle

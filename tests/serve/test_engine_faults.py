@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.requests import check_said, prompts, reference
 from helpers.tiny_models import VOCABULARY, tiny_model
 
 from vmkv import HostBackend
@@ -34,26 +34,6 @@ ON_CUDA = torch.OutOfMemoryError("CUDA out of memory")
 ON_THE_HOST = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7")
 
 
-def prompts(count: int, *, longest: int = 30, seed: int = 0) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [
-        [draw.randrange(3, VOCABULARY) for _ in range(draw.randint(2, longest))]
-        for _ in range(count)
-    ]
-
-
-def reference(prompt: list[int], num_tokens: int = 8, name: str = "llama") -> list[int]:
-    """What transformers says alone."""
-    return _reference(name, tuple(prompt), num_tokens)
-
-
-@functools.cache
-def _reference(name: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = tiny_model(name).generate(ids, max_new_tokens=num_tokens, do_sample=False)
-    return out[0, len(prompt) :].tolist()
-
-
 def run(engine: Engine, *, steps_max: int = 5000) -> None:
     """Run until nothing is left to do; that must come."""
     for _ in range(steps_max):
@@ -66,8 +46,7 @@ def run(engine: Engine, *, steps_max: int = 5000) -> None:
 def check_serves(engine: Engine) -> None:
     """What comes after a fault is served as if there had been none."""
     wanted = prompts(3, seed=99)
-    for prompt, output in zip(wanted, engine.generate(wanted, GREEDY), strict=True):
-        assert reference(prompt) == list(output.outputs[0].token_ids)
+    check_said(wanted, engine.generate(wanted, GREEDY))
 
 
 @contextmanager
@@ -139,8 +118,7 @@ def test_steps_shrink_when_activations_do_not_fit(
     handles.append(engine.add(wanted[0], SamplingParams(seed=1, max_tokens=8)))
     with failing(model, lambda num_tokens: error if num_tokens > capacity else None):
         run(engine)
-    for prompt, handle in zip(wanted, handles, strict=False):
-        assert reference(prompt, name=name) == list(handle.output().outputs[0].token_ids)
+    check_said(wanted, handles[:-1], name=name)
     [alone] = make_engine(name).generate([wanted[0]], SamplingParams(seed=1, max_tokens=8))
     assert alone.outputs[0].token_ids == handles[-1].output().outputs[0].token_ids
 
@@ -166,8 +144,7 @@ def test_who_cannot_go_back_after_a_failed_step_is_computed_again(
             engine.step()
     assert refused
     run(engine)
-    for prompt, handle in zip(wanted, handles, strict=True):
-        assert reference(prompt) == list(handle.output().outputs[0].token_ids)
+    check_said(wanted, handles)
 
 
 def test_requests_end_when_not_even_a_token_fits(make_engine: MakeEngine) -> None:
@@ -239,8 +216,7 @@ def test_a_failing_logits_processor_is_its_requests_own(make_engine: MakeEngine)
     assert FinishReason.ERROR is output.outputs[0].finish_reason
     assert "in the processor" in str(output.error)
     assert 21 == len(wanted[0]) + len(output.outputs[0].token_ids)
-    for prompt, handle in zip(wanted[1:], handles[1:], strict=True):
-        assert reference(prompt) == list(handle.output().outputs[0].token_ids)
+    check_said(wanted[1:], handles[1:])
 
 
 @pytest.mark.parametrize("made", [None, torch.zeros(1, 3)])
@@ -279,8 +255,7 @@ def test_parameters_that_the_device_refuses_are_their_requests_own(
     run(engine)
     assert bad.output().outputs[0].finish_reason is FinishReason.ERROR
     assert "parameters failed" in str(bad.output().error)
-    for prompt, handle in zip([*wanted[:2], wanted[3]], handles, strict=True):
-        assert reference(prompt) == list(handle.output().outputs[0].token_ids)
+    check_said([*wanted[:2], wanted[3]], handles)
     assert 0 == engine.num_failed_steps
     check_serves(engine)
 
@@ -415,5 +390,4 @@ def test_those_who_do_not_fit_together_begin_one_by_one(make_engine: MakeEngine)
     engine.cache.pool.set_budget((24 + 2 + 2) * 4 * KiB)  # Two are left alone beside who runs.
     run_together = functools.partial(engine.generate, params=replace(GREEDY, max_tokens=2))
     run_together([prompt_of(12), prompt_of(12)])  # Each leaves a row of one extent in each group.
-    for prompt, output in zip((long, short), run_together([long, short]), strict=True):
-        assert reference(prompt, 2) == list(output.outputs[0].token_ids)
+    check_said([long, short], run_together([long, short]), 2)

@@ -6,52 +6,35 @@ The `make_engine` fixture checks the books when a test is over.
 from __future__ import annotations
 
 import asyncio
-import functools
-import random
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from helpers.tiny_models import VOCABULARY, tiny_model
+from helpers.requests import PATIENCE_S, check_said, last, run
+from helpers.requests import prompts as prompts_of
+from helpers.serving import Watch
 
 from vmkv import ConfigError, HostBackend
 from vmkv.cli.arguments import Commands
-from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams, joined
+from vmkv.serve import AsyncEngine, Engine, SamplingParams
 from vmkv.serve import engine as engine_module
 from vmkv.serve.engine_loop import Cancel
-from vmkv.serve.observer import Event, Idle, RequestAdded
 from vmkv.testing.faults import FaultInjectingBackend
 from vmkv.units import GiB, Handle, KiB
 
 MakeEngine = Callable[..., Engine]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
-#: Only ever reached by a test that fails.
-PATIENCE_S = 60
 
 
 def prompts(count: int, seed: int = 0, *, length: int = 40) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(count)]
-
-
-@functools.cache
-def reference(prompt: tuple[int, ...]) -> list[int]:
-    """What transformers says alone."""
-    out = tiny_model("llama").generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
-    return out[0, len(prompt) :].tolist()
-
-
-def check_output(prompt: list[int], output: RequestOutput) -> None:
-    assert reference(tuple(prompt)) == list(output.outputs[0].token_ids)
+    return prompts_of(count, shortest=length, longest=length, seed=seed)
 
 
 def check_burst(engine: Engine, seed: int = 0) -> None:
     """Serve some requests, at once."""
     wanted = prompts(6, seed)
-    for prompt, output in zip(wanted, engine.generate(wanted, GREEDY), strict=True):
-        check_output(prompt, output)
+    check_said(wanted, engine.generate(wanted, GREEDY))
 
 
 def physical_bytes(engine: Engine) -> int:
@@ -84,8 +67,7 @@ def test_memory_above_the_watermark_goes_back(
         assert watermark_bytes >= physical_bytes(engine)
         # Extents go whole, keys with their values.
         assert physical_bytes(engine) > watermark_bytes - 24 * KiB
-        for prompt, handle in zip(wanted, handles, strict=True):
-            check_output(prompt, handle.output())
+        check_said(wanted, handles)
         engine.cache.check()
 
 
@@ -111,7 +93,7 @@ def test_prefixes_that_were_used_last_are_kept(make_engine: MakeEngine) -> None:
     cached = []
     for prompt in (wanted[5], wanted[0]):
         [output] = engine.generate(prompt, GREEDY)
-        check_output(prompt, output)
+        check_said([prompt], [output])
         cached.append(output.num_cached_tokens)
     assert cached[0] >= 48
     assert 0 == cached[1]
@@ -141,7 +123,7 @@ def test_free_memory_goes_before_prefixes(make_engine: MakeEngine) -> None:
     backend.pass_fences()
     assert physical_bytes(engine) <= 48 * KiB
     [output] = engine.generate(prompt, GREEDY)
-    check_output(prompt, output)
+    check_said([prompt], [output])
     assert output.num_cached_tokens >= 96
 
 
@@ -168,24 +150,6 @@ def test_a_negative_watermark_is_refused(make_engine: MakeEngine) -> None:
 # ---- an engine in a thread --------------------------------------------------------------------
 
 
-class Watch:
-    """An observer that says when the engine is idle."""
-
-    def __init__(self) -> None:
-        self.is_idle = threading.Event()
-        self.num_idle = 0
-
-    def on(self, event: Event, cache: object) -> None:
-        if isinstance(event, RequestAdded):
-            self.is_idle.clear()
-        elif isinstance(event, Idle):
-            self.num_idle += 1
-            self.is_idle.set()
-
-    async def wait(self) -> None:
-        assert await asyncio.to_thread(self.is_idle.wait, PATIENCE_S)
-
-
 class Waits(threading.Condition):
     """A condition that notes who waits on it, and how."""
 
@@ -204,13 +168,8 @@ class Waits(threading.Condition):
         return is_notified
 
 
-async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """All of a stream."""
-    return joined([output async for output in stream])
-
-
-def run(main: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(main, PATIENCE_S))
+async def idle(watch: Watch) -> None:
+    await asyncio.to_thread(watch.wait, lambda: watch.is_idle, "an idle engine")
 
 
 async def shut_down(engine: AsyncEngine) -> None:
@@ -237,8 +196,8 @@ def test_an_idle_thread_never_wakes_up(
             for _ in range(1000):
                 await asyncio.sleep(0)
             assert before == waits.num_wakeups
-            check_output(prompt, await last(it.stream(prompt, GREEDY)))
-        await watch.wait()
+            check_said([prompt], [await last(it.stream(prompt, GREEDY))])
+        await idle(watch)
         await shut_down(it)
 
     run(main())
@@ -291,17 +250,16 @@ def test_a_request_that_comes_meanwhile_is_served_first(
         backend.while_releasing = while_releasing
         outputs = asyncio.gather(*(last(it.stream(each, GREEDY)) for each in wanted))
         # The outputs do not wait for the memory: the engine is in the midst of a release.
-        for each, output in zip(wanted, await outputs, strict=True):
-            check_output(each, output)
+        check_said(wanted, await outputs)
         await comes.wait()
-        assert not watch.is_idle.is_set()
+        assert not watch.is_idle
         monkeypatch.setattr(engine, "add", add)
         late = asyncio.create_task(last(it.stream(prompt, GREEDY)))
         while not it._link._commands:
             await asyncio.sleep(0)
         posted.set()
-        check_output(prompt, await late)
-        await watch.wait()
+        check_said([prompt], [await late])
+        await idle(watch)
         assert 0 == physical_bytes(engine)
         await shut_down(it)
 
@@ -321,8 +279,8 @@ def test_a_client_that_leaves_meanwhile_holds_nothing_up(
     async def main() -> None:
         it = AsyncEngine(engine)
         backend.while_releasing = lambda: it._send(Cancel(10**6))
-        check_output(prompts(1)[0], await last(it.stream(prompts(1)[0], GREEDY)))
-        await watch.wait()
+        check_said(prompts(1), [await last(it.stream(prompts(1)[0], GREEDY))])
+        await idle(watch)
         assert 0 == physical_bytes(engine)
         await shut_down(it)
 
@@ -384,8 +342,8 @@ def test_a_fault_while_giving_back_does_not_end_the_thread(
             real(**options)
 
         engine.fall_idle = fall_idle  # type: ignore[method-assign]
-        check_output(prompt, await last(it.stream(prompt, GREEDY)))
-        await watch.wait()
+        check_said([prompt], [await last(it.stream(prompt, GREEDY))])
+        await idle(watch)
         backend.is_failing = False
         engine.fall_idle = real  # type: ignore[method-assign]
 

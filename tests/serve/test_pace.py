@@ -207,42 +207,34 @@ def _chunks(num_chunks: int, draw: random.Random) -> list[float]:
     return [0.035 + 0.007 * at * draw.uniform(0.9, 1.1) for at in range(num_chunks)]
 
 
-def _times(name: str) -> list[tuple[int, float]]:
-    """Tokens and seconds of steps that mislead whoever looks at sizes alone."""
-    draw = random.Random(0)
-    if name == "long rows, then short ones":
-        return [*[(20, 0.025)] * 5, *[(24, 0.006)] * 3000]
-    if name == "a host that was stopped":
-        return [*[(1024, 0.12)] * 5, *[(1024 + at % 400, 0.035) for at in range(2000)]]
-    if name == "larger ones are faster":
-        return [(1024, 0.033), (1280, 0.030)] * 1000
-    if name == "short ones among long ones":
-        return [(1024, 0.03), (1024, 0.03), (1024, 0.01)] * 1000
-    if name == "two times by chance":
-        return [(2048, 0.035 if draw.random() < 0.3 else 0.06) for _ in range(3000)]
-    if name == "chunks of prompts":
-        return [(2048, each) for _ in range(300) for each in _chunks(8, draw)]
-    if name == "phases":
-        return [(size, 0.025 if at % 2 else 0.006) for at in range(20) for size in range(16, 216)]
-    raise ValueError(name)
+_DRAW = random.Random(0)
+#: Tokens and seconds of steps that mislead whoever looks at sizes alone, and what that may cost.
+MISLEADING: dict[str, tuple[list[tuple[int, float]], float]] = {
+    "long rows, then short ones": ([*[(20, 0.025)] * 5, *[(24, 0.006)] * 3000], 0.001),
+    "a host that was stopped": (
+        [*[(1024, 0.12)] * 5, *[(1024 + at % 400, 0.035) for at in range(2000)]],
+        0.002,
+    ),
+    "larger ones are faster": ([(1024, 0.033), (1280, 0.030)] * 1000, 0.002),
+    "short ones among long ones": ([(1024, 0.03), (1024, 0.03), (1024, 0.01)] * 1000, 0.002),
+    "two times by chance": (
+        [(2048, 0.035 if _DRAW.random() < 0.3 else 0.06) for _ in range(3000)],
+        0.002,
+    ),
+    "chunks of prompts": ([(2048, each) for _ in range(300) for each in _chunks(8, _DRAW)], 0.002),
+    "phases": (
+        [(size, 0.025 if at % 2 else 0.006) for at in range(20) for size in range(16, 216)],
+        0.005,
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "share_max"),
-    [
-        ("long rows, then short ones", 0.001),
-        ("a host that was stopped", 0.002),
-        ("larger ones are faster", 0.002),
-        ("short ones among long ones", 0.002),
-        ("two times by chance", 0.002),
-        ("chunks of prompts", 0.002),
-        ("phases", 0.005),
-    ],
-)
-def test_a_wrong_thought_costs_little_and_does_not_come_back(name: str, share_max: float) -> None:
+@pytest.mark.parametrize("name", MISLEADING)
+def test_a_wrong_thought_costs_little_and_does_not_come_back(name: str) -> None:
     """Whatever misleads, next to planning at once."""
+    steps, share_max = MISLEADING[name]
     late, soon = Host(), Host(holds=False)
-    for num_tokens, step_s in _times(name):
+    for num_tokens, step_s in steps:
         for host in (late, soon):
             host.step(num_tokens, step_s)
     assert late.now_s <= (1 + share_max) * soon.now_s

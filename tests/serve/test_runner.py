@@ -7,6 +7,7 @@ layers, siblings, the tokens that stay on the device, and that a closed runner l
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -14,7 +15,7 @@ import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +79,29 @@ def alone(model, prompt: Sequence[int], count: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+@contextlib.contextmanager
+def running(
+    model,
+    num_tokens: int = 16,
+    options: RunnerOptions | None = None,
+    *,
+    num_seqs: int = SLOTS,
+    **others: Any,
+) -> Iterator[tuple[ModelRunner, KVCache]]:
+    """A runner of steps of so many tokens, and the cache that it works on."""
+    with cache_for(model) as cache:
+        runner = ModelRunner(
+            model,
+            cache,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=num_tokens,
+            options=options,
+            **others,
+        )
+        yield runner, cache
+        runner.close()
+
+
 @dataclass
 class Request:
     prompt: list[int]
@@ -87,6 +111,14 @@ class Request:
     num_planned: int = 0
     slot: int = -1
     row: Row | None = None
+
+
+def asked(model, lengths: Sequence[int], count: int) -> tuple[list[Request], list[list[int]]]:
+    """Greedy requests with prompts so long, and what each says alone."""
+    greedy = SamplingParams(temperature=0, max_tokens=count)
+    prompts = prompts_of(lengths)
+    expected = [alone(model, prompt, count) for prompt in prompts]
+    return [Request(prompt, greedy) for prompt in prompts], expected
 
 
 def serve(
@@ -147,18 +179,11 @@ def serve(
 def test_tokens_are_what_each_prompt_gets_alone(name, options) -> None:
     """Chunked prompts beside decoding, slots reused, one step ahead: token-exact."""
     model = model_named(name)
-    prompts = prompts_of((5, 13, 30, 1, 2, 17))
-    expected = [alone(model, prompt, 9) for prompt in prompts]
-    greedy = SamplingParams(temperature=0, max_tokens=9)
-    requests = [Request(prompt, greedy) for prompt in prompts]
-    with cache_for(model) as cache:
-        runner = ModelRunner(
-            model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16, options=options
-        )
+    requests, expected = asked(model, (5, 13, 30, 1, 2, 17), 9)
+    with running(model, 16, options) as (runner, cache):
         runner.warm_up()
         serve(runner, cache, requests)
         cache.check()
-        runner.close()
     assert expected == [request.said for request in requests]
 
 
@@ -184,33 +209,18 @@ def test_a_step_of_fixed_size_may_be_one_launch(name) -> None:
 
 def serve_chunks(model, step_tokens: int, attention_backend: str | None = None) -> None:
     """Prompts around the length of a tile, in padded steps: each says what it says alone."""
-    prompts = prompts_of((150, 3, TILE_TOKENS, 190, 1, 2, TILE_TOKENS + 1))
-    expected = [alone(model, prompt, 3) for prompt in prompts]
-    greedy = SamplingParams(temperature=0, max_tokens=3)
-    requests = [Request(prompt, greedy) for prompt in prompts]
-    with cache_for(model) as cache:
-        runner = ModelRunner(
-            model,
-            cache,
-            max_num_seqs=SLOTS,
-            max_num_batched_tokens=512,
-            options=PADDED,
-            attention_backend=attention_backend,
-        )
+    requests, expected = asked(model, (150, 3, TILE_TOKENS, 190, 1, 2, TILE_TOKENS + 1), 3)
+    with running(model, 512, PADDED, attention_backend=attention_backend) as (runner, cache):
         serve(runner, cache, requests, step_tokens=step_tokens)
         assert runner.stepper.mixed_graphs is not None
         assert len(runner.stepper.mixed_graphs.captured) > 1
-        runner.close()
     assert expected == [request.said for request in requests]
 
 
 def test_padding_writes_nothing() -> None:
     """Neither in the row it points at nor in others': only the step's own tokens change."""
     model = model_named("llama")
-    with cache_for(model) as cache:
-        runner = ModelRunner(
-            model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=300, options=PADDED
-        )
+    with running(model, 300, PADDED) as (runner, cache):
         rows = [cache.open() for _ in range(4)]
         cache.grow([(row, 150) for row in rows])
         scratch = runner.stepper.scratch
@@ -238,7 +248,6 @@ def test_padding_writes_nothing() -> None:
                 assert is_changed.nonzero()[:, 0].tolist() == list(written.get(row, ()))
         for row in rows:
             row.close()
-        runner.close()
 
 
 @pytest.mark.parametrize("max_graph_tokens", range(5))
@@ -248,13 +257,9 @@ def test_small_steps_alone_may_be_captured(max_graph_tokens: int) -> None:
     expected = alone(model, prompt, 5)
     options = dataclasses.replace(PADDED, max_graph_tokens=max_graph_tokens)
     requests = [Request(prompt, SamplingParams(temperature=0, max_tokens=5))]
-    with cache_for(model) as cache:
-        runner = ModelRunner(
-            model, cache, max_num_seqs=4, max_num_batched_tokens=16, options=options
-        )
+    with running(model, 16, options, num_seqs=4) as (runner, cache):
         runner.warm_up()
         serve(runner, cache, requests)
-        runner.close()
     assert expected == requests[0].said
 
 
@@ -262,10 +267,7 @@ def test_every_step_has_the_smallest_bucket_that_takes_it() -> None:
     """Or none: too many tokens, or more chunks than tiles; and what it is given is what it says."""
     model = model_named("llama")
     generator = random.Random(0)
-    with cache_for(model) as cache:
-        runner = ModelRunner(
-            model, cache, max_num_seqs=20, max_num_batched_tokens=600, options=PADDED
-        )
+    with running(model, 600, PADDED, num_seqs=20) as (runner, _):
         graphs = runner.stepper.mixed_graphs
         assert graphs is not None
         for _ in range(300):
@@ -308,20 +310,13 @@ def test_every_step_has_the_smallest_bucket_that_takes_it() -> None:
             said = list(zip(flat[places.ends], flat[places.sampling_slots], strict=True))
             assert said[:count] == sampling
             assert {slot for _, slot in said[count:]} <= {20}
-        runner.close()
 
 
 def test_sizes_that_memory_is_too_short_for_have_no_graph() -> None:
     """Smaller ones have, and larger steps run without."""
     model = model_named("llama")
-    prompts = prompts_of((5, 150, 30))
-    expected = [alone(model, prompt, 3) for prompt in prompts]
-    greedy = SamplingParams(temperature=0, max_tokens=3)
-    requests = [Request(prompt, greedy) for prompt in prompts]
-    with cache_for(model) as cache:
-        runner = ModelRunner(
-            model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=256, options=PADDED
-        )
+    requests, expected = asked(model, (5, 150, 30), 3)
+    with running(model, 256, PADDED) as (runner, cache):
         forward = runner.stepper._space.forward
 
         def short_of_memory(token_ids, *others):
@@ -334,29 +329,21 @@ def test_sizes_that_memory_is_too_short_for_have_no_graph() -> None:
         assert runner.stepper.mixed_graphs is not None
         assert {32, 64, 96} == {each.num_tokens for each in runner.stepper.mixed_graphs.keys()}  # noqa: SIM118
         serve(runner, cache, requests, step_tokens=256)
-        runner.close()
     assert expected == [request.said for request in requests]
 
 
 def test_what_cannot_be_captured_runs_without_graphs(caplog) -> None:
     """And says so."""
     model = model_named("llama")
-    prompts = prompts_of((5, 30))
-    expected = [alone(model, prompt, 3) for prompt in prompts]
-    greedy = SamplingParams(temperature=0, max_tokens=3)
-    requests = [Request(prompt, greedy) for prompt in prompts]
+    requests, expected = asked(model, (5, 30), 3)
 
     def refuses(*_):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    with cache_for(model) as cache:
-        runner = ModelRunner(
-            model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64, options=PADDED
-        )
+    with running(model, 64, PADDED) as (runner, cache):
         runner.stepper._space.forward = refuses
         runner.warm_up()
         serve(runner, cache, requests)
-        runner.close()
     assert expected == [request.said for request in requests]
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert [True, True] == ["cannot be captured" in message for message in said]
@@ -387,13 +374,9 @@ def test_one_compiled_layer_serves_all_and_any_number_of_tokens() -> None:
 
     model = model_named("llama")
     counters.clear()
-    with cache_for(model) as cache:
-        runner = ModelRunner(
-            model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16, options=TRACED
-        )
+    with running(model, 16, TRACED) as (runner, cache):
         greedy = SamplingParams(temperature=0, max_tokens=4)
         serve(runner, cache, [Request(each, greedy) for each in prompts_of((1, 3, 9, 40, 2))])
-        runner.close()
     assert counters["stats"]["unique_graphs"] == 4
 
 
@@ -402,15 +385,11 @@ def test_siblings_are_one_product_and_part_again() -> None:
     model = model_named("llama")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     layer = decoder_layers(model)[0]
-    with cache_for(model) as cache:
-        runner = ModelRunner(
-            model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16, options=TRACED
-        )
+    with running(model, 16, TRACED) as (_runner, _cache):
         attention, mlp = layer.self_attn, layer.mlp
         for first, second in ((attention.q_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
             storages = [each.weight.untyped_storage().data_ptr() for each in (first, second)]
             assert storages[0] == storages[1]
-        runner.close()
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -495,8 +474,7 @@ def test_results_come_in_the_order_of_the_chunks() -> None:
     prompts = prompts_of((6, 9, 12, 8))
     expected = [alone(model, prompt, 2) for prompt in prompts]
     greedy = SamplingParams(temperature=0, logprobs=1)
-    with cache_for(model) as cache:
-        runner = ModelRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64)
+    with running(model, 64) as (runner, cache):
         rows = [cache.open() for _ in prompts]
         for slot, prompt in enumerate(prompts):
             runner.set_slot(slot, greedy, prompt)
@@ -525,7 +503,6 @@ def test_results_come_in_the_order_of_the_chunks() -> None:
         assert all(each.top == {each.token_id: each.logprob} for each in second.logprobs)
         for row in rows:
             row.close()
-        runner.close()
 
 
 def test_logits_processors_see_their_own_request() -> None:
@@ -544,10 +521,8 @@ def test_logits_processors_see_their_own_request() -> None:
         Request(prompts[0], picky),
         Request(prompts[1], SamplingParams(temperature=0, max_tokens=4)),
     ]
-    with cache_for(model) as cache:
-        runner = ModelRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64)
+    with running(model, 64) as (runner, cache):
         serve(runner, cache, requests, ahead=1)
-        runner.close()
     said = requests[0].said
     assert seen == [[*prompts[0], *said[:at]] for at in range(4)]
     assert len({*prompts[0], *said}) == len({*prompts[0]}) + 4
@@ -557,10 +532,8 @@ def test_logits_processors_see_their_own_request() -> None:
 def test_an_empty_step_samples_nothing() -> None:
     """And waits for nothing."""
     model = model_named("llama")
-    with cache_for(model) as cache:
-        runner = ModelRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64)
+    with running(model, 64) as (runner, _):
         assert [] == list(runner.submit([]).result().token_ids)
-        runner.close()
 
 
 def test_buckets_cover_every_size_with_little_waste() -> None:

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from helpers.dense_rows import skip_unless_served
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from vmkv import Engine
-from vmkv.attention import AttentionSpec, why_not
+from vmkv.attention import AttentionSpec
 from vmkv.core.cache import KVCache
 from vmkv.core.cache.fp8 import FP8
 from vmkv.serve.params import SamplingParams
@@ -337,8 +338,7 @@ def _rounding(update):
 def narrow() -> Iterator[Served]:
     """Compiled and captured, over rows in eight bits that are read in place."""
     spec = AttentionSpec("cuda", torch.bfloat16, 8, KV_HEADS, WIDTH, WIDTH, kv_dtype=FP8)
-    if reason := why_not("flash3", spec):
-        pytest.skip(reason)
+    skip_unless_served("flash3", spec)
     made = Served(FP8)
     yield made
     made.close()

@@ -122,15 +122,6 @@ def test_noise_is_gumbel_noise() -> None:
 # ---- greedy, and penalties ----------------------------------------------------------------------
 
 
-def test_greedy_takes_the_first_of_the_likeliest() -> None:
-    """Ties are common in half precision; transformers takes the first too."""
-    logits = torch.zeros(2, VOCABULARY)
-    logits[1, [9, 4]] = 1
-    sampler = sampler_of(*[SamplingParams(temperature=0)] * 2)
-    assert sampler.is_greedy([0, 1])
-    assert [0, 4] == sampler.sample(logits, torch.arange(2), [0, 1]).token_ids.tolist()
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_penalties_follow_the_tokens(temperature) -> None:
     """Repetition counts prompt and output, frequency and presence the output alone."""

@@ -522,29 +522,6 @@ def test_decoding_goes_on_beside_a_long_prompt() -> None:
     assert [15] * 6 + [10] == sizes
 
 
-@pytest.mark.parametrize("num_waiting", [1, 2, 3])
-def test_prompts_are_computed_in_small_parts_while_somebody_decodes(num_waiting: int) -> None:
-    """But in whole steps while nobody does, or more are left than one whole step could take."""
-    trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=9), ModelView(1000, 4))
-    trace.add(0, Arrival(0, 60, 40, 99, 0, None, False))
-    assert [60] == [chunk.num_new_tokens for chunk in trace.step().chunks]
-    for request_id in range(1, num_waiting + 1):
-        trace.add(request_id, Arrival(0, 30, 20, 99, 0, None, False))
-    sizes, num_left = [], 30 * num_waiting
-    while num_left:
-        plan = trace.step()
-        decoding = [chunk for chunk in plan.chunks if chunk.num_past_tokens >= 30]
-        assert decoding
-        sizes.append(plan.num_tokens - len(decoding))
-        num_left -= sizes[-1]
-    expected = {
-        1: [15, 15],  # Halves.
-        2: [15, 15, 15, 15],
-        3: [63, 15, 12],  # 90 tokens are more than 64, and then 27 are not.
-    }
-    assert expected[num_waiting] == sizes
-
-
 def test_prompts_get_on_however_many_decode() -> None:
     """Where all tokens of a mixed step would be decoding, half of them are for prompts."""
     trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=4), ModelView(1000, 4))
@@ -572,6 +549,9 @@ def test_decoding_requests_count_in_a_mixed_step() -> None:
     ("prompts", "expected"),
     [
         ([5], [5]),
+        ([30], [15, 15]),
+        ([30, 30], [15, 15, 15, 15]),
+        ([30, 30, 30], [63, 15, 12]),  # 90 tokens are more than 64, and then 27 are not.
         ([16], [8, 8]),
         ([20], [10, 10]),
         ([34], [17, 17]),
@@ -583,10 +563,13 @@ def test_decoding_requests_count_in_a_mixed_step() -> None:
     ],
 )
 def test_long_prompts_are_computed_in_halves(prompts: list[int], expected: list[int]) -> None:
-    """Whoever is next; short ones share the bound."""
+    """Whoever is next; short ones share the bound.
+
+    But in whole steps while nobody decodes, or more are left than one whole step could take.
+    """
     trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=9), ModelView(1000, 4))
-    trace.add(0, Arrival(0, 4, 40, 99, 0, None, False))
-    trace.step()
+    trace.add(0, Arrival(0, 60, 40, 99, 0, None, False))
+    assert [60] == [chunk.num_new_tokens for chunk in trace.step().chunks]
     for request_id, num_tokens in enumerate(prompts, 1):
         trace.add(request_id, Arrival(0, num_tokens, 20, 99, 0, None, False))
     sizes = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,14 @@ def test_requests_end_where_generate_would(where: str) -> None:
     assert len(expected) == (_alone(model).index(end) + 1 if where == "generation_config" else 10)
     with Engine(model, max_num_seqs=2, budget_bytes=16 * MiB) as engine:
         assert expected == _said(engine)
+        if where == "generation_config":
+            [output] = engine.generate(PROMPT, GREEDY)
+            assert ("stop", None) == (
+                output.outputs[0].finish_reason,
+                output.outputs[0].stop_reason,
+            )
+            [output] = engine.generate(PROMPT, replace(GREEDY, ignore_eos=True))
+            assert 10 == len(output.outputs[0].token_ids)
 
 
 def test_a_model_without_a_generation_config_ends_where_its_config_says() -> None:

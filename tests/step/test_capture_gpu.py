@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.dense_rows import skip_unless_served
 from helpers.tiny_models import kernel_model
 
 import vmkv
-from vmkv.attention import AttentionSpec, why_not
+from vmkv.attention import AttentionSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -21,9 +22,7 @@ PROMPTS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
 def model() -> Any:
     """A model that kernels which can be captured serve."""
     spec = AttentionSpec("cuda", torch.bfloat16, 4, 2, 64, 64)
-    reason = why_not("flash2", spec)
-    if reason is not None:
-        pytest.skip(f"flash2: {reason}")
+    skip_unless_served("flash2", spec)
     return kernel_model()
 
 

@@ -47,6 +47,15 @@ def logits(model: Any, prompt: torch.Tensor = PROMPT) -> torch.Tensor:
     return found
 
 
+def check_compiled(model: Any) -> None:
+    """It computes with compiled layers what it computes without."""
+    expected = logits(model)
+    layers = CompiledLayers(model, backend=NAME)
+    assert torch.allclose(expected, logits(model), atol=1e-5)
+    layers.close()
+    assert torch.equal(expected, logits(model))
+
+
 def test_no_norm_is_computed_twice(roots: list[int]) -> None:
     """The first by itself, and then two in each layer, for all layers and lengths in one graph."""
     model = own_model()
@@ -72,11 +81,8 @@ def test_a_layer_that_asks_its_norm_for_something_else_gets_that(
         return plain(self, hidden_states * 2, *args, **kwargs)
 
     monkeypatch.setattr(kind, "forward", doubled)
-    expected = logits(model)
-    layers = CompiledLayers(model, backend=NAME)
-    assert torch.allclose(expected, logits(model), atol=1e-5)
+    check_compiled(model)
     assert 3 in roots
-    layers.close()
 
 
 def test_a_model_that_changes_what_layers_give_is_taken_at_its_word(roots: list[int]) -> None:
@@ -85,10 +91,7 @@ def test_a_model_that_changes_what_layers_give_is_taken_at_its_word(roots: list[
     model.model.layers[1].register_forward_pre_hook(
         lambda module, args, kwargs: (tuple(each * 2 for each in args), kwargs), with_kwargs=True
     )
-    expected = logits(model)
-    layers = CompiledLayers(model, backend=NAME)
-    assert torch.allclose(expected, logits(model), atol=1e-5)
-    layers.close()
+    check_compiled(model)
 
 
 def test_another_layer_than_the_next_has_a_norm_of_its_own(roots: list[int]) -> None:
@@ -114,18 +117,11 @@ def test_what_is_written_in_between_is_normed_anew(roots: list[int]) -> None:
         (*args, *kwargs.values())[0].add_(1)
 
     model.model.layers[1].register_forward_pre_hook(shifts, with_kwargs=True)
-    expected = logits(model)
-    layers = CompiledLayers(model, backend=NAME)
-    assert torch.allclose(expected, logits(model), atol=1e-5)
-    layers.close()
+    check_compiled(model)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "phi3", "mixtral", "qwen3"])
 def test_other_families_are_as_ever(roots: list[int], name: str) -> None:
     """Also where norms follow on norms, or a layer returns more than one thing."""
     model = own_model(name)
-    expected = logits(model)
-    layers = CompiledLayers(model, backend=NAME)
-    assert torch.allclose(expected, logits(model), atol=1e-5)
-    layers.close()
-    assert torch.equal(expected, logits(model))
+    check_compiled(model)

@@ -49,18 +49,20 @@ def _scaled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _as_models_do(x, cos, sin) * 2
 
 
-def _handed_over(layer: Callable[..., Tensor], *inputs: Tensor) -> int:
-    """In how many places a traced layer hands over."""
+def _handed_over(layer: Callable[..., Tensor], *inputs: Tensor) -> tuple[int, list[str]]:
+    """In how many places a traced layer hands over, and of what it consists afterwards."""
     counts: list[int] = []
+    nodes: list[str] = []
 
     def backend(module: torch.fx.GraphModule, _: Any) -> Any:
         counts.append(graph_passes.take_out_rotary(module))
+        nodes.extend(str(each.target) for each in module.graph.nodes if each.op != "placeholder")
         return lambda *_: (torch.zeros(1),)  # Only the graph is looked at.
 
     torch._dynamo.reset()
     with torch.no_grad():
         torch.compile(layer, backend=backend, dynamic=False)(*inputs)
-    return sum(counts)
+    return sum(counts), nodes
 
 
 @pytest.mark.parametrize(
@@ -89,29 +91,22 @@ def test_only_the_usual_form_is_handed_over(
 
     query, key, value = torch.rand(1, 4, 5, 8), torch.rand(1, 2, 5, 8), torch.rand(1, 2, 5, 8)
     angles = torch.rand(1, 5, 8), torch.rand(1, 5, 8)
-    assert count == _handed_over(layer, query, key, value, *angles)
+    assert count == _handed_over(layer, query, key, value, *angles)[0]
 
 
 def test_what_has_no_users_and_changes_its_argument_stays() -> None:
     """Sums of ranks, for one, which some releases of torch take for dead code."""
     place = torch.tensor([2**40, 0])
-    kept: list[list[str]] = []
 
     def layer(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         torch.ops.vmkv.all_reduce_(key, "nobody")
         turned = _as_models_do(query, cos, sin), _as_models_do(key, cos, sin)
         return torch.ops.vmkv.attend_rows(*turned, key, place, None, 1.0, 0, 0.0)
 
-    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        assert graph_passes.take_out_rotary(module)
-        kept.append([str(each.target) for each in module.graph.nodes if each.op != "placeholder"])
-        return lambda *_: (torch.zeros(1),)  # Only the graph is looked at.
-
-    torch._dynamo.reset()
     tensors = torch.rand(1, 4, 5, 8), torch.rand(1, 2, 5, 8), *torch.rand(2, 1, 5, 8)
-    with torch.no_grad():
-        torch.compile(layer, backend=backend, dynamic=False)(*tensors)
-    assert [["vmkv.all_reduce_", "vmkv.attend_rows", "output"]] == kept
+    count, nodes = _handed_over(layer, *tensors)
+    assert count
+    assert ["vmkv.all_reduce_", "vmkv.attend_rows", "output"] == nodes
 
 
 def test_what_is_handed_over_is_turned_as_models_do() -> None:

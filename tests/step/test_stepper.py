@@ -28,6 +28,7 @@ from vmkv.step import Piece, Stepper
 from vmkv.step.piece import packing_order
 
 SLOTS = 5
+EAGER_AND_PADDED = pytest.mark.parametrize("padded_tokens", [0, 256], ids=["eager", "padded"])
 
 
 @dataclass
@@ -62,7 +63,9 @@ def make() -> Iterator[Callable[..., Place]]:
     """Makes steppers over the rows of tiny models."""
     with contextlib.ExitStack() as stack:
 
-        def place(name: str = "llama", num_rows: int = SLOTS + 1) -> Place:
+        def place(
+            name: str = "llama", *, num_rows: int = SLOTS + 1, padded_tokens: int = 0
+        ) -> Place:
             model = tiny_model(name)
             options = CacheOptions(max_tokens=300, max_batch_size=num_rows)
             signatures = prove(model).signatures
@@ -73,6 +76,8 @@ def make() -> Iterator[Callable[..., Place]]:
             (cache,) = memory.cores
             stack.enter_context(attending_in_place(model))
             stepper = stack.enter_context(contextlib.closing(Stepper(model, [cache], SLOTS)))
+            if padded_tokens:
+                stepper.make_graphs(VOCABULARY, torch.float32, padded_tokens)
             return Place(model, cache, stepper)
 
         yield place
@@ -83,15 +88,13 @@ def _tokens(count: int, seed: int) -> list[int]:
     return [draw.randrange(3, VOCABULARY) for _ in range(count)]
 
 
-@pytest.mark.parametrize("is_padded", [False, True], ids=["eager", "padded"])
+@EAGER_AND_PADDED
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_any_mixture_of_pieces_computes_what_each_row_computes_alone(
-    make: Callable[..., Place], name: str, is_padded: bool
+    make: Callable[..., Place], name: str, padded_tokens: int
 ) -> None:
     """Rows that begin, continue and decode, in any order, several of each or none."""
-    place = make(name)
-    if is_padded:
-        place.stepper.make_graphs(VOCABULARY, torch.float32, 256)
+    place = make(name, padded_tokens=padded_tokens)
     draw = random.Random(0)
     rows = [place.cache.open() for _ in range(SLOTS)]
     texts = [_tokens(100, seed) for seed in range(SLOTS)]
@@ -157,14 +160,12 @@ def test_parts_are_put_together_for_who_asks(
     torch.testing.assert_close(step.logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("is_padded", [False, True], ids=["eager", "padded"])
+@EAGER_AND_PADDED
 def test_logits_come_for_the_pieces_that_sample(
-    make: Callable[..., Place], is_padded: bool
+    make: Callable[..., Place], padded_tokens: int
 ) -> None:
     """In the packed order; a step in which nobody samples has none, and so has an empty one."""
-    place = make()
-    if is_padded:
-        place.stepper.make_graphs(VOCABULARY, torch.float32, 64)
+    place = make(padded_tokens=padded_tokens)
     rows = [place.cache.open() for _ in range(3)]
     text = _tokens(10, 0)
     place.cache.grow([(row, 10) for row in rows])
@@ -186,12 +187,10 @@ def test_logits_come_for_the_pieces_that_sample(
         assert 0 == len(step.pieces) == len(step.logits)
 
 
-@pytest.mark.parametrize("is_padded", [False, True], ids=["eager", "padded"])
-def test_a_token_may_wait_in_its_slot(make: Callable[..., Place], is_padded: bool) -> None:
+@EAGER_AND_PADDED
+def test_a_token_may_wait_in_its_slot(make: Callable[..., Place], padded_tokens: int) -> None:
     """A piece without tokens takes the one that its slot holds."""
-    place = make()
-    if is_padded:
-        place.stepper.make_graphs(VOCABULARY, torch.float32, 64)
+    place = make(padded_tokens=padded_tokens)
     rows = [place.cache.open() for _ in range(2)]
     texts = [_tokens(5, 0), _tokens(9, 1)]
     place.run([(at, row, texts[at][:-1], 0) for at, row in enumerate(rows)])
@@ -208,6 +207,15 @@ def test_a_token_may_wait_in_its_slot(make: Callable[..., Place], is_padded: boo
 
 
 # ---- captures where they pay --------------------------------------------------------------------
+
+
+def _begun(place: Place, num_rows: int) -> tuple[list[Sequence], list[list[int]]]:
+    """Rows with seven tokens each of texts; from now on steps are captured where that pays."""
+    rows = [place.cache.open() for _ in range(num_rows)]
+    texts = [_tokens(60, seed) for seed in range(num_rows)]
+    place.run([(at, row, texts[at][:7], 0) for at, row in enumerate(rows)])
+    place.stepper.capture_where_it_pays()
+    return rows, texts
 
 
 def _decode(place: Place, rows: list[Sequence], texts: list[list[int]], num_steps: int) -> None:
@@ -234,10 +242,7 @@ def test_a_size_that_comes_again_and_again_is_captured(
 ) -> None:
     """The third time; others go on eagerly, and close gives the row for padding back."""
     place = make()
-    rows = [place.cache.open() for _ in range(4)]
-    texts = [_tokens(60, seed) for seed in range(4)]
-    place.run([(at, row, texts[at][:7], 0) for at, row in enumerate(rows)])
-    place.stepper.capture_where_it_pays()
+    rows, texts = _begun(place, 4)
     _decode(place, rows, texts, 2)
     graphs = place.stepper.decode_graphs
     assert graphs is not None
@@ -261,10 +266,7 @@ def test_what_cannot_be_captured_goes_on_eagerly(
 ) -> None:
     """It is tried once."""
     place = make()
-    rows = [place.cache.open() for _ in range(2)]
-    texts = [_tokens(60, seed) for seed in range(2)]
-    place.run([(at, row, texts[at][:7], 0) for at, row in enumerate(rows)])
-    place.stepper.capture_where_it_pays()
+    rows, texts = _begun(place, 2)
     _decode(place, rows, texts, 1)
     graphs = place.stepper.decode_graphs
     assert graphs is not None
@@ -285,10 +287,7 @@ def test_without_a_row_for_padding_nothing_is_captured(
 ) -> None:
     """All rows are live: steps run eagerly, and say the same."""
     place = make(num_rows=2)
-    rows = [place.cache.open() for _ in range(2)]
-    texts = [_tokens(60, seed) for seed in range(2)]
-    place.run([(at, row, texts[at][:7], 0) for at, row in enumerate(rows)])
-    place.stepper.capture_where_it_pays()
+    rows, texts = _begun(place, 2)
     _decode(place, rows, texts, 6)
     assert place.stepper.decode_graphs is None
 

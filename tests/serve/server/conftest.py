@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ import torch
 import transformers
 from fastapi import FastAPI
 from helpers.holders import holders_of_views
-from helpers.serving import MAX_TOKENS, Watch, serving, tiny_llama, tiny_tokenizer
+from helpers.serving import LONG, MAX_TOKENS, Watch, serving, tiny_llama, tiny_tokenizer, wire
 
 from vmkv import BackendUsage
 from vmkv.serve import AsyncEngine, Engine
@@ -90,6 +93,49 @@ class Running:
             while not condition():
                 assert 200 == client.get(f"{self.url}/health").status_code
                 assert time.monotonic() < deadline_s, "waited in vain"
+
+    def post(
+        self, body: dict[str, Any] | bytes, path: str = "/v1/completions", **headers: str
+    ) -> httpx.Response:
+        """The answer to a request; `body` as JSON, or as it goes over the wire."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **headers}
+        return httpx.post(self.url + path, content=data, headers=headers, timeout=60)
+
+    @contextlib.contextmanager
+    def streaming(
+        self, body: dict[str, Any] = LONG, path: str = "/v1/completions"
+    ) -> Iterator[Iterator[str]]:
+        """The lines of a stream that has begun, without empty ones."""
+        body = body | {"stream": True}
+        with httpx.stream("POST", self.url + path, json=body, timeout=60) as answer:
+            assert 200 == answer.status_code
+            lines = (line for line in answer.iter_lines() if line)
+            assert "choices" in next(lines)
+            yield lines
+
+    @contextlib.contextmanager
+    def sent(self, data: bytes | dict[str, Any]) -> Iterator[socket.socket]:
+        """A connection over which `data` was sent, or a request of it; it is closed at the end."""
+        with socket.create_connection(self.address, timeout=60) as client:
+            client.sendall(data if isinstance(data, bytes) else wire(data))
+            yield client
+
+    @contextlib.contextmanager
+    def failing(self, error: Exception) -> Iterator[threading.Event]:
+        """While this lasts and the event is set, as it is first, the model raises `error`."""
+        fails = threading.Event()
+        fails.set()
+
+        def fail(*_: Any) -> None:
+            if fails.is_set():
+                raise error
+
+        hook = self.model.lm_head.register_forward_pre_hook(fail)
+        try:
+            yield fails
+        finally:
+            hook.remove()
 
     def client(self, **options: Any) -> Any:
         """OpenAI's client, one of its own, that never tries twice."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from helpers.serving import TEXT, tiny_tokenizer
@@ -247,6 +246,6 @@ def test_penalties_arrive(server) -> None:
     ):
         body = {"model": "tiny", "prompt": TEXT[3], "max_tokens": 40, "temperature": 0}
         body |= {"ignore_eos": True, name: value}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        answer = server.post(body)
         assert 200 == answer.status_code, answer.text
         assert plain.choices[0].text != answer.json()["choices"][0]["text"], name

@@ -6,34 +6,20 @@ And an engine that fails: the client is told, the others go on.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import signal
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from helpers.serving import MAX_TOKENS
+from helpers.serving import LONG, MAX_TOKENS, PLAIN, wire
 
 from vmkv import RankError
 from vmkv.serve.server import Limits
 from vmkv.serve.server.errors import ApiError
 from vmkv.serve.server.guard import Gate
-
-# Far more than can be computed before a test is over: only a cancellation ends it in time.
-LONG = {"model": "tiny", "prompt": "A row", "max_tokens": MAX_TOKENS - 50, "temperature": 0}
-LONG |= {"ignore_eos": True}
-SHORT = {"model": "tiny", "prompt": "A row", "max_tokens": 3}
-
-
-def request(path: str, body: dict[str, Any]) -> bytes:
-    """An HTTP request as it goes over the wire."""
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 def wait_for_cancellations(server: Any, count: int) -> None:
@@ -53,36 +39,17 @@ def test_leaving_a_stream_frees_the_request(run_server, path: str) -> None:
     if "chat" in path:
         body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
     with run_server() as server:
-        with httpx.stream("POST", server.url + path, json=body | {"stream": True}) as answer:
-            lines = answer.iter_lines()
-            assert next(lines).startswith("data: ")
+        with server.streaming(body, path):
+            pass
         wait_for_cancellations(server, 1)
 
 
 def test_leaving_an_answer_frees_the_request(run_server) -> None:
     """A client that does not wait for the whole."""
     with run_server() as server:
-        with socket.create_connection(server.address) as client:
-            client.sendall(request("/v1/completions", LONG | {"n": 2}))
+        with server.sent(LONG | {"n": 2}):
             server.watch.wait(lambda: server.watch.num_first_tokens >= 1, "the first token")
         wait_for_cancellations(server, 1)
-
-
-def test_leaving_the_queue(run_server) -> None:
-    """A client that leaves before its turn never reaches the engine."""
-    with run_server(Limits(max_concurrent=1, max_queued=5)) as server:
-        gate = server.app.state.service.gate
-        with httpx.stream(
-            "POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}
-        ) as first:
-            lines = first.iter_lines()
-            assert next(lines)
-            with socket.create_connection(server.address) as client:
-                client.sendall(request("/v1/completions", SHORT))
-                server.until(lambda: gate.num_waiting == 1)
-            server.until(lambda: gate.num_waiting == 0)
-        wait_for_cancellations(server, 1)
-        assert 1 == len(server.watch.added)
 
 
 def test_a_client_that_never_reads(run_server) -> None:
@@ -92,10 +59,10 @@ def test_a_client_that_never_reads(run_server) -> None:
         client.connect(server.address)
         # Log-probabilities make the events large: the sockets fill in a few tokens.
         body = LONG | {"stream": True, "logprobs": 20, "stop": []}
-        client.sendall(request("/v1/completions", body))
+        client.sendall(wire(body))
         server.watch.wait(lambda: server.watch.num_first_tokens >= 1, "the first token")
         for _ in range(3):
-            answer = httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=60)
+            answer = server.post(PLAIN)
             assert 200 == answer.status_code
         wait_for_cancellations(server, 1)
 
@@ -104,29 +71,19 @@ def test_draining_refuses(run_server) -> None:
     """New requests get 503 and health says so; what is under way goes on to its end."""
     with run_server() as server, httpx.Client(base_url=server.url) as kept:
         assert "ok" == kept.get("/health").json()["status"]
-        with stream_of(server, LONG | {"max_tokens": 200}) as lines:
-            assert "choices" in next(lines)
+        with server.streaming(LONG | {"max_tokens": 200}) as lines:
             server.service.is_draining = True
             health = kept.get("/health")
             assert (503, "draining") == (health.status_code, health.json()["status"])
-            refused = kept.post("/v1/completions", json=SHORT)
+            refused = kept.post("/v1/completions", json=PLAIN)
             assert (503, "shutting_down") == (
                 refused.status_code,
                 refused.json()["error"]["code"],
             )
             server.stop()
-            *_, last, done = [line for line in lines if line]
+            *_, last, done = lines
             assert '"finish_reason":"length"' in last
             assert "data: [DONE]" == done
-
-
-@contextlib.contextmanager
-def stream_of(server: Any, body: dict[str, Any]) -> Iterator[Iterator[str]]:
-    """The lines of a stream."""
-    with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json=body | {"stream": True}, timeout=60
-    ) as answer:
-        yield answer.iter_lines()
 
 
 def end_by_interrupts(server: Any) -> None:
@@ -148,18 +105,17 @@ def test_a_stream_that_is_cut_says_so(run_server, drain_timeout_s: float, end: A
         answers: list[httpx.Response] = []
 
         def ask() -> None:
-            answers.append(httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60))
+            answers.append(server.post(LONG))
 
         waiting = [threading.Thread(target=ask) for _ in range(2)]
-        with stream_of(server, LONG) as lines:
-            assert "choices" in next(lines)
+        with server.streaming() as lines:
             for thread in waiting:
                 thread.start()
             server.until(lambda: server.service.gate.num_waiting == 1)
             # Whoever is inside may still become tokens.
             server.watch.wait(lambda: len(server.watch.added) == 2, "the second request")
             end(server)
-            *_, error, done = [line for line in lines if line]
+            *_, error, done = lines
         for thread in waiting:
             thread.join(60)
         assert "cancelled" == json.loads(error.removeprefix("data: "))["error"]["code"]
@@ -172,76 +128,41 @@ def test_a_stream_that_is_cut_says_so(run_server, drain_timeout_s: float, end: A
 
 def test_a_failing_model_is_500(run_server) -> None:
     """The client reads an error of OpenAI's shape; the next request is served."""
-    with run_server() as server:
-        fails = True
-
-        def fail(*_: Any) -> None:
-            if fails:
-                raise RuntimeError("the model is broken")
-
-        hook = server.model.lm_head.register_forward_pre_hook(fail)
-        try:
-            answer = httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=60)
-            assert 500 == answer.status_code
-            error = answer.json()["error"]
-            assert ("server_error", "internal_error") == (error["type"], error["code"])
-            assert "RuntimeError" in error["message"]
-            assert "broken" not in error["message"], "a stranger reads our internals"
-            streamed = httpx.post(
-                f"{server.url}/v1/completions", json=SHORT | {"stream": True}, timeout=60
-            )
-            assert 500 == streamed.status_code
-            fails = False
-            again = httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=60)
-            assert 200 == again.status_code
-        finally:
-            hook.remove()
+    with run_server() as server, server.failing(RuntimeError("the model is broken")) as fails:
+        answer = server.post(PLAIN)
+        assert 500 == answer.status_code
+        error = answer.json()["error"]
+        assert ("server_error", "internal_error") == (error["type"], error["code"])
+        assert "RuntimeError" in error["message"]
+        assert "broken" not in error["message"], "a stranger reads our internals"
+        assert 500 == server.post(PLAIN | {"stream": True}).status_code
+        fails.clear()
+        assert 200 == server.post(PLAIN).status_code
 
 
 def test_an_engine_that_has_lost_a_part_is_503(run_server) -> None:
     """It is started anew: the request may be sent again, in a while; at once and in a stream."""
-    with run_server() as server:
-
-        def fail(*_: Any) -> None:
-            raise RankError("rank 1 has ended: its disk is gone")
-
-        hook = server.model.lm_head.register_forward_pre_hook(fail)
-        try:
-            for change in ({}, {"stream": True}):
-                answer = httpx.post(f"{server.url}/v1/completions", json=SHORT | change, timeout=60)
-                assert 503 == answer.status_code
-                assert "1" == answer.headers["Retry-After"]
-                error = answer.json()["error"]
-                assert ("server_error", "engine_stopped") == (error["type"], error["code"])
-                assert "try again" in error["message"]
-                assert "disk" not in error["message"], "a stranger reads our internals"
-        finally:
-            hook.remove()
+    lost = RankError("rank 1 has ended: its disk is gone")
+    with run_server() as server, server.failing(lost):
+        for change in ({}, {"stream": True}):
+            answer = server.post(PLAIN | change)
+            assert 503 == answer.status_code
+            assert "1" == answer.headers["Retry-After"]
+            error = answer.json()["error"]
+            assert ("server_error", "engine_stopped") == (error["type"], error["code"])
+            assert "try again" in error["message"]
+            assert "disk" not in error["message"], "a stranger reads our internals"
 
 
 def test_a_failure_in_mid_stream_is_an_event(run_server) -> None:
     """The status is gone by then: the error comes as an event, and the stream ends."""
-    with run_server() as server:
-        has_begun = threading.Event()
-
-        def fail(*_: Any) -> None:
-            if has_begun.is_set():
-                raise RuntimeError("the model is broken")
-
-        hook = server.model.lm_head.register_forward_pre_hook(fail)
-        try:
-            with httpx.stream(
-                "POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=60
-            ) as answer:
-                assert 200 == answer.status_code
-                lines = answer.iter_lines()
-                assert "choices" in next(lines)
-                has_begun.set()
-                *_, error, done = [line for line in lines if line]
-            assert "internal_error" == json.loads(error.removeprefix("data: "))["error"]["code"]
-            assert "data: [DONE]" == done
-        finally:
-            hook.remove()
+    with run_server() as server, server.failing(RuntimeError("the model is broken")) as fails:
+        fails.clear()
+        with server.streaming() as lines:
+            fails.set()
+            *_, error, done = lines
+        assert "internal_error" == json.loads(error.removeprefix("data: "))["error"]["code"]
+        assert "data: [DONE]" == done
 
 
 def test_the_gate_loses_no_place() -> None:

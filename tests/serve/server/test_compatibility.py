@@ -49,7 +49,7 @@ def test_a_chat_can_go_on_with_its_last_message(server) -> None:
     options = {"continue_final_message": True, "add_generation_prompt": False}
     assert expected == chat_of(server, messages=begun, **options)
     body = CHAT | {"messages": begun, "continue_final_message": True, "add_generation_prompt": True}
-    refused = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    refused = server.post(body, "/v1/chat/completions")
     assert (400, "continue_final_message") == (
         refused.status_code,
         refused.json()["error"]["param"],
@@ -68,7 +68,7 @@ def test_every_chunk_can_carry_the_counts_so_far(server) -> None:
     """As vLLM's clients ask for them."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = PLAIN | {"stream": True, "stream_options": options}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    answer = server.post(body)
     events = [line for line in answer.text.splitlines() if line.startswith("data: {")]
     counts = [json.loads(line[6:])["usage"]["completion_tokens"] for line in events]
     assert counts == sorted(counts)

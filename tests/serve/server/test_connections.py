@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
 
 import httpx
 import pytest
-from helpers.serving import MAX_TOKENS
 
 from vmkv.serve.server import Limits
 
-PLAIN = {"model": "tiny", "prompt": "A row", "max_tokens": 2}
-LONG = PLAIN | {"max_tokens": MAX_TOKENS - 50, "ignore_eos": True, "stream": True}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 PATIENCE_S = 60
-
-
-@contextlib.contextmanager
-def connected(server) -> Iterator[socket.socket]:
-    """A connection."""
-    with socket.create_connection(server.address, timeout=PATIENCE_S) as client:
-        yield client
 
 
 def read_to_end(client: socket.socket) -> bytes:
@@ -37,11 +27,10 @@ def read_to_end(client: socket.socket) -> bytes:
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-"])
 def test_a_connection_without_a_request_is_closed(run_server, sent: bytes) -> None:
     """After a time: a new one, and one whose last request was answered."""
-    with run_server(Limits(head_timeout_s=0.2)) as server, connected(server) as client:
-        client.sendall(sent)
-        assert b"" == read_to_end(client)
-        with connected(server) as client:
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + sent)
+    with run_server(Limits(head_timeout_s=0.2)) as server:
+        with server.sent(sent) as client:
+            assert b"" == read_to_end(client)
+        with server.sent(HEALTH + b"\r\n" + sent) as client:
             answer = read_to_end(client)
             assert answer.startswith(b"HTTP/1.1 200 ")
             assert 1 == answer.count(b"HTTP/1.1")
@@ -49,14 +38,9 @@ def test_a_connection_without_a_request_is_closed(run_server, sent: bytes) -> No
 
 def test_the_time_for_a_head_is_for_heads(run_server) -> None:
     """An answer may take longer."""
-    with (
-        run_server(Limits(head_timeout_s=0.1)) as server,
-        httpx.stream(
-            "POST", f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE_S
-        ) as answer,
-    ):
-        for line in answer.iter_lines():
-            assert "choices" in line or not line
+    with run_server(Limits(head_timeout_s=0.1)) as server, server.streaming() as lines:
+        for line in lines:
+            assert "choices" in line
             if server.watch.num_steps > 500:
                 break
 
@@ -64,21 +48,15 @@ def test_the_time_for_a_head_is_for_heads(run_server) -> None:
 def test_more_connections_than_may_be_are_told(run_server) -> None:
     """503, at once, and not when somebody has left."""
     with run_server(Limits(max_connections=1)) as server:
-        with httpx.stream(
-            "POST", f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE_S
-        ) as answer:
-            lines = answer.iter_lines()  # Dropped, it would close the connection.
-            assert "choices" in next(lines)
-            with connected(server) as client:
-                client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-                assert read_to_end(client).startswith(b"HTTP/1.1 503 ")
+        with server.streaming(), server.sent(HEALTH + b"\r\n") as client:
+            assert read_to_end(client).startswith(b"HTTP/1.1 503 ")
         assert 200 == httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code
 
 
 def test_a_body_in_tiny_pieces_is_refused(run_server) -> None:
     """Each piece costs the same, whatever it holds."""
-    with run_server() as server, connected(server) as client:
-        client.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 2000)
+    tiny_pieces = HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 2000
+    with run_server() as server, server.sent(tiny_pieces) as client:
         assert client.makefile("rb").readline().startswith(b"HTTP/1.1 400 ")
         pieces = iter([b" " * 600] * 200 + [b'{"model": "tiny", "prompt": "a", "max_tokens": 1}'])
         answer = httpx.post(
@@ -92,17 +70,17 @@ def test_a_body_in_tiny_pieces_is_refused(run_server) -> None:
 
 def test_a_head_without_an_end_is_refused(run_server) -> None:
     """Beyond 16 KiB."""
-    with run_server() as server, connected(server) as client:
+    with run_server() as server, server.sent(HEALTH) as client:
         with contextlib.suppress(OSError):
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 17 * 1024)
+            client.sendall(b"X: " + b"x" * 17 * 1024)
         assert client.makefile("rb").readline().startswith(b"HTTP/1.1 400 ")
         assert 200 == httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code
 
 
 def test_what_comes_after_an_answer_is_not_kept_up(run_server) -> None:
     """A body that nobody wants, after its refusal, neither holds the connection nor is logged."""
-    with run_server() as server, connected(server) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+    chunked = HEALTH + b"Transfer-Encoding: chunked\r\n\r\n"
+    with run_server() as server, server.sent(chunked) as client:
         assert client.recv(100).startswith(b"HTTP/1.1 200 ")
         with contextlib.suppress(OSError):
             client.sendall(b"no chunk\r\n")

@@ -21,8 +21,8 @@ def test_a_scrape_counts_what_was_done(run_server) -> None:
     """Requests, tokens, times, pages, driver calls: the counts are exact."""
     with run_server() as server:
         for _ in range(3):
-            assert 200 == httpx.post(f"{server.url}/v1/completions", json=BODY).status_code
-        httpx.post(f"{server.url}/v1/completions", json=BODY | {"model": "other"})
+            assert 200 == server.post(BODY).status_code
+        server.post(BODY | {"model": "other"})
         server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
         answer = httpx.get(f"{server.url}/metrics")
         assert answer.headers["content-type"].startswith("text/plain; version=")
@@ -51,7 +51,7 @@ def test_top_shows_it(run_server) -> None:
         out = io.StringIO()
         assert 0 == main(["top", server.url, "--once"], out)
         assert "nothing was computed yet" in out.getvalue()
-        assert 200 == httpx.post(f"{server.url}/v1/completions", json=BODY).status_code
+        assert 200 == server.post(BODY).status_code
         server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
         before = scrape(server.url)
         text = view(server.url, before, None)
@@ -64,14 +64,6 @@ def test_top_shows_it(run_server) -> None:
         key = ("vmkv_step_tokens_total", frozenset({("phase", "decode")}))
         later.samples[key] = before.samples[key] + 10
         assert "5.0 decoded/s, 5.0 computed/s" in view(server.url, later, before)
-
-
-def test_top_of_a_server_that_needs_a_key(run_server) -> None:
-    """It says what the server answers, which is not a page of metrics."""
-    with run_server(api_keys=["secret"]) as server:
-        err = io.StringIO()
-        assert 2 == main(["top", f"{server.url}/v1/models", "--once"], io.StringIO(), err)
-        assert "has no metrics: it answers 401" in err.getvalue()
 
 
 def test_quantiles_are_interpolated() -> None:
@@ -91,7 +83,7 @@ def test_a_common_prefix_is_counted(run_server) -> None:
     with run_server() as server:
         for tail in (7, 8, 9):
             body = BODY | {"prompt": [*prompt, tail]}
-            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            answer = server.post(body)
             assert 200 == answer.status_code
         cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached >= 512

@@ -1,0 +1,61 @@
+"""Random prompts, what a model says after each alone, and a client of an engine in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
+
+import torch
+
+from vmkv.serve import RequestHandle, RequestOutput, joined
+
+from .tiny_models import VOCABULARY, tiny_model
+
+#: Only ever reached by a test that fails.
+PATIENCE_S = 60
+
+
+def prompts(count: int, *, shortest: int = 2, longest: int = 30, seed: int = 0) -> list[list[int]]:
+    """Random prompts of random lengths."""
+    draw = random.Random(seed)
+    return [
+        [draw.randrange(3, VOCABULARY) for _ in range(draw.randint(shortest, longest))]
+        for _ in range(count)
+    ]
+
+
+def reference(prompt: Sequence[int], num_tokens: int = 8, name: str = "llama") -> list[int]:
+    """What transformers says after `prompt` alone."""
+    return list(_reference(name, tuple(prompt), num_tokens))
+
+
+@functools.cache
+def _reference(name: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = tiny_model(name).generate(ids, max_new_tokens=num_tokens, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def check_said(
+    asked: Sequence[Sequence[int]],
+    answers: Sequence[RequestHandle | RequestOutput],
+    num_tokens: int = 8,
+    name: str = "llama",
+) -> None:
+    """Each prompt got what it gets alone."""
+    for prompt, answer in zip(asked, answers, strict=True):
+        output = answer if isinstance(answer, RequestOutput) else answer.output()
+        assert reference(prompt, num_tokens, name) == list(output.outputs[0].token_ids)
+
+
+async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+    """All of a stream."""
+    return joined([output async for output in stream])
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine comes to, which must end."""
+    return asyncio.run(asyncio.wait_for(main, PATIENCE_S))
