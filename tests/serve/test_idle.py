@@ -6,6 +6,7 @@ The `make_engine` fixture checks the books when a test is over.
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -150,22 +151,23 @@ def test_a_negative_watermark_is_refused(make_engine: MakeEngine) -> None:
 # ---- an engine in a thread --------------------------------------------------------------------
 
 
-class Waits(threading.Condition):
-    """A condition that notes who waits on it, and how."""
+class Waits(queue.SimpleQueue):
+    """An engine thread's commands, which notes each wait for one."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.timeouts: list[float | None] = []
         self.num_wakeups = 0
         self.is_waiting = threading.Event()
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if not block:
+            return super().get(block)
         self.timeouts.append(timeout)
         self.is_waiting.set()
-        is_notified = super().wait(timeout)
+        command = super().get(block, timeout)
         self.is_waiting.clear()
         self.num_wakeups += 1
-        return is_notified
+        return command
 
 
 async def idle(watch: Watch) -> None:
@@ -184,9 +186,7 @@ def test_an_idle_thread_never_wakes_up(
     waits, watch = Waits(), Watch()
     engine = make_engine(observer=watch, watermark_bytes=0)
     with monkeypatch.context() as patch:
-        real = threading.Condition
-        # The one without a lock of its own is the engine's; a thread has others.
-        patch.setattr(threading, "Condition", lambda *lock: real(*lock) if lock else waits)
+        patch.setattr(queue, "SimpleQueue", lambda: waits)
         it = AsyncEngine(engine)
 
     async def main() -> None:
@@ -255,7 +255,7 @@ def test_a_request_that_comes_meanwhile_is_served_first(
         assert not watch.is_idle
         monkeypatch.setattr(engine, "add", add)
         late = asyncio.create_task(last(it.stream(prompt, GREEDY)))
-        while not it._link._commands:
+        while it._link.commands.empty():
             await asyncio.sleep(0)
         posted.set()
         check_said([prompt], [await late])
