@@ -40,9 +40,9 @@ QUESTIONS = {
     ),
     "fp8": (
         "Which city is the capital of Japan?",
-        "Explain what a cache is in one sentence.",
-        "Why is the sea salty?",
-        "Where do birds sleep?",
+        "What is the boiling point of water?",
+        "Which ocean is the largest?",
+        "Who painted the Mona Lisa?",
     ),
 }
 
