@@ -134,9 +134,5 @@ def _can_extend(space: RowSpace, row: int, num_tokens: int) -> bool:
 
 def _whole_bytes(space: RowSpace, row: int, num_tokens: int) -> int:
     """Bytes that a fork of `row` at `num_tokens` can share."""
-    total_bytes = 0
-    for group in space.groups:
-        end_page = group.geometry.whole_pages_below(num_tokens)
-        for mapping in group.table.overlapping(row, 0, end_page):
-            total_bytes += mapping.extent.num_bytes if mapping.end_page <= end_page else 0
-    return total_bytes
+    whole = (group.whole_mappings(row, 0, num_tokens) for group in space.groups)
+    return sum(mapping.extent.num_bytes for mappings in whole for mapping in mappings)

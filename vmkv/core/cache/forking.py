@@ -26,7 +26,6 @@ from ...interrupts import uninterrupted
 from ...units import Address
 from ..backend import Access, CopyOp
 from ..memory import Change, Mapping, RowChange, make_writable, size_classes
-from .cost import CostModel
 from .layer_group import LayerGroup
 from .row_space import RowSpace
 
@@ -171,10 +170,7 @@ def _aliased(
     space: RowSpace, source: LayerGroup, row: int, first_page: int, num_tokens: int
 ) -> list[Mapping]:
     """Return the mappings of `row`, from `first_page` on, that a fork at `num_tokens` shares."""
-    end_page = source.geometry.whole_pages_below(num_tokens)
-    aliased = source.table.overlapping(row, first_page, end_page)
-    if aliased and aliased[-1].end_page > end_page:
-        aliased.pop()
+    aliased = source.whole_mappings(row, first_page, num_tokens)
     # Small extents at the end are cheaper to copy, together with the tail.
     while aliased and not space.cost_model.prefers_alias_in_fork(aliased[-1].extent.num_bytes):
         aliased.pop()
@@ -347,11 +343,14 @@ class _Move(NamedTuple):
 
 
 class _Difference(NamedTuple):
-    """The first page at which two rows differ, and the mappings of each from there on."""
+    """The first page at which a target differs from its source, and its mappings from there on.
+
+    `aliased` are mappings of the source, from there on, that the target maps as well.
+    """
 
     page: int
-    theirs: List_[Mapping]
     mine: List_[Mapping]
+    aliased: List_[Mapping]
 
 
 def _reorder_moves(
@@ -361,47 +360,35 @@ def _reorder_moves(
     num_tokens: int,
     tenants: dict[int, str | None],
 ) -> list[_Move]:
-    differences = [
-        _after_common(group, *each, num_tokens, keeps_past=space.keeps_past) for each in rows
-    ]
-    aliased = [_to_alias(group, each, num_tokens, space.cost_model) for each in differences]
+    differences = [_compare(space, group, *each, num_tokens) for each in rows]
     # Extents given to another row are shared afterwards, so their row may not write them.
-    given = {id(mapping.extent) for mappings in aliased for mapping in mappings}
+    given = {id(mapping.extent) for each in differences for mapping in each.aliased}
     return [
-        _plan_move(group, *each, num_tokens, tenants[each[1]], difference, its, given)
-        for each, difference, its in zip(rows, differences, aliased, strict=True)
+        _plan_move(group, *each, num_tokens, tenants[each[1]], difference, given)
+        for each, difference in zip(rows, differences, strict=True)
     ]
 
 
-def _after_common(
-    group: LayerGroup, source: int, target: int, num_tokens: int, *, keeps_past: bool
+def _compare(
+    space: RowSpace, group: LayerGroup, source: int, target: int, num_tokens: int
 ) -> _Difference:
-    theirs = list(group.table.rows[source].mappings)
-    mine = list(group.table.rows[target].mappings)
-    page = group.first_common_page(source, target, num_tokens, keeps_past=keeps_past)
+    theirs, mine = (list(group.table.rows[row].mappings) for row in (source, target))
+    page = group.first_common_page(source, target, num_tokens, keeps_past=space.keeps_past)
     at = 0
     for their, my in zip(theirs, mine, strict=False):
         if their.extent is not my.extent or their.first_page != my.first_page:
             break
         at, page = at + 1, max(page, their.end_page)
-    return _Difference(page, theirs[at:], mine[at:])
-
-
-def _to_alias(
-    group: LayerGroup, difference: _Difference, num_tokens: int, cost: CostModel
-) -> list[Mapping]:
-    """Return the source's mappings, after the common part, that the target maps as well."""
-    _, theirs, mine = difference
-    aliased: list[Mapping] = []
+    theirs, mine, aliased = theirs[at:], mine[at:], []
     # Both rows must have an extent boundary where the exchange begins.
     if theirs and mine and theirs[0].first_page == mine[0].first_page:
         full_end_page = group.geometry.whole_pages_below(num_tokens)
         for mapping in theirs:
-            is_worth = cost.prefers_alias_in_reorder(mapping.extent.num_bytes)
+            is_worth = space.cost_model.prefers_alias_in_reorder(mapping.extent.num_bytes)
             if mapping.end_page > full_end_page or not is_worth:
                 break
             aliased.append(mapping)
-    return aliased
+    return _Difference(page, mine, aliased)
 
 
 def _plan_move(
@@ -411,11 +398,10 @@ def _plan_move(
     num_tokens: int,
     tenant: object,
     difference: _Difference,
-    aliased: List_[Mapping],
     given: Container[int],
 ) -> _Move:
     table, geometry = group.table, group.geometry
-    page, _, mine = difference
+    page, mine, aliased = difference
     page = aliased[-1].end_page if aliased else page
     behind = [mapping for mapping in mine if mapping.end_page > page]
     # Only the target's own extents may be copied into.

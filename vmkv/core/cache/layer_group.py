@@ -18,7 +18,7 @@ from ...errors import InternalError
 from ...units import div_ceil
 from .. import _native
 from ..backend import Access, Backend, Fence
-from ..memory import ExtentPool, PageTable
+from ..memory import ExtentPool, Mapping, PageTable
 from .fp8 import LayerScales, Scales
 from .geometry import Geometry, growth_quantum_class, largest_class_for_window, pages_to_map
 
@@ -256,6 +256,12 @@ class LayerGroup:
                 if mapping.extent.is_shared:
                     return self.token_at(mapping.first_page)
         return self.resident_tokens(row)
+
+    def whole_mappings(self, row: int, first_page: int, num_tokens: int) -> list[Mapping]:
+        """Mappings of `row` from a page on that hold nothing but tokens before `num_tokens`."""
+        end_page = self.geometry.whole_pages_below(num_tokens)
+        found = self.table.overlapping(row, first_page, end_page)
+        return found[:-1] if found and found[-1].end_page > end_page else found
 
     def token_at(self, page: int) -> int:
         """The token that contains the first byte of `page` of a row."""

@@ -39,7 +39,6 @@ from ..backend import Access, MemoryLocation
 from ..memory import Change, Extent, ExtentPool, Mapping, PageTable, RowChange, protect
 from .disk import check_fits, describe_groups
 from .growing import Target, map_rows
-from .layer_group import LayerGroup
 from .row_space import RowSpace
 
 if TYPE_CHECKING:
@@ -189,7 +188,7 @@ def _whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[_Offer, 
     covered = num_tokens
     space.check_keeps(row, num_tokens, "export")
     for group in space.groups:
-        mappings = _whole(group, row, group.first_needed_page(num_tokens), num_tokens)
+        mappings = group.whole_mappings(row, group.first_needed_page(num_tokens), num_tokens)
         end_page = mappings[-1].end_page if mappings else 0
         covered = min(covered, group.geometry.whole_tokens_below(end_page))
     if not covered or not space.groups:
@@ -201,12 +200,8 @@ def _whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[_Offer, 
     extents, offers = [], []
     imported = set(map(id, space.pool.imported_extents()))
     for group in space.groups:
-        end_page = group.geometry.pages_for(covered)
-        mappings = [
-            mapping
-            for mapping in _whole(group, row, group.first_needed_page(covered), num_tokens)
-            if mapping.first_page < end_page
-        ]
+        first_page, end_page = group.first_needed_page(covered), group.geometry.pages_for(covered)
+        mappings = group.table.overlapping(row, first_page, end_page)
         for mapping in mappings:
             if id(mapping.extent) in imported:
                 raise ConfigError(
@@ -222,12 +217,6 @@ def _whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[_Offer, 
     token_ids = list(space.prefixes.token_ids(row)[:covered])
     layout, page_bytes = describe_groups(space), space.pool.page_bytes
     return _Offer(_kind(space), page_bytes, layout, covered, token_ids, offers), extents
-
-
-def _whole(group: LayerGroup, row: int, first_page: int, num_tokens: int) -> list[Mapping]:
-    end_page = group.geometry.whole_pages_below(num_tokens)
-    mappings = group.table.overlapping(row, first_page, end_page)
-    return [mapping for mapping in mappings if mapping.end_page <= end_page]
 
 
 def _kind(space: RowSpace) -> str:

@@ -8,7 +8,7 @@ See DESIGN.md, Note [How far a row may be written].
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from collections.abc import Sequence as List_
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -44,7 +44,7 @@ class Rows:
 
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
-        self._empty = list(range(num_rows))  # A heap: low rows first, so views stay narrow.
+        self._empty = list(range(num_rows))  # Sorted: low rows first, so views stay narrow.
         self.parked: dict[int, int] = {}
         # Tick of the last known work on each row; for live rows only the reads by their forks.
         self._idle_since: dict[int, int] = {}
@@ -102,12 +102,9 @@ class Rows:
         """Make a free `row` live."""
         if row in self.parked:
             del self.parked[row]
-        elif self._empty and row == self._empty[0]:
-            heapq.heappop(self._empty)
         else:
             self.check_free(row)
             self._empty.remove(row)
-            heapq.heapify(self._empty)
 
     def park(self, row: int, now: int = 0, idle_since: int | None = None) -> None:
         """Park a live `row` with its memory; the caller's work on it ended at tick `idle_since`."""
@@ -118,7 +115,7 @@ class Rows:
     def empty(self, row: int) -> None:
         """Mark a parked `row`, whose memory has been retired, as empty."""
         del self.parked[row]
-        heapq.heappush(self._empty, row)
+        insort(self._empty, row)
 
 
 # ---- victims -------------------------------------------------------------------------------------

@@ -347,8 +347,8 @@ class PageTable:
                 self.retire_back(row, 0, fence)
             self.pool.page_tables.remove(self)
             whole = [(self.address, self.page_address(self.num_rows, 0))]
-            reclaimer.free_later(
-                self.address,
-                self.reserved_bytes,
-                lambda: has_views() or reclaimer.has_retired_in(whole),
-            )
+
+            def is_in_use() -> bool:
+                return has_views() or reclaimer.has_retired_in(whole)
+
+            reclaimer.idle_reservations.append((self.address, self.reserved_bytes, is_in_use))
