@@ -12,6 +12,7 @@ from typing import Any
 
 from ...errors import CapacityError
 from .forking import fork_row
+from .prefix import Where
 from .row_space import RowSpace
 
 # ---- adopting ------------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple
     prefixes = space.prefixes
     for match in prefixes.matches(prompt, tenant, max(0, len(prompt) - 1)):
         num_tokens = match.num_tokens
-        parked = _holders(space, match.parked, num_tokens)
+        parked = _holders(space, match.rows(Where.PARKED), num_tokens)
         # Adopting a row loses its later tokens, so there should be few of them.
         whole = [
             row
@@ -82,7 +83,7 @@ def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple
             row = min(whole, key=prefixes.num_recorded)
             space.take(row, num_tokens, tenant)
         else:
-            holders = parked + _holders(space, match.live, num_tokens)
+            holders = parked + _holders(space, match.rows(Where.LIVE), num_tokens)
             if not holders:
                 continue
             holder = holders[0]
@@ -93,7 +94,7 @@ def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple
             except CapacityError:
                 # No second row, or no memory for the tail: adopt a row as it is. Look again,
                 # because the attempt may have evicted parked rows.
-                parked = _holders(space, match.parked, num_tokens)
+                parked = _holders(space, match.rows(Where.PARKED), num_tokens)
                 parked = [row for row in parked if space.can_begin(row, num_tokens)]
                 if not parked:
                     break

@@ -172,10 +172,7 @@ class KVCache(RowSpace):
 
         Cost: some 100 µs for each extent on a GPU; no copy.
         """
-        row, num_tokens, token_ids = import_prefix(
-            self, socket_path, tenant=tenant, timeout_s=timeout_s
-        )
-        return self._restored(row, num_tokens, token_ids, tenant)
+        return self._restored(*import_prefix(self, socket_path, tenant, timeout_s), tenant)
 
     # ---- memory ---------------------------------------------------------------------------
 
@@ -211,10 +208,8 @@ class KVCache(RowSpace):
                     self.retire_parked(row, 0)
                 growing.retire_surplus(self)
             self.pool.reclaimer.wait()
-        else:
-            missing_bytes = num_bytes - self.pool.stats().free_bytes
-            if missing_bytes > 0:
-                self.make_room(missing_bytes)
+        elif num_bytes > (free_bytes := self.pool.stats().free_bytes):
+            self.make_room(num_bytes - free_bytes)
         return self.pool.trim(num_bytes)
 
     def check(self) -> None:

@@ -18,7 +18,7 @@ from ...errors import InternalError
 from ...units import div_ceil
 from .. import _native
 from ..backend import Access, Backend, Fence
-from ..memory import ExtentPool, Mapping, PageTable
+from ..memory import ExtentPool, Mapping, PageTable, WriteRange
 from .fp8 import LayerScales, Scales
 from .geometry import Geometry, growth_quantum_class, largest_class_for_window, pages_to_map
 
@@ -262,6 +262,13 @@ class LayerGroup:
         end_page = self.geometry.whole_pages_below(num_tokens)
         found = self.table.overlapping(row, first_page, end_page)
         return found[:-1] if found and found[-1].end_page > end_page else found
+
+    def write_range(self, row: int, start: int, end: int) -> WriteRange:
+        """The pages that a write of the tokens `[start, end)` of `row` touches."""
+        geometry = self.geometry
+        return WriteRange(
+            self.table, row, geometry.whole_pages_below(start), geometry.pages_for(end)
+        )
 
     def token_at(self, page: int) -> int:
         """The token that contains the first byte of `page` of a row."""

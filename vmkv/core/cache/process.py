@@ -258,8 +258,7 @@ class PrefixExporter:
     Args:
         sequence: The sequence; it may go on, and end.
         socket_path: The socket to listen on; its mode is 0600.
-        num_tokens: How many tokens; by default all. Tokens that do not fill whole extents are left
-            out.
+        num_tokens: How many tokens. Tokens that do not fill whole extents are left out.
         timeout_s: Deadline for one importer.
 
     Attributes:
@@ -277,19 +276,13 @@ class PrefixExporter:
     """
 
     def __init__(
-        self,
-        sequence: Row,
-        socket_path: str | os.PathLike[str],
-        *,
-        num_tokens: int | None = None,
-        timeout_s: float = 10.0,
+        self, sequence: Row, socket_path: str | os.PathLike[str], num_tokens: int, timeout_s: float
     ):
         sequence.check_open()
         space, row = sequence.cache, sequence.row
-        wanted = sequence.num_tokens if num_tokens is None else num_tokens
-        if not 0 < wanted <= sequence.num_tokens:
+        if not 0 < num_tokens <= sequence.num_tokens:
             raise ConfigError(
-                f"cannot export {wanted} tokens of {sequence}: it holds {sequence.num_tokens}"
+                f"cannot export {num_tokens} tokens of {sequence}: it holds {sequence.num_tokens}"
             )
         if not space.pool.is_shareable:
             raise ConfigError(
@@ -305,7 +298,7 @@ class PrefixExporter:
         try:
             space.note_stream()
             with self._pool.lock:
-                self._offer, self._extents = _whole_extents(space, row, wanted)
+                self._offer, self._extents = _whole_extents(space, row, num_tokens)
                 _protect(self._pool, self._extents)
                 # Importers do not know our streams, so the contents must be complete.
                 self._pool.reclaimer.new_fence().wait()
@@ -484,7 +477,7 @@ def _is_abandoned(path: str) -> bool:
 
 
 def import_prefix(
-    space: RowSpace, socket_path: str | os.PathLike[str], *, tenant: str | None, timeout_s: float
+    space: RowSpace, socket_path: str | os.PathLike[str], tenant: str | None, timeout_s: float
 ) -> tuple[int, int, Sequence[int]]:
     """Implement `KVCache.import_prefix`; returns the row, live now, its length and known tokens."""
     space.check_open()

@@ -20,7 +20,7 @@ import torch
 
 from ...errors import ClosedError, ConfigError, InternalError, OutOfAddressSpaceError
 from ..backend import Backend, Fence
-from ..memory import Extent, ExtentPool, Victim, WriteRange, pinned
+from ..memory import Extent, ExtentPool, Victim, pinned
 from .cost import CostModel
 from .device_memory import open_pool
 from .fp8 import Scales
@@ -399,21 +399,10 @@ class RowSpace:
 
     def submitting(self, writes: Iterable[tuple[int, int, int]]) -> AbstractContextManager[None]:
         """Submit a step in this block; with checks on, check `(row, start, end)` writes (I10)."""
-        submitted = self.pool.submitted
-        if submitted is None:
+        if self.pool.submitted is None:
             return nullcontext()
-        return submitted.submitting(
-            [
-                WriteRange(
-                    group.table,
-                    row,
-                    group.geometry.whole_pages_below(start),
-                    group.geometry.pages_for(end),
-                )
-                for row, start, end in writes
-                for group in self.groups
-            ]
-        )
+        ranges = [group.write_range(*each) for each in writes for group in self.groups]
+        return self.pool.submitted.submitting(ranges)
 
     # ---- row states -----------------------------------------------------------------------
 
