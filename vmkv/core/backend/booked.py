@@ -256,14 +256,13 @@ class BookedBackend(Backend):
                         refusal = self._refusal(PRIMITIVES[type(op)], f"{op}: {why}")
                         break
                     if isinstance(op, MapOp):
-                        number, argument = _MAP, books.allocations[op.handle].native_handle
-                    elif isinstance(op, UnmapOp):
-                        number, argument = _UNMAP, 0
-                    else:
-                        number, argument = _SET_ACCESS, op.access
-                    plan.append(pack(number, op.address, op.num_bytes, argument))
-                    if isinstance(op, MapOp):
+                        handle = books.allocations[op.handle].native_handle
+                        plan.append(pack(_MAP, op.address, op.num_bytes, handle))
                         books.note_mapped(op)
+                    elif isinstance(op, UnmapOp):
+                        plan.append(pack(_UNMAP, op.address, op.num_bytes, 0))
+                    else:
+                        plan.append(pack(_SET_ACCESS, op.address, op.num_bytes, op.access))
             except BaseException:
                 self._unnote(ops[: len(plan)])
                 raise

@@ -22,8 +22,8 @@ from .booked import Allocation, BookedBackend, NativeCalls, describe
 
 _DLPACK_CUDA = 2
 _LOCATION_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
-_INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 _LOCATION_HOST_NUMA = 3  # CU_MEM_LOCATION_TYPE_HOST_NUMA
+_INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 _VMM_SINCE_CUDA = 10020  # The version of the entry points asked for.
 
 

@@ -194,12 +194,12 @@ class HostBackend(BookedBackend):
             return self._files[location].allocate(num_bytes)
 
     def _free(self, allocation: Allocation) -> None:
-        file, fd = self._files[allocation.location], allocation.native_handle >> _HANDLE_FD_SHIFT
+        native_handle = allocation.native_handle
+        if allocation.is_shareable or allocation.is_imported:
+            os.close(native_handle >> _HANDLE_FD_SHIFT)
+            return
         with self._translated("mem_release", lambda: "cannot punch a hole"):
-            if fd == file.fd:
-                file.drop(allocation.native_handle, allocation.num_bytes)
-            else:
-                os.close(fd)
+            self._files[allocation.location].drop(native_handle, allocation.num_bytes)
 
     def _export(self, native_handle: int) -> int:
         fd = native_handle >> _HANDLE_FD_SHIFT

@@ -21,8 +21,8 @@ from ...interrupts import uninterrupted
 from ..memory import check_pool
 from . import forking, growing
 from . import layers as layer_changes
-from .beginning import begin_with_prefix, choose_row
 from .disk import load
+from .forking import begin_with_prefix, choose_row
 from .process import import_prefix
 from .row_space import RowSpace, check_own_bytes
 from .sequence import Sequence
@@ -116,9 +116,8 @@ class KVCache(RowSpace):
     @uninterrupted
     def fork(self, source: Sequence, num_tokens: int, *, row: int | None = None) -> Sequence:
         """Fork a sequence of this cache, or of another over the same pool with the same layers."""
-        return Sequence(
-            self, forking.fork(self, source, num_tokens, row), num_tokens, source.tenant
-        )
+        row = forking.fork(self, source, num_tokens, row)
+        return Sequence(self, row, num_tokens, source.tenant)
 
     def _restored(
         self, row: int, num_tokens: int, token_ids: List_[int], tenant: str | None

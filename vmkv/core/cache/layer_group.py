@@ -202,12 +202,10 @@ class LayerGroup:
         first_page = pages.end_page if pages.mappings else self.first_needed_page(num_past_tokens)
         end_tokens = min(end_tokens, geometry.row_tokens)
         end_page = geometry.pages_for(end_tokens)
-        if end_page <= first_page:
-            return first_page, 0
-        if exactly:
-            return first_page, end_page - first_page
-        held_pages = max(0, first_page - self.first_needed_page(end_tokens))
-        quantum_class = growth_quantum_class(held_pages, self.largest_class)
+        quantum_class = 0
+        if not exactly:
+            held_pages = max(0, first_page - self.first_needed_page(end_tokens))
+            quantum_class = growth_quantum_class(held_pages, self.largest_class)
         return first_page, pages_to_map(first_page, end_page, geometry.row_pages, quantum_class)
 
     def resident_tokens(self, row: int) -> int:
@@ -310,10 +308,6 @@ class LayerGroup:
         """The first page that `target` can take over from `source`, both live with `num_tokens`."""
         rows = (source, target)
         return max(self.first_kept_page(row, num_tokens, keeps_past=keeps_past) for row in rows)
-
-    def retire_front(self, row: int, num_tokens: int, fence: Fence) -> None:
-        """Retire extents that no query at position `num_tokens` or later can see."""
-        self.table.retire_front(row, self.first_needed_page(num_tokens), fence)
 
     def retire_from(self, row: int, num_tokens: int, fence: Fence) -> None:
         """Retire the extents that hold nothing of the first `num_tokens` tokens of `row`."""

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ClosedError, ConfigError, VMKVError
 from ...interrupts import interruptible, uninterrupted
 from ..backend import Access, MemoryLocation
-from ..memory import Change, Extent, ExtentPool, Mapping, PageTable, RowChange, protect
+from ..memory import Change, Extent, ExtentPool, Mapping, PageTable, RowChange, placed, protect
 from .disk import check_fits, describe_groups
 from .growing import Target, map_rows
 from .row_space import RowSpace
@@ -528,11 +528,8 @@ def _fill(
     supply = iter(extents)
     changes = []
     for group, theirs in zip(space.groups, offer.groups, strict=True):
-        again = []
-        page = theirs.first_page
-        for extent in islice(supply, len(theirs.sizes_bytes)):
-            again.append(Mapping(page, extent, Access.READ))
-            page = again[-1].end_page
+        own = islice(supply, len(theirs.sizes_bytes))
+        again = placed(theirs.first_page, own, Access.READ)
         changes.append(RowChange(group.table, row, theirs.first_page, again=again))
     with Change(space.pool, changes) as made:
         made.map(space.current_stream())
