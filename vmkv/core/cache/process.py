@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ClosedError, ConfigError, VMKVError
 from ...interrupts import interruptible, uninterrupted
 from ..backend import Access, MemoryLocation
-from ..memory import Change, Extent, ExtentPool, Mapping, PageTable, RowChange, placed, protect
+from ..memory import Change, Extent, ExtentPool, RowChange, placed, protect
 from .disk import check_fits, describe_groups
 from .growing import Target, map_rows
 from .row_space import RowSpace
@@ -299,7 +299,7 @@ class PrefixExporter:
             space.note_stream()
             with self._pool.lock:
                 self._offer, self._extents = _whole_extents(space, row, num_tokens)
-                _protect(self._pool, self._extents)
+                protect(self._pool, self._extents)
                 # Importers do not know our streams, so the contents must be complete.
                 self._pool.reclaimer.new_fence().wait()
                 for extent in self._extents:
@@ -430,19 +430,6 @@ class PrefixExporter:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _protect(pool: ExtentPool, extents: Sequence[Extent]) -> None:
-    """Revoke write access to `extents` in all mappings. Locked."""
-    wanted = set(map(id, extents))
-    holders: list[tuple[PageTable, int, list[Mapping]]] = []
-    # Iterate over copies, because other threads may be making tables, or growing rows.
-    for table in list(pool.page_tables):
-        for row, pages in enumerate(table.rows):
-            mappings = [each for each in list(pages.mappings) if id(each.extent) in wanted]
-            if mappings:
-                holders.append((table, row, mappings))
-    protect(pool, holders)
 
 
 def _listen(path: str) -> socket.socket:

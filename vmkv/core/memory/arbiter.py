@@ -82,15 +82,11 @@ class Borrower:
         """First claim of another engine; requests ranked behind it take no pages."""
         if self._num_stuck >= PATIENCE_STEPS:
             return None
-        first: Rank | None = None
         with self.arbiter.lock:
             # An engine that is not stepped any more does not renew its claim.
             since = self.arbiter.num_steps - PATIENCE_STEPS
-            for each in self.arbiter.borrowers:
-                claim = each._claim
-                if each is not self and claim is not None and claim[1] >= since:
-                    first = claim[0] if first is None else min(first, claim[0])
-        return first
+            claims = [claim for each in self._others() if (claim := each._claim) is not None]
+            return min((rank for rank, step in claims if step >= since), default=None)
 
     def note_submitted(self) -> None:
         """Record a submitted step, which drops the claim."""

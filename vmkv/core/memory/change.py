@@ -25,21 +25,24 @@ from .pool import ExtentPool
 # ---- access --------------------------------------------------------------------------------------
 
 
-def protect(pool: ExtentPool, shared: Iterable[tuple[PageTable, int, Sequence[Mapping]]]) -> None:
-    """Make mappings (table, row, mappings of it) read-only before they are shared.
+def protect(pool: ExtentPool, extents: Iterable[Extent]) -> None:
+    """Make all mappings of `extents` read-only before they are shared. Locked.
 
     Waits for the device, since a kernel that writes there would fault; no cost if all are
     read-only. After a DriverError some may be read-only already, which is harmless.
     """
+    shared = set(map(id, extents))
     ops: list[Op] = []
     writable: list[Mapping] = []
-    for table, row, mappings in shared:
-        pages = table.rows[row]
-        for mapping in mappings:
-            pages.note_shared(mapping)
-        its = [mapping for mapping in mappings if mapping.access is Access.READ_WRITE]
-        ops += table.ops_to_set_access(row, its, Access.READ)
-        writable += its
+    # Iterate over copies, because other threads may be making tables, or growing rows.
+    for table in list(pool.page_tables):
+        for row, pages in enumerate(table.rows):
+            mappings = [each for each in list(pages.mappings) if id(each.extent) in shared]
+            for mapping in mappings:
+                pages.note_shared(mapping)
+            its = [mapping for mapping in mappings if mapping.access is Access.READ_WRITE]
+            ops += table.ops_to_set_access(row, its, Access.READ)
+            writable += its
     if ops:
         pool.reclaimer.new_fence().wait()
         # Booked first: after a failure the books may say read-only too often, which is safe.
