@@ -205,7 +205,7 @@ class _ExportsACopy(HostBackend):
         own = super().mem_export(handle)
         size = os.fstat(own).st_size
         snapshot = self.mem_create(size, shareable=True)
-        os.pwrite(self._own_files[snapshot], os.pread(own, size, 0), 0)
+        os.pwrite(self._books.allocations[snapshot].native_handle >> 40, os.pread(own, size, 0), 0)
         os.close(own)
         try:
             return super().mem_export(snapshot)

@@ -154,6 +154,7 @@ def test_kernel_refuses_write_access_where_the_books_forget_to(
         with pytest.raises(HostDriverError, match="EACCES"):
             host.mem_set_access(address, 4 * KiB, Access.READ_WRITE)
         host.mem_unmap(address, 4 * KiB)
+        host._books.allocations[each].is_imported = each == imported
         host.mem_release(each)
     host.address_free(address, 4 * KiB)
 

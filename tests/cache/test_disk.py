@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from vmkv import Backend, ClosedError, ConfigError, ExtentPool, HostBackend, KVCache, Sequence
 from vmkv.core.cache import disk
-from vmkv.core.cache.whole_file import whole_file
+from vmkv.core.cache.disk import whole_file
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
 from vmkv.units import KiB
 

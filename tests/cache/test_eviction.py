@@ -36,7 +36,7 @@ def _found(cache: KVCache, tokens: Iterable[int]) -> int:
         (
             match.num_tokens
             for match in matches
-            if any(cache.keeps(row, match.num_tokens) for row in match.rows)
+            if any(cache.keeps(row, match.num_tokens) for row in match.rows())
         ),
         0,
     )

@@ -55,7 +55,7 @@ from vmkv.core.cache.prefix import PrefixIndex
 index = PrefixIndex()
 for row, tenant in enumerate([None, "a", "b"]):
     index.record(row, [7 * at - 3 for at in range(50)], tenant)
-print([each.hex() for row in range(3) for each in index.hashes(row)])
+print([each.hex() for _, each in index.beginnings(range(1, 4))])
 """
 
 
@@ -74,7 +74,7 @@ def test_hashes_are_the_same_in_every_process(seed: str) -> None:
     index = PrefixIndex()
     for row, tenant in enumerate([None, "a", "b"]):
         index.record(row, [7 * at - 3 for at in range(50)], tenant)
-    hashes = [each.hex() for row in range(3) for each in index.hashes(row)]
+    hashes = [each.hex() for _, each in index.beginnings(range(1, 4))]
     assert 9 == len(set(hashes))
     assert str(hashes) == child.stdout.strip(), child.stderr
     parent = hashlib.blake2b(b"vmkv prefix 1", digest_size=16).digest()
@@ -89,15 +89,15 @@ def test_match_sees_rows_end_and_join_meanwhile() -> None:
     index.record(1, range(64))
     match = next(index.matches(range(48)))
     index.truncate(1, 48)
-    assert {0, 1} == {*match.live}
+    assert {0, 1} == {*match.rows(Where.LIVE)}
     match = next(index.matches(range(48)))
     index.truncate(1)
     index.move(0, Where.PARKED)
-    assert ([0], []) == ([*match.parked], [*match.live])
+    assert ([0], []) == ([*match.rows(Where.PARKED)], [*match.rows(Where.LIVE)])
     match = next(index.matches(range(48)))
     index.truncate(0)
     index.record(2, range(48))
-    assert [2] == [*match.rows]
+    assert [2] == [*match.rows()]
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_what_is_found_is_what_rows_hold(steps: list[tuple], prompts: list[list[
         for prompt in [*prompts, *model.tokens.values()]:
             for tenant in TENANTS:
                 found = [
-                    (each.num_tokens, {*each.parked}, {*each.live})
+                    (each.num_tokens, {*each.rows(Where.PARKED)}, {*each.rows(Where.LIVE)})
                     for each in index.matches(prompt, tenant)
                 ]
                 assert model.matches(prompt, tenant) == found
@@ -188,10 +188,10 @@ def test_a_match_is_of_the_index_as_it_is() -> None:
         index.record(row, range(num_tokens))
     found = []
     for match in index.matches(range(64)):
-        found.append((match.num_tokens, [*match.rows]))
+        found.append((match.num_tokens, [*match.rows()]))
         if match.num_tokens == 64:
             index.truncate(0, 16)
-            assert [] == [*match.rows]
+            assert [] == [*match.rows()]
         elif match.num_tokens == 48:
             index.lose_short(1, 48)
             index.move(2, Where.AWAY)

@@ -1,4 +1,4 @@
-"""transfer(), and what execute() tells the CPU's location: on real memory and on spies.
+"""transfer(), on real memory and on spies.
 
 Not covered: the CUDA driver behind the same signatures.
 """
@@ -14,7 +14,6 @@ import pytest
 from vmkv.core import _native
 
 COPY, FILL = 0, 1
-SET_ACCESS, SET_CPU_ACCESS = 1, 3
 HOST = _native.host_functions()
 
 _COPY = ctypes.CFUNCTYPE(
@@ -22,13 +21,6 @@ _COPY = ctypes.CFUNCTYPE(
 )
 _FILL = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_uint64
-)
-_SET_ACCESS = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_uint64,
-    ctypes.c_size_t,
-    ctypes.POINTER(ctypes.c_int * 3),
-    ctypes.c_size_t,
 )
 
 
@@ -98,24 +90,3 @@ def test_transfer_refuses_what_is_no_byte() -> None:
     """A fill of 256 would be a fill of 0."""
     with pytest.raises(ValueError, match="fills with 256"):
         _native.transfer(_plan((FILL, 1, 1, 256)), HOST["copy"], HOST["fill"], 0)
-
-
-def test_execute_names_the_location_that_the_record_asks_for() -> None:
-    """set_access names the device, set_cpu_access the other location, each with its flags."""
-    seen: list[tuple[int, ...]] = []
-
-    def receive(address: int, num_bytes: int, accesses: object, num_accesses: int) -> int:
-        seen.append((address, num_bytes, num_accesses, *accesses[0]))
-        return 0
-
-    function = _SET_ACCESS(receive)
-    plan = _plan((SET_ACCESS, 8, 16, 1), (SET_CPU_ACCESS, 8, 16, 3))
-    num_done, status, *_ = _native.execute(plan, 0, _address(function), 0, 1, 5, 3, 2)
-    assert (2, 0) == (num_done, status)
-    assert [(8, 16, 1, 1, 5, 1), (8, 16, 1, 3, 2, 3)] == seen
-
-
-def test_execute_refuses_cpu_access_without_a_function() -> None:
-    """It is the same function that set_access needs."""
-    with pytest.raises(ValueError, match="record 0 of the plan needs set_access_fn"):
-        _native.execute(_plan((SET_CPU_ACCESS, 0, 4096, 1)), 1, 0, 1, 0, 0)

@@ -510,7 +510,7 @@ class RaggedCache(StoreOwner):
         core = self.store.cores[0]
         with core.pool.lock:
             for match in core.prefixes.matches(prompt, self._tenant, len(prompt) - 1):
-                if any(core.keeps(row, match.num_tokens) for row in match.rows):
+                if any(core.keeps(row, match.num_tokens) for row in match.rows()):
                     return match.num_tokens
         return 0
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
+from ..core.cache.disk import whole_file
 from ..core.cache.fp8 import FP8, FP8_MAX, LayerScales
-from ..core.cache.whole_file import whole_file
 from ..errors import ConfigError
 from . import compat
 

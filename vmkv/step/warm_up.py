@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..core.cache.whole_file import whole_file
+from ..core.cache.disk import whole_file
 from ..errors import CapacityError, ConfigError
 from ..units import GiB
 from .graphs import DecodeGraphs, GraphSpace

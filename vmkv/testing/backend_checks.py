@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..core.backend import (
@@ -25,8 +25,7 @@ from ..core.backend import (
 )
 from ..errors import DriverError, OutOfAddressSpaceError, VMKVError
 from ..units import is_power_of_two
-from .access import write_bytes
-from .pages import RW, Pages, expect
+from .pages import RW, Pages, expect, write_bytes
 
 _DEVICE, _HOST = MemoryLocation.DEVICE, MemoryLocation.HOST
 _STREAM = 0  # The default stream.
@@ -464,25 +463,16 @@ def calls_are_counted(pages: Pages) -> None:
 @_row(1)
 def threads(pages: Pages) -> None:
     """Threads that work on separate ranges do not disturb each other."""
-    failures: list[VMKVError | AssertionError] = []
 
     def work(byte: int) -> None:
-        try:
-            for _ in range(8):
-                own = Pages(pages.backend, 2)
-                own.mapped(0, 2)
-                own.holds(own.filled(byte, 0, 2), f"thread {byte}'s memory")
-                own.give_back()
-        except (VMKVError, AssertionError) as error:
-            failures.append(error)
+        for _ in range(8):
+            own = Pages(pages.backend, 2)
+            own.mapped(0, 2)
+            own.holds(own.filled(byte, 0, 2), f"thread {byte}'s memory")
+            own.give_back()
 
-    workers = [threading.Thread(target=work, args=(byte,)) for byte in range(1, 5)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(4) as workers:
+        list(workers.map(work, range(1, 5)))  # Raises the errors of the threads.
 
 
 # ---- host memory ---------------------------------------------------------------------------------
@@ -513,23 +503,6 @@ def locations(pages: Pages) -> None:
     expect(3 * size, backend.usage().host_bytes, "released memory that is mapped")
     pages.unmap(0, 5)
     pages.counts("in the end")
-
-
-@_row(2)
-def swap_in_place(pages: Pages) -> None:
-    """Bytes move to host memory and back, and are read at the same addresses afterwards."""
-    backend, handle = pages.backend, pages.mapped()
-    data, stream = pages.filled(0x4B), pages.backend.new_stream()
-    for location in (_HOST, _DEVICE):
-        target = pages.mapped(1, 1, location)
-        backend.copy(pages.at(1), pages.at(0), pages.page_bytes, stream)
-        backend.record_fence().wait()
-        pages.execute([UnmapOp(*pages.run(page)) for page in (0, 1)])
-        pages.release(handle)
-        pages.map(0, target)
-        pages.holds(data, f"the bytes in {location}")
-        handle = target
-    backend.stream_destroy(stream)
 
 
 # ---- memory shared between processes -------------------------------------------------------------

@@ -183,21 +183,19 @@ def execute(
     unmap_fn: int,
     location_type: int,
     location_id: int,
-    cpu_location_type: int = 0,
-    cpu_location_id: int = 0,
-) -> tuple[int, int, int, int, int]:
+    /,
+) -> tuple[int, int]:
     """Run mapping calls in order, in one crossing and outside the GIL, up to the first failure.
 
     A plan is a sequence of records of four native-endian uint64, ``struct`` format ``=4Q``:
 
-    ================== ======= ====== ==============================================
-    op                 address bytes  argument
-    ================== ======= ====== ==============================================
-    0 (map)            yes     yes    handle, mapped from its offset 0
-    1 (set_access)     yes     yes    0 no access, 1 read, 3 read and write
-    2 (unmap)          yes     yes    not looked at
-    3 (set_cpu_access) yes     yes    as set_access, for the other location
-    ================== ======= ====== ==============================================
+    ============== ======= ====== =======================================
+    op             address bytes  argument
+    ============== ======= ====== =======================================
+    0 (map)        yes     yes    handle, mapped from its offset 0
+    1 (set_access) yes     yes    0 no access, 1 read, 3 read and write
+    2 (unmap)      yes     yes    not looked at
+    ============== ======= ====== =======================================
 
     An empty plan does nothing and succeeds.
 
@@ -208,20 +206,16 @@ def execute(
         unmap_fn: Likewise ``cuMemUnmap``. An address that no record needs may be 0.
         location_type: ``CUmemLocationType`` that every set_access names (1 is a device).
         location_id: The device's ordinal.
-        cpu_location_type: ``CUmemLocationType`` that every set_cpu_access names.
-        cpu_location_id: The NUMA node's number, say.
 
     Returns:
-        ``(num_done, status, map_ns, set_access_ns, unmap_ns)``: how many records succeeded, the
-        status of the one after them (0 when all succeeded), and the time spent in each kind of
-        call, a failed one included. Records before a failure stay done; undoing them is the
-        caller's.
+        ``(num_done, status)``: how many records succeeded, and the status of the one after them
+        (0 when all succeeded). Records before a failure stay done; undoing them is the caller's.
 
     Raises:
         ValueError: The plan is not a whole number of records, or a record has an unknown op, needs
             an address that is 0, or has access flags that do not fit an int. No call was made.
 
-    Cost: some 50 ns a record (two clock readings) on top of the calls themselves.
+    Cost: that of the calls.
     Ordering: host-synchronous. Threads may run plans at the same time; that their ranges are
         disjoint is theirs to ensure. An address that is not such a function crashes the process.
     """
@@ -262,9 +256,8 @@ def host_functions() -> HostFunctions:
 
     They return 0 or an errno. Ranges that are mapped must be whole pages of the operating system.
     ``map`` takes the handle ``fd << 40 | file_offset >> 12`` and maps with no access; ``unmap``
-    leaves the addresses reserved; ``set_access`` does nothing for a location type other than 0,
-    since there is no CPU beside the device; ``copy`` and ``fill`` are done when they return. They
-    all trust the address: what was mapped there before is replaced.
+    leaves the addresses reserved; ``copy`` and ``fill`` are done when they return. They all trust
+    the address: what was mapped there before is replaced.
     """
 
 def host_reserve(num_bytes: int, alignment: int, /) -> int:

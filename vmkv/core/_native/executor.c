@@ -12,28 +12,20 @@
 
 #include <limits.h>
 #include <string.h>
-#include <time.h>
 
-enum { OP_MAP = 0, OP_SET_ACCESS = 1, OP_UNMAP = 2, OP_SET_CPU_ACCESS = 3, NUM_OPS = 4 };
+enum { OP_MAP = 0, OP_SET_ACCESS = 1, OP_UNMAP = 2, NUM_OPS = 3 };
 enum { OP_COPY = 0, OP_FILL = 1, NUM_TRANSFERS = 2 };
 
 typedef struct {
     uint64_t op;
     uint64_t address;
     uint64_t num_bytes;
-    uint64_t argument; /* map: handle; set_access, set_cpu_access: flags; unmap: not looked at;
-                        * copy: source; fill: byte */
+    uint64_t argument; /* map: handle; set_access: flags; unmap: not looked at; copy: source;
+                        * fill: byte */
 } record;
 
 _Static_assert(sizeof(record) == 32, "a plan is packed as four uint64 a record");
 _Static_assert(sizeof(vmkv_access) == 12, "must equal CUmemAccessDesc");
-
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 /* The bytes of a bytes object need not be aligned for a uint64, so records are copied out. */
 static record read_record(const char *plan, Py_ssize_t index)
@@ -60,8 +52,7 @@ static Py_ssize_t open_plan(PyObject *plan_object, char **plan)
 /* Sets ValueError and returns -1 unless every record can be run with the functions at hand. */
 static int check_plan(const char *plan, Py_ssize_t num_records, const uint64_t functions[NUM_OPS])
 {
-    static const char *const names[NUM_OPS] = {"map_fn", "set_access_fn", "unmap_fn",
-                                               "set_access_fn"};
+    static const char *const names[NUM_OPS] = {"map_fn", "set_access_fn", "unmap_fn"};
     for (Py_ssize_t i = 0; i < num_records; i++) {
         record step = read_record(plan, i);
         if (step.op >= NUM_OPS) {
@@ -74,8 +65,7 @@ static int check_plan(const char *plan, Py_ssize_t num_records, const uint64_t f
                          names[step.op]);
             return -1;
         }
-        if ((step.op == OP_SET_ACCESS || step.op == OP_SET_CPU_ACCESS) &&
-            step.argument > INT_MAX) {
+        if (step.op == OP_SET_ACCESS && step.argument > INT_MAX) {
             PyErr_Format(PyExc_ValueError, "record %zd of the plan has access flags %llu, which "
                          "do not fit an int", i, (unsigned long long)step.argument);
             return -1;
@@ -85,27 +75,20 @@ static int check_plan(const char *plan, Py_ssize_t num_records, const uint64_t f
 }
 
 const char vmkv_execute_doc[] =
-    "execute($module, /, plan, map_fn, set_access_fn, unmap_fn, location_type, location_id, "
-    "cpu_location_type=0, cpu_location_id=0)\n"
+    "execute($module, plan, map_fn, set_access_fn, unmap_fn, location_type, location_id, /)\n"
     "--\n\n"
     "Run a plan of mapping calls in order, outside the GIL, up to the first failure.";
 
-PyObject *vmkv_execute(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
+PyObject *vmkv_execute(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    static char *names[] = {"plan",          "map_fn",      "set_access_fn",     "unmap_fn",
-                            "location_type", "location_id", "cpu_location_type", "cpu_location_id",
-                            NULL};
     PyObject *plan_object; /* borrowed from args, which the caller keeps until we return */
     uint64_t functions[NUM_OPS];
-    vmkv_access access = {0, 0, 0}, cpu_access = {0, 0, 0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "SO&O&O&ii|ii:execute", names, &plan_object,
-                                     vmkv_convert_u64, &functions[OP_MAP], vmkv_convert_u64,
-                                     &functions[OP_SET_ACCESS], vmkv_convert_u64,
-                                     &functions[OP_UNMAP], &access.location_type,
-                                     &access.location_id, &cpu_access.location_type,
-                                     &cpu_access.location_id))
+    vmkv_access access = {0, 0, 0};
+    if (!PyArg_ParseTuple(args, "SO&O&O&ii:execute", &plan_object, vmkv_convert_u64,
+                          &functions[OP_MAP], vmkv_convert_u64, &functions[OP_SET_ACCESS],
+                          vmkv_convert_u64, &functions[OP_UNMAP], &access.location_type,
+                          &access.location_id))
         return NULL;
-    functions[OP_SET_CPU_ACCESS] = functions[OP_SET_ACCESS];
     char *plan;
     Py_ssize_t num_records = open_plan(plan_object, &plan);
     if (num_records < 0)
@@ -116,14 +99,12 @@ PyObject *vmkv_execute(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kw
     vmkv_map_fn map = (vmkv_map_fn)(uintptr_t)functions[OP_MAP];
     vmkv_set_access_fn set_access = (vmkv_set_access_fn)(uintptr_t)functions[OP_SET_ACCESS];
     vmkv_unmap_fn unmap = (vmkv_unmap_fn)(uintptr_t)functions[OP_UNMAP];
-    uint64_t spent_ns[NUM_OPS] = {0};
     Py_ssize_t num_done = 0;
     int status = 0;
 
     Py_BEGIN_ALLOW_THREADS
     for (; num_done < num_records; num_done++) {
         record step = read_record(plan, num_done);
-        uint64_t start_ns = now_ns();
         switch (step.op) {
         case OP_MAP:
             status = map(step.address, (size_t)step.num_bytes, 0, step.argument, 0);
@@ -132,23 +113,16 @@ PyObject *vmkv_execute(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kw
             access.flags = (int)step.argument;
             status = set_access(step.address, (size_t)step.num_bytes, &access, 1);
             break;
-        case OP_SET_CPU_ACCESS:
-            cpu_access.flags = (int)step.argument;
-            status = set_access(step.address, (size_t)step.num_bytes, &cpu_access, 1);
-            break;
         case OP_UNMAP:
             status = unmap(step.address, (size_t)step.num_bytes);
             break;
         }
-        spent_ns[step.op] += now_ns() - start_ns;
         if (status != 0)
             break;
     }
     Py_END_ALLOW_THREADS
 
-    uint64_t access_ns = spent_ns[OP_SET_ACCESS] + spent_ns[OP_SET_CPU_ACCESS];
-    return Py_BuildValue("niKKK", num_done, status, (unsigned long long)spent_ns[OP_MAP],
-                         (unsigned long long)access_ns, (unsigned long long)spent_ns[OP_UNMAP]);
+    return Py_BuildValue("ni", num_done, status);
 }
 
 const char vmkv_transfer_doc[] =

@@ -38,7 +38,7 @@ typedef int (*vmkv_fill_fn)(uint64_t address, unsigned char byte, size_t num_byt
 
 extern const char vmkv_execute_doc[];
 extern const char vmkv_transfer_doc[];
-PyObject *vmkv_execute(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *vmkv_execute(PyObject *module, PyObject *args);
 PyObject *vmkv_transfer(PyObject *module, PyObject *args);
 
 #endif

@@ -60,8 +60,6 @@ static int host_set_access(uint64_t address, size_t num_bytes, const vmkv_access
 {
     if (!is_whole_pages(num_bytes) || num_accesses != 1)
         return EINVAL;
-    if (accesses[0].location_type != 0) /* the CPU: here it is the device, and has what that has */
-        return 0;
     int protection;
     switch (accesses[0].flags) {
     case VMKV_ACCESS_NONE:

@@ -32,8 +32,7 @@ void vmkv_free_instance(PyObject *self)
 
 static PyMethodDef methods[] = {
     {"count_references", vmkv_count_references, METH_VARARGS, vmkv_count_references_doc},
-    {"execute", (PyCFunction)(void (*)(void))vmkv_execute, METH_VARARGS | METH_KEYWORDS,
-     vmkv_execute_doc},
+    {"execute", vmkv_execute, METH_VARARGS, vmkv_execute_doc},
     {"host_functions", vmkv_host_functions, METH_NOARGS, vmkv_host_functions_doc},
     {"host_reserve", vmkv_host_reserve, METH_VARARGS, vmkv_host_reserve_doc},
     {"host_free", vmkv_host_free, METH_VARARGS, vmkv_host_free_doc},

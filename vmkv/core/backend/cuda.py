@@ -16,13 +16,14 @@ from typing import Any
 
 from ...errors import ConfigError, CudaDriverError
 from ...interrupts import uninterrupted
-from ...units import Address, Handle, format_bytes
+from ...units import Address, format_bytes
 from .base import Fence, MemoryLocation
 from .booked import Allocation, BookedBackend, NativeCalls, describe
 
 _DLPACK_CUDA = 2
 _LOCATION_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _LOCATION_HOST_NUMA = 3  # CU_MEM_LOCATION_TYPE_HOST_NUMA
+_INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 _VMM_SINCE_CUDA = 10020  # The version of the entry points asked for.
 
 
@@ -57,6 +58,8 @@ class CudaFence(Fence):
 
 class CudaBackend(BookedBackend):
     """CUDA virtual memory of one device; ConfigError if package, driver or device is missing."""
+
+    _refused_status = _INVALID_VALUE
 
     def __init__(self, device_index: int = 0):
         try:
@@ -99,8 +102,7 @@ class CudaBackend(BookedBackend):
             unmap=self._function_address(b"cuMemUnmap"),
             copy=self._function_address(b"cuMemcpyAsync"),
             fill=self._function_address(b"cuMemsetD8Async"),
-            location_type=_LOCATION_DEVICE,
-            location_id=device_index,
+            location=self._locations[MemoryLocation.DEVICE],
         )
         # A stream must not be destroyed while a fence is recorded on it.
         self._stream_lock = threading.Lock()
@@ -138,42 +140,18 @@ class CudaBackend(BookedBackend):
     def _descriptor_type(self) -> Any:
         return self._driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
-    @uninterrupted
-    def mem_create(
-        self,
-        num_bytes: int,
-        location: MemoryLocation = MemoryLocation.DEVICE,
-        *,
-        shareable: bool = False,
-    ) -> Handle:
-        """Allocate memory. Cost: 10-16 µs; in `HOST` 0.1-0.6 ms for 2 MiB, 10 ms for 64 MiB."""
-        self.calls["mem_create"] += 1
-        properties = self._properties(location, shareable)
-        answer = self._driver.cuMemCreate(num_bytes, properties, 0)
-        handle = Handle(int(self._call("mem_create", answer, describe(num_bytes, location))))
-        with self._lock:
-            self._books.allocations[handle] = Allocation(
-                num_bytes, location, is_shareable=shareable
-            )
-        return handle
+    def _create(self, num_bytes: int, location: MemoryLocation, shareable: bool) -> int:
+        answer = self._driver.cuMemCreate(num_bytes, self._properties(location, shareable), 0)
+        return int(self._call("mem_create", answer, describe(num_bytes, location)))
 
-    @uninterrupted
-    def mem_export(self, handle: Handle) -> int:
-        """Export memory as a descriptor, which the caller closes."""
-        self.calls["mem_export"] += 1
-        with self._lock:
-            allocation = self._exportable(handle)
-            answer = self._driver.cuMemExportToShareableHandle(handle, self._descriptor_type(), 0)
-            fd = int(self._call("mem_export", answer))
-            os.set_inheritable(fd, False)
-            allocation.is_exported = True
+    def _export(self, native_handle: int) -> int:
+        kind = self._descriptor_type()
+        answer = self._driver.cuMemExportToShareableHandle(native_handle, kind, 0)
+        fd = int(self._call("mem_export", answer))
+        os.set_inheritable(fd, False)
         return fd
 
-    @uninterrupted
-    def mem_import(self, fd: int, num_bytes: int) -> Handle:
-        """Import exported memory. Cost: some 100 µs, most of it to find out the size."""
-        self.calls["mem_import"] += 1
-        self._check_size("mem_import", num_bytes)
+    def _import(self, fd: int, num_bytes: int) -> tuple[int, MemoryLocation]:
         try:
             # Checked first, because the driver passes any descriptor to the kernel.
             is_device_file = fd >= 0 and stat.S_ISCHR(os.fstat(fd).st_mode)
@@ -189,9 +167,7 @@ class CudaBackend(BookedBackend):
         except BaseException:
             self._driver.cuMemRelease(native_handle)
             raise
-        with self._lock:
-            allocation = Allocation(num_bytes, location, is_imported=True)
-            return self._book_under_own_number(native_handle, allocation)
+        return native_handle, location
 
     def _location_of(self, native_handle: int) -> MemoryLocation:
         answer = self._driver.cuMemGetAllocationPropertiesFromHandle(native_handle)
@@ -213,14 +189,8 @@ class CudaBackend(BookedBackend):
         finally:
             driver.cuMemAddressFree(address, num_bytes)
 
-    def _release(self, handle: Handle) -> None:
-        native_handle = self._native_handles.get(handle, handle)
-        self._call("mem_release", self._driver.cuMemRelease(native_handle))
-
-    def _forget(self, handle: Handle) -> None:
-        # The driver frees the memory by itself.
-        self._native_handles.pop(handle, None)
-        del self._books.allocations[handle]
+    def _free(self, allocation: Allocation) -> None:
+        self._call("mem_release", self._driver.cuMemRelease(allocation.native_handle))
 
     # ---- order and data -------------------------------------------------------------------
 
@@ -355,9 +325,6 @@ class CudaBackend(BookedBackend):
             details,
             is_out_of_memory=result == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY,
         )
-
-    def _refusal(self, call: str, why: str) -> CudaDriverError:
-        return self._error(call, int(self._driver.CUresult.CUDA_ERROR_INVALID_VALUE), why)
 
     def _function_address(self, name: bytes) -> int:
         address, *_ = self._call(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from ...errors import DriverError
-from .base import Backend, BackendUsage, Op
+from .base import Backend
 
 
 def forwarded(call: str) -> Callable[..., Any]:
@@ -19,7 +18,7 @@ def forwarded(call: str) -> Callable[..., Any]:
 
 
 class ForwardingBackend(Backend):
-    """Passes every call on to `upstream`; driver calls that may fail go through `forward`.
+    """Passes every call on to `upstream`, by way of `forward`.
 
     `copy_many` copies one by one, as a backend does by default.
     """
@@ -53,26 +52,9 @@ class ForwardingBackend(Backend):
     copy = forwarded("copy")
     fill = forwarded("fill")
 
-    def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
-        """Run operations on the upstream."""
-        return self.upstream.run_until_failure(ops)
-
-    def note_stream(self, stream: int) -> None:
-        """Note a stream on the upstream; reaches no driver, so cannot fail."""
-        self.upstream.note_stream(stream)
-
-    def usage(self) -> BackendUsage:
-        """Return the upstream's usage."""
-        return self.upstream.usage()
-
-    def free_memory_bytes(self) -> int:
-        """Return the upstream's free memory."""
-        return self.upstream.free_memory_bytes()
-
-    def free_host_memory_bytes(self) -> int:
-        """Return the upstream's free host memory."""
-        return self.upstream.free_host_memory_bytes()
-
-    def close(self) -> None:
-        """Close the upstream."""
-        self.upstream.close()
+    run_until_failure = forwarded("run_until_failure")
+    note_stream = forwarded("note_stream")
+    usage = forwarded("usage")
+    free_memory_bytes = forwarded("free_memory_bytes")
+    free_host_memory_bytes = forwarded("free_host_memory_bytes")
+    close = forwarded("close")

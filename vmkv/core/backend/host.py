@@ -8,15 +8,16 @@ See DESIGN.md, Note [The host backend is stricter than the kernel].
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import itertools
 import os
+from collections.abc import Callable, Iterator
 
 from ...errors import ConfigError, HostDriverError
-from ...interrupts import uninterrupted
-from ...units import Address, Handle, KiB, MiB, format_bytes, is_power_of_two
+from ...units import Address, KiB, MiB, format_bytes, is_power_of_two
 from .. import _native
 from .base import Fence, MemoryLocation
 from .booked import Allocation, BookedBackend, NativeCalls, describe
@@ -148,6 +149,7 @@ class HostBackend(BookedBackend):
     """
 
     name = "host"
+    _refused_status = errno.EINVAL
 
     def __init__(self, granularity_bytes: int = 64 * KiB):
         if not is_power_of_two(granularity_bytes) or granularity_bytes % os.sysconf("SC_PAGESIZE"):
@@ -159,11 +161,9 @@ class HostBackend(BookedBackend):
         self.last_passed_fence = 0
         self._last_fence = 0
         self._holds_fences = False
-        functions = _native.host_functions()
-        self._native_calls = NativeCalls(**functions, location_type=0, location_id=0)
+        self._native_calls = NativeCalls(**_native.host_functions(), location=(0, 0))
+        # Shareable and imported memory has files of its own.
         self._files = {place: SparseFile(name) for place, name in _FILE_NAMES.items()}
-        # Descriptors of shareable and imported memory, each a file of its own.
-        self._own_files: dict[Handle, int] = {}
         self._stream_numbers = itertools.count(1)
 
     @property
@@ -174,88 +174,43 @@ class HostBackend(BookedBackend):
     # ---- address ranges -------------------------------------------------------------------
 
     def _reserve(self, num_bytes: int) -> int:
-        try:
+        with self._translated("address_reserve", lambda: format_bytes(num_bytes)):
             return _native.host_reserve(num_bytes, self.granularity_bytes)
-        except OSError as error:
-            details = format_bytes(num_bytes)
-            raise self._error("address_reserve", errno.ENOMEM, details) from error
 
     def _unreserve(self, address: Address, num_bytes: int) -> None:
         _native.host_free(address, num_bytes)
 
     # ---- physical memory ------------------------------------------------------------------
 
-    @uninterrupted
-    def mem_create(
-        self,
-        num_bytes: int,
-        location: MemoryLocation = MemoryLocation.DEVICE,
-        *,
-        shareable: bool = False,
-    ) -> Handle:
-        """Allocate physical memory; its pages exist at once, so that using them cannot fail."""
-        self.calls["mem_create"] += 1
-        self._check_size("mem_create", num_bytes)
+    def _create(self, num_bytes: int, location: MemoryLocation, shareable: bool) -> int:
+        """Allocate memory whose pages exist at once, so that using them cannot fail."""
         # Without the check the kernel overcommits until it kills a process.
         if num_bytes >= _LARGE_BYTES and num_bytes > self.free_host_memory_bytes():
             raise self._error("mem_create", errno.ENOMEM, describe(num_bytes, location))
-        allocation = Allocation(num_bytes, location, is_shareable=shareable)
-        with self._lock:
-            try:
-                if shareable:
-                    fd = create_shareable(f"{_FILE_NAMES[location]}-shared", num_bytes)
-                    return self._book_file(fd, allocation)
-                handle = Handle(self._files[location].allocate(num_bytes))
-            except OSError as error:
-                what = describe(num_bytes, location)
-                raise self._system_error("mem_create", error, what) from error
-            self._books.allocations[handle] = allocation
-        return handle
+        with self._translated("mem_create", lambda: describe(num_bytes, location)), self._lock:
+            if shareable:
+                name = f"{_FILE_NAMES[location]}-shared"
+                return create_shareable(name, num_bytes) << _HANDLE_FD_SHIFT
+            return self._files[location].allocate(num_bytes)
 
-    def _book_file(self, fd: int, allocation: Allocation) -> Handle:
-        handle = self._book_under_own_number(fd << _HANDLE_FD_SHIFT, allocation)
-        self._own_files[handle] = fd
-        return handle
+    def _free(self, allocation: Allocation) -> None:
+        native_handle = allocation.native_handle
+        if allocation.is_shareable or allocation.is_imported:
+            os.close(native_handle >> _HANDLE_FD_SHIFT)
+            return
+        with self._translated("mem_release", lambda: "cannot punch a hole"):
+            self._files[allocation.location].drop(native_handle, allocation.num_bytes)
 
-    def _release(self, handle: Handle) -> None:
-        """Do nothing: `_forget` frees the memory."""
+    def _export(self, native_handle: int) -> int:
+        fd = native_handle >> _HANDLE_FD_SHIFT
+        with self._translated("mem_export", lambda: f"descriptor {fd}"):
+            return export_read_only(fd)
 
-    def _forget(self, handle: Handle) -> None:
-        allocation = self._books.allocations[handle]
-        if handle in self._own_files:
-            os.close(self._own_files.pop(handle))
-            del self._native_handles[handle]
-        else:
-            try:
-                self._files[allocation.location].drop(handle, allocation.num_bytes)
-            except OSError as error:
-                raise self._system_error("mem_release", error, "cannot punch a hole") from error
-        del self._books.allocations[handle]
-
-    @uninterrupted
-    def mem_export(self, handle: Handle) -> int:
-        """Export memory as a read-only descriptor, which the caller closes."""
-        self.calls["mem_export"] += 1
-        with self._lock:
-            allocation = self._exportable(handle)
-            try:
-                fd = export_read_only(self._own_files[handle])
-            except OSError as error:
-                raise self._system_error("mem_export", error, f"handle {handle:#x}") from error
-            allocation.is_exported = True
-        return fd
-
-    @uninterrupted
-    def mem_import(self, fd: int, num_bytes: int) -> Handle:
+    def _import(self, fd: int, num_bytes: int) -> tuple[int, MemoryLocation]:
         """Import exported memory; it counts as `MemoryLocation.DEVICE`."""
-        self.calls["mem_import"] += 1
-        self._check_size("mem_import", num_bytes)
-        with self._lock:
-            try:
-                own = import_read_only(fd, num_bytes)
-            except OSError as error:
-                raise self._system_error("mem_import", error, f"descriptor {fd}") from error
-            return self._book_file(own, Allocation(num_bytes, is_imported=True))
+        with self._translated("mem_import", lambda: f"descriptor {fd}"):
+            own_fd = import_read_only(fd, num_bytes)
+        return own_fd << _HANDLE_FD_SHIFT, MemoryLocation.DEVICE
 
     # ---- order and data -------------------------------------------------------------------
 
@@ -302,10 +257,9 @@ class HostBackend(BookedBackend):
         """Memory that the kernel holds for handles of `location`; `usage` must match it."""
         with self._lock:
             own = [
-                file_bytes(fd)
-                for handle, fd in self._own_files.items()
-                if self._books.allocations[handle].is_shareable
-                and self._books.allocations[handle].location is location
+                file_bytes(each.native_handle >> _HANDLE_FD_SHIFT)
+                for each in self._books.allocations.values()
+                if each.is_shareable and each.location is location
             ]
         return file_bytes(self._files[location].fd) + sum(own)
 
@@ -314,16 +268,18 @@ class HostBackend(BookedBackend):
         for file in self._files.values():
             file.close()
 
-    # ---- refusals -------------------------------------------------------------------------
+    # ---- errors ---------------------------------------------------------------------------
 
-    def _refusal(self, call: str, details: str) -> HostDriverError:
-        return self._error(call, errno.EINVAL, details)
-
-    def _system_error(self, call: str, error: OSError, details: str) -> HostDriverError:
-        details = f"{details}, {error.strerror}"
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            details += "; raise the limit on descriptors (ulimit -n)"
-        return self._error(call, error.errno or errno.EIO, details)
+    @contextlib.contextmanager
+    def _translated(self, call: str, what: Callable[[], str]) -> Iterator[None]:
+        """Raise an OSError of the block as a driver's error, whose details begin with `what()`."""
+        try:
+            yield
+        except OSError as error:
+            details = f"{what()}, {error.strerror}"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                details += "; raise the limit on descriptors (ulimit -n)"
+            raise self._error(call, error.errno or errno.EIO, details) from error
 
     def _error(self, call: str, status: int, details: str) -> HostDriverError:
         return HostDriverError(

@@ -2,9 +2,8 @@
 
 `sequence.py` and `kv_cache.py` are the user's interface. `geometry.py` computes byte offsets,
 `fp8.py` converts to eight bits, `layer_group.py` owns one reservation and `row_space.py` all of
-them, with the states of rows. `layers.py`, `growing.py`, `forking.py`, `beginning.py` and `swap.py`
-change what rows hold; `prefix.py` indexes their tokens; `disk.py` and `process/` save and share
-them.
+them, with the states of rows. `layers.py`, `growing.py`, `forking.py` and `swap.py` change what
+rows hold; `prefix.py` indexes their tokens; `disk.py` and `process.py` save and share them.
 """
 
 from .cost import CostModel as CostModel

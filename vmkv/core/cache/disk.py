@@ -6,6 +6,10 @@
 
 The metadata says which cache can load them. Contents pass through a small buffer, since memory may
 be short when a sequence is saved.
+
+A file takes its name when it is complete. Until then it has a temporary name. The next writer in
+the folder removes temporary files that have not changed for an hour, which writers that were killed
+left behind.
 """
 
 from __future__ import annotations
@@ -14,9 +18,12 @@ import json
 import os
 import stat
 import struct
+import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,7 +36,6 @@ from .growing import Target, map_rows
 from .layer_group import LayerGroup
 from .row_space import RowSpace
 from .swap import Swapped
-from .whole_file import whole_file
 
 if TYPE_CHECKING:
     from .sequence import Sequence as Row
@@ -38,6 +44,45 @@ _FORMAT, _VERSION = "vmkv sequence", "2"
 _TOKEN_IDS = "token_ids"
 #: Size of the copy buffer: small, since memory may be short.
 _CHUNK_BYTES = MiB
+
+# ---- whole files ---------------------------------------------------------------------------------
+
+# Independent of the final name, since names end at 255 bytes.
+_PREFIX, _SUFFIX = ".vmkv-", ".tmp"
+_ABANDONED_S = 3600
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for writing that takes its name when the block ends well, else is removed.
+
+    Its mode is 0600. Readers that have the replaced file open keep its contents. Raises
+    `ConfigError` for a name that is not a regular file's, `OSError` where writing fails; the old
+    file stays then.
+    """
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no regular file, and is not replaced by one; choose another")
+    for other in path.parent.glob(f"{_PREFIX}*{_SUFFIX}"):
+        with suppress(OSError):  # It may have its name by now.
+            if other.stat().st_mtime < time.time() - _ABANDONED_S:
+                other.unlink()
+    fd, temporary = tempfile.mkstemp(_SUFFIX, _PREFIX, path.parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(fd)
+            os.rename(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    with suppress(OSError):  # Not every file system can sync a folder.
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)  # So that the name survives a crash.
+        finally:
+            os.close(folder)
+
 
 # ---- layout --------------------------------------------------------------------------------------
 

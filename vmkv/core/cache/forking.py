@@ -8,6 +8,9 @@ Whole extents are mapped a second time, read-only; the tail, which both will wri
 rows stay contiguous, at addresses of their own, and either may end first. Prefixes of parked rows,
 and rows of another cache over the same pool, are shared in the same way.
 
+A new sequence begins with tokens already in the cache: it adopts a parked row that ends near the
+known part of its prompt, without a driver call, or is a fork of a row that holds it.
+
 See DESIGN.md, Note [Sharing keeps rows contiguous],
 Note [Copy-on-write keeps addresses],
 Note [Beams part slowly].
@@ -15,19 +18,20 @@ Note [Beams part slowly].
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator, Set
 from collections.abc import Sequence as List_
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...errors import ConfigError, OutOfPagesError
+from ...errors import CapacityError, ConfigError, OutOfPagesError
 from ...interrupts import uninterrupted
 from ...units import Address
 from ..backend import Access, CopyOp
 from ..memory import Change, Mapping, RowChange, make_writable, size_classes
-from .cost import CostModel
 from .layer_group import LayerGroup
+from .prefix import Where
 from .row_space import RowSpace
 
 if TYPE_CHECKING:
@@ -171,10 +175,7 @@ def _aliased(
     space: RowSpace, source: LayerGroup, row: int, first_page: int, num_tokens: int
 ) -> list[Mapping]:
     """Return the mappings of `row`, from `first_page` on, that a fork at `num_tokens` shares."""
-    end_page = source.geometry.whole_pages_below(num_tokens)
-    aliased = source.table.overlapping(row, first_page, end_page)
-    if aliased and aliased[-1].end_page > end_page:
-        aliased.pop()
+    aliased = source.whole_mappings(row, first_page, num_tokens)
     # Small extents at the end are cheaper to copy, together with the tail.
     while aliased and not space.cost_model.prefers_alias_in_fork(aliased[-1].extent.num_bytes):
         aliased.pop()
@@ -347,11 +348,14 @@ class _Move(NamedTuple):
 
 
 class _Difference(NamedTuple):
-    """The first page at which two rows differ, and the mappings of each from there on."""
+    """The first page at which a target differs from its source, and its mappings from there on.
+
+    `aliased` are mappings of the source, from there on, that the target maps as well.
+    """
 
     page: int
-    theirs: List_[Mapping]
     mine: List_[Mapping]
+    aliased: List_[Mapping]
 
 
 def _reorder_moves(
@@ -361,47 +365,35 @@ def _reorder_moves(
     num_tokens: int,
     tenants: dict[int, str | None],
 ) -> list[_Move]:
-    differences = [
-        _after_common(group, *each, num_tokens, keeps_past=space.keeps_past) for each in rows
-    ]
-    aliased = [_to_alias(group, each, num_tokens, space.cost_model) for each in differences]
+    differences = [_compare(space, group, *each, num_tokens) for each in rows]
     # Extents given to another row are shared afterwards, so their row may not write them.
-    given = {id(mapping.extent) for mappings in aliased for mapping in mappings}
+    given = {id(mapping.extent) for each in differences for mapping in each.aliased}
     return [
-        _plan_move(group, *each, num_tokens, tenants[each[1]], difference, its, given)
-        for each, difference, its in zip(rows, differences, aliased, strict=True)
+        _plan_move(group, *each, num_tokens, tenants[each[1]], difference, given)
+        for each, difference in zip(rows, differences, strict=True)
     ]
 
 
-def _after_common(
-    group: LayerGroup, source: int, target: int, num_tokens: int, *, keeps_past: bool
+def _compare(
+    space: RowSpace, group: LayerGroup, source: int, target: int, num_tokens: int
 ) -> _Difference:
-    theirs = list(group.table.rows[source].mappings)
-    mine = list(group.table.rows[target].mappings)
-    page = group.first_common_page(source, target, num_tokens, keeps_past=keeps_past)
+    theirs, mine = (list(group.table.rows[row].mappings) for row in (source, target))
+    page = group.first_common_page(source, target, num_tokens, keeps_past=space.keeps_past)
     at = 0
     for their, my in zip(theirs, mine, strict=False):
         if their.extent is not my.extent or their.first_page != my.first_page:
             break
         at, page = at + 1, max(page, their.end_page)
-    return _Difference(page, theirs[at:], mine[at:])
-
-
-def _to_alias(
-    group: LayerGroup, difference: _Difference, num_tokens: int, cost: CostModel
-) -> list[Mapping]:
-    """Return the source's mappings, after the common part, that the target maps as well."""
-    _, theirs, mine = difference
-    aliased: list[Mapping] = []
+    theirs, mine, aliased = theirs[at:], mine[at:], []
     # Both rows must have an extent boundary where the exchange begins.
     if theirs and mine and theirs[0].first_page == mine[0].first_page:
         full_end_page = group.geometry.whole_pages_below(num_tokens)
         for mapping in theirs:
-            is_worth = cost.prefers_alias_in_reorder(mapping.extent.num_bytes)
+            is_worth = space.cost_model.prefers_alias_in_reorder(mapping.extent.num_bytes)
             if mapping.end_page > full_end_page or not is_worth:
                 break
             aliased.append(mapping)
-    return aliased
+    return _Difference(page, mine, aliased)
 
 
 def _plan_move(
@@ -411,11 +403,10 @@ def _plan_move(
     num_tokens: int,
     tenant: object,
     difference: _Difference,
-    aliased: List_[Mapping],
     given: Container[int],
 ) -> _Move:
     table, geometry = group.table, group.geometry
-    page, _, mine = difference
+    page, mine, aliased = difference
     page = aliased[-1].end_page if aliased else page
     behind = [mapping for mapping in mine if mapping.end_page > page]
     # Only the target's own extents may be copied into.
@@ -464,3 +455,127 @@ def _through_buffer(
         copies.append(CopyOp(move.address(move.target), source, move.copied_bytes))
     space.pool.backend.copy_many(saves, stream)
     return copies, buffer
+
+
+# ---- adopting ------------------------------------------------------------------------------------
+
+#: How many of the least recently used parked rows are considered; a look at all of them for each
+#: new sequence would cost time proportional to their extents.
+_LOOKED_AT = 4
+#: Memory is short if less than this part of the budget would be left for running sequences to
+#: grow by.
+_KEPT_DIVISOR = 64
+
+
+def choose_row(space: RowSpace, num_tokens: int) -> int:
+    """Choose, without taking it, the row for about `num_tokens` new tokens. Locked."""
+    wanted = space.prefixes.recorded - _giving_way(space, num_tokens)
+    return space.rows.choose(num_tokens, space.adoptable_tokens, wanted)
+
+
+def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
+    """Parked rows that eviction would take first for a sequence; none if caches share the pool."""
+    pool = space.pool
+    end_tokens = num_tokens + space.overread_tokens
+    missing_bytes = pool.budget_bytes // _KEPT_DIVISOR - pool.available_bytes
+    for group in space.groups:
+        geometry = group.geometry
+        pages = geometry.pages_for(min(end_tokens, geometry.row_tokens))
+        missing_bytes += pages * geometry.page_bytes
+    if missing_bytes <= 0 or not pool.pressure.is_of(space.victims):
+        return frozenset()
+    found: set[int] = set()
+    for row in islice(space.rows.parked, _LOOKED_AT):
+        num_kept = space.resident_tokens(row)
+        # A row much longer than needed would keep memory from others; shared extents would have to
+        # be copied before they are written.
+        if 0 < num_kept <= 2 * num_tokens and space.adoptable_tokens(row) == num_kept:
+            found.add(row)
+        missing_bytes -= sum(group.resident_bytes(row) for group in space.groups)
+        if missing_bytes <= 0:
+            break
+    return found
+
+
+# ---- beginning -----------------------------------------------------------------------------------
+
+#: How many rows that hold a prompt's beginning are compared, latest first, because a row cut at the
+#: prompt's end is among these. To compare all would make hits costly.
+_HOLDERS_LOOKED_AT = 4
+
+
+def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple[int, int] | None:
+    """Take a row with the longest known beginning of `prompt`, without its last token. Locked.
+
+    Returns the row, live now, and its token count; None without a match.
+    """
+    prefixes = space.prefixes
+    for match in prefixes.matches(prompt, tenant, max(0, len(prompt) - 1)):
+        num_tokens = match.num_tokens
+        parked = _holders(space, match.rows(Where.PARKED), num_tokens)
+        # Adopting a row loses its later tokens, so there should be few of them.
+        whole = [
+            row
+            for row in parked
+            if prefixes.num_recorded(row) <= 2 * num_tokens
+            and _can_extend(space, row, num_tokens)
+            and space.can_begin(row, num_tokens)
+        ]
+        if whole:
+            row = min(whole, key=prefixes.num_recorded)
+            space.take(row, num_tokens, tenant)
+        else:
+            holders = parked + _holders(space, match.rows(Where.LIVE), num_tokens)
+            if not holders:
+                continue
+            holder = holders[0]
+            if len(holders) > 1:
+                holder = max(holders, key=lambda row: _whole_bytes(space, row, num_tokens))
+            try:
+                row = fork_row(space, space, holder, num_tokens, tenant)
+            except CapacityError:
+                # No second row, or no memory for the tail: adopt a row as it is. Look again,
+                # because the attempt may have evicted parked rows.
+                parked = _holders(space, match.rows(Where.PARKED), num_tokens)
+                parked = [row for row in parked if space.can_begin(row, num_tokens)]
+                if not parked:
+                    break
+                row = min(parked, key=prefixes.num_recorded)
+                space.take(row, num_tokens, tenant)
+        prefixes.num_hits += 1
+        prefixes.num_hit_tokens += num_tokens
+        return row, num_tokens
+    prefixes.num_misses += 1
+    return None
+
+
+def _holders(space: RowSpace, rows: Iterator[int], num_tokens: int) -> list[int]:
+    """First few of `rows` that hold `num_tokens` tokens; rows that lost some are marked."""
+    found: list[int] = []
+    lost: list[int] = []
+    for row in rows:
+        (found if space.keeps(row, num_tokens) else lost).append(row)
+        if len(found) == _HOLDERS_LOOKED_AT:
+            break
+    for row in lost:
+        space.prefixes.lose_short(row, max(each.shortest_kept(row) for each in space.groups))
+    return found
+
+
+def _can_extend(space: RowSpace, row: int, num_tokens: int) -> bool:
+    """Whether `row` can be written from `num_tokens` on without a copy."""
+    return not any(
+        mapping.extent.is_shared
+        for group in space.groups
+        for mapping in group.table.overlapping(
+            row,
+            group.geometry.whole_pages_below(num_tokens),
+            group.geometry.pages_for(num_tokens),
+        )
+    )
+
+
+def _whole_bytes(space: RowSpace, row: int, num_tokens: int) -> int:
+    """Bytes that a fork of `row` at `num_tokens` can share."""
+    whole = (group.whole_mappings(row, 0, num_tokens) for group in space.groups)
+    return sum(mapping.extent.num_bytes for mappings in whole for mapping in mappings)

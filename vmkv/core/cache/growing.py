@@ -17,8 +17,7 @@ from ...errors import ConfigError, OutOfAddressSpaceError, OutOfPagesError, Sequ
 from ...interrupts import uninterrupted
 from ..memory import Change, Extent, RowChange, Scrub, size_classes
 from ..memory import Mapping as Placed
-from .beginning import choose_row
-from .forking import unshare
+from .forking import choose_row, unshare
 from .layer_group import LayerGroup
 from .prefix import BLOCK_TOKENS
 from .row_space import RowSpace
@@ -77,11 +76,7 @@ def lacking_room(
 ) -> list[tuple[Sequence, int]]:
     """Return those of `targets` beyond their sequence's `writable_tokens`."""
     rooms = space.writable_tokens(map(itemgetter(0), targets))
-    short = []
-    for target, room in zip(targets, rooms, strict=True):
-        if target[1] > room:
-            short.append(target)
-    return short
+    return [target for target, room in zip(targets, rooms, strict=True) if target[1] > room]
 
 
 @uninterrupted
@@ -120,13 +115,6 @@ def _lengthen(space: RowSpace, targets: List_[tuple[Sequence, int]]) -> None:
             sequence.num_tokens = num_tokens
 
 
-def _longest(targets: Iterable[tuple[Sequence, int]]) -> dict[Sequence, int]:
-    longest: dict[Sequence, int] = {}
-    for sequence, num_tokens in targets:
-        longest[sequence] = max(num_tokens, longest.get(sequence, 0))
-    return longest
-
-
 def _unshare(space: RowSpace, sequence: Sequence) -> None:
     for group in space.groups:
         if group.table.rows[sequence.row].shared_end_page:
@@ -141,6 +129,13 @@ def _unshare(space: RowSpace, sequence: Sequence) -> None:
             finally:
                 space.note_used(sequence.row)
             space.sharing.copied_on_write_bytes += copied
+
+
+def _longest(targets: Iterable[tuple[Sequence, int]]) -> dict[Sequence, int]:
+    longest: dict[Sequence, int] = {}
+    for sequence, num_tokens in targets:
+        longest[sequence] = max(num_tokens, longest.get(sequence, 0))
+    return longest
 
 
 @uninterrupted
@@ -329,8 +324,7 @@ def surplus_bytes(space: RowSpace) -> int:
                     break
                 idle.append(mapping)
     if not space.keeps_past:
-        for group, row, num_tokens in _behind_windows(space, space.live_sequences()):
-            end_page = group.first_needed_page(num_tokens)
+        for group, row, end_page in _behind_windows(space, space.live_sequences()):
             passed = group.table.overlapping(row, 0, end_page)
             idle += [mapping for mapping in passed if mapping.end_page <= end_page]
     return sum(each.extent.num_bytes for each in idle if not each.extent.is_shared)
@@ -340,14 +334,14 @@ def surplus_bytes(space: RowSpace) -> int:
 def retire_behind_windows(space: RowSpace, sequences: Iterable[Sequence] | None = None) -> None:
     """Retire memory that no later query of these sequences (or all) can see."""
     concerned = space.live_sequences() if sequences is None else sequences
-    for group, row, num_tokens in _behind_windows(space, concerned):
-        group.retire_front(row, num_tokens, space.pool.reclaimer.new_fence())
+    for group, row, end_page in _behind_windows(space, concerned):
+        group.table.retire_front(row, end_page, space.pool.reclaimer.new_fence())
 
 
 def _behind_windows(
     space: RowSpace, sequences: Iterable[Sequence]
 ) -> Iterator[tuple[LayerGroup, int, int]]:
-    """Yield `(group, row, next query's position)` where a window has passed an extent."""
+    """Yield `(group, row, first page that a query needs)` where a window has passed an extent."""
     windowed = [group for group in space.groups if group.window_tokens is not None]
     for each in sequences if windowed else ():
         num_tokens = each.num_tokens
@@ -355,9 +349,10 @@ def _behind_windows(
             # A prefix hit is cut to whole blocks, and needs the window at its end.
             num_tokens = max(0, num_tokens - BLOCK_TOKENS + 1)
         for group in windowed:
+            end_page = group.first_needed_page(num_tokens)
             mappings = group.table.rows[each.row].mappings
-            if mappings and mappings[0].end_page <= group.first_needed_page(num_tokens):
-                yield group, each.row, num_tokens
+            if mappings and mappings[0].end_page <= end_page:
+                yield group, each.row, end_page
 
 
 def _needed(space: RowSpace, wanted: Mapping[Sequence, int]) -> list[tuple[Sequence, int]]:

@@ -21,8 +21,8 @@ from ...interrupts import uninterrupted
 from ..memory import check_pool
 from . import forking, growing
 from . import layers as layer_changes
-from .beginning import begin_with_prefix, choose_row
 from .disk import load
+from .forking import begin_with_prefix, choose_row
 from .process import import_prefix
 from .row_space import RowSpace, check_own_bytes
 from .sequence import Sequence
@@ -116,9 +116,8 @@ class KVCache(RowSpace):
     @uninterrupted
     def fork(self, source: Sequence, num_tokens: int, *, row: int | None = None) -> Sequence:
         """Fork a sequence of this cache, or of another over the same pool with the same layers."""
-        return Sequence(
-            self, forking.fork(self, source, num_tokens, row), num_tokens, source.tenant
-        )
+        row = forking.fork(self, source, num_tokens, row)
+        return Sequence(self, row, num_tokens, source.tenant)
 
     def _restored(
         self, row: int, num_tokens: int, token_ids: List_[int], tenant: str | None
@@ -172,10 +171,7 @@ class KVCache(RowSpace):
 
         Cost: some 100 µs for each extent on a GPU; no copy.
         """
-        row, num_tokens, token_ids = import_prefix(
-            self, socket_path, tenant=tenant, timeout_s=timeout_s
-        )
-        return self._restored(row, num_tokens, token_ids, tenant)
+        return self._restored(*import_prefix(self, socket_path, tenant, timeout_s), tenant)
 
     # ---- memory ---------------------------------------------------------------------------
 
@@ -211,10 +207,8 @@ class KVCache(RowSpace):
                     self.retire_parked(row, 0)
                 growing.retire_surplus(self)
             self.pool.reclaimer.wait()
-        else:
-            missing_bytes = num_bytes - self.pool.stats().free_bytes
-            if missing_bytes > 0:
-                self.make_room(missing_bytes)
+        elif num_bytes > (free_bytes := self.pool.stats().free_bytes):
+            self.make_room(num_bytes - free_bytes)
         return self.pool.trim(num_bytes)
 
     def check(self) -> None:

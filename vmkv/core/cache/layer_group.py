@@ -18,7 +18,7 @@ from ...errors import InternalError
 from ...units import div_ceil
 from .. import _native
 from ..backend import Access, Backend, Fence
-from ..memory import ExtentPool, PageTable
+from ..memory import ExtentPool, Mapping, PageTable, WriteRange
 from .fp8 import LayerScales, Scales
 from .geometry import Geometry, growth_quantum_class, largest_class_for_window, pages_to_map
 
@@ -202,12 +202,10 @@ class LayerGroup:
         first_page = pages.end_page if pages.mappings else self.first_needed_page(num_past_tokens)
         end_tokens = min(end_tokens, geometry.row_tokens)
         end_page = geometry.pages_for(end_tokens)
-        if end_page <= first_page:
-            return first_page, 0
-        if exactly:
-            return first_page, end_page - first_page
-        held_pages = max(0, first_page - self.first_needed_page(end_tokens))
-        quantum_class = growth_quantum_class(held_pages, self.largest_class)
+        quantum_class = 0
+        if not exactly:
+            held_pages = max(0, first_page - self.first_needed_page(end_tokens))
+            quantum_class = growth_quantum_class(held_pages, self.largest_class)
         return first_page, pages_to_map(first_page, end_page, geometry.row_pages, quantum_class)
 
     def resident_tokens(self, row: int) -> int:
@@ -257,6 +255,19 @@ class LayerGroup:
                     return self.token_at(mapping.first_page)
         return self.resident_tokens(row)
 
+    def whole_mappings(self, row: int, first_page: int, num_tokens: int) -> list[Mapping]:
+        """Mappings of `row` from a page on that hold nothing but tokens before `num_tokens`."""
+        end_page = self.geometry.whole_pages_below(num_tokens)
+        found = self.table.overlapping(row, first_page, end_page)
+        return found[:-1] if found and found[-1].end_page > end_page else found
+
+    def write_range(self, row: int, start: int, end: int) -> WriteRange:
+        """The pages that a write of the tokens `[start, end)` of `row` touches."""
+        geometry = self.geometry
+        return WriteRange(
+            self.table, row, geometry.whole_pages_below(start), geometry.pages_for(end)
+        )
+
     def token_at(self, page: int) -> int:
         """The token that contains the first byte of `page` of a row."""
         return self.geometry.whole_tokens_below(page)
@@ -297,10 +308,6 @@ class LayerGroup:
         """The first page that `target` can take over from `source`, both live with `num_tokens`."""
         rows = (source, target)
         return max(self.first_kept_page(row, num_tokens, keeps_past=keeps_past) for row in rows)
-
-    def retire_front(self, row: int, num_tokens: int, fence: Fence) -> None:
-        """Retire extents that no query at position `num_tokens` or later can see."""
-        self.table.retire_front(row, self.first_needed_page(num_tokens), fence)
 
     def retire_from(self, row: int, num_tokens: int, fence: Fence) -> None:
         """Retire the extents that hold nothing of the first `num_tokens` tokens of `row`."""

@@ -70,13 +70,23 @@ class Node:
 
 @dataclass
 class Path:
-    """A row's place in the tree, root to `end`; the first `lost_bytes` are listed as `AWAY`."""
+    """The recorded tokens of a row: whole blocks in the tree, root to `end`, and the tail behind.
+
+    The first `lost_bytes` are listed as `AWAY`. `hashes` are those of the first blocks.
+    """
 
     row: int
     tenant: bytes
     where: Where
     end: Node
     lost_bytes: int = 0
+    tail: bytes = b""
+    hashes: list[bytes] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of recorded tokens."""
+        return (self.end.end_bytes + len(self.tail)) // _TOKEN_BYTES
 
 
 class PrefixTree:
@@ -257,18 +267,6 @@ _TOKEN_BYTES = 8
 _DIGEST_BYTES = 16
 
 
-@dataclass
-class _Content(Path):
-    """The recorded tokens of a row: whole blocks in the tree, and the tail behind them."""
-
-    tail: bytes = b""
-    hashes: list[bytes] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return (self.end.end_bytes + len(self.tail)) // _TOKEN_BYTES
-
-
 @dataclass(frozen=True)
 class Match:
     """Rows that hold the first `num_tokens` tokens of a prompt; looks again if the tree changes."""
@@ -280,21 +278,10 @@ class Match:
     _node: Node
     _num_cuts: int
 
-    @property
-    def parked(self) -> Iterator[int]:
-        """The parked rows, last listed first."""
-        return self._rows(Where.PARKED)
-
-    @property
-    def live(self) -> Iterator[int]:
-        """The live rows, last listed first."""
-        return self._rows(Where.LIVE)
-
-    @property
-    def rows(self) -> Iterator[int]:
-        """The parked rows, then the live ones."""
-        yield from self.parked
-        yield from self.live
+    def rows(self, *states: Where) -> Iterator[int]:
+        """Yield the rows in these states, or parked and then live ones; last listed first."""
+        for where in states or (Where.PARKED, Where.LIVE):
+            yield from self._rows(where)
 
     def _rows(self, where: Where) -> Iterator[int]:
         node = self._node
@@ -318,7 +305,7 @@ class PrefixIndex:
         self.num_hits = 0
         self.num_misses = 0
         self.num_hit_tokens = 0
-        self._contents: dict[int, _Content] = {}
+        self._contents: dict[int, Path] = {}
         self._tree = PrefixTree(BLOCK_TOKENS * _TOKEN_BYTES)
 
     # ---- contents -------------------------------------------------------------------------
@@ -361,7 +348,7 @@ class PrefixIndex:
         num_bytes = num_tokens * _TOKEN_BYTES
         found = [(self._contents.get(source), target, tenant) for source, target, tenant in moves]
         targets = {target for _, target, _ in found}
-        copies: list[tuple[int, str | None, _Content | memoryview]] = []
+        copies: list[tuple[int, str | None, Path | memoryview]] = []
         for content, target, tenant in found:
             if content is not None:
                 # If the source keeps its tokens, its path is followed without comparing tokens.
@@ -378,7 +365,7 @@ class PrefixIndex:
             elif num_bytes:
                 self._contents[target] = self._beside(source, target, num_bytes)
 
-    def _beside(self, source: _Content, row: int, num_bytes: int) -> _Content:
+    def _beside(self, source: Path, row: int, num_bytes: int) -> Path:
         content = self._empty(row, source.tenant)
         self._tree.follow(content, source, self._whole_bytes(num_bytes))
         whole_bytes = content.end.end_bytes
@@ -386,8 +373,8 @@ class PrefixIndex:
         content.hashes = source.hashes[: whole_bytes // self._tree.block_bytes]
         return content
 
-    def _empty(self, row: int, tenant: bytes) -> _Content:
-        return _Content(row, tenant, Where.LIVE, self._tree.root)
+    def _empty(self, row: int, tenant: bytes) -> Path:
+        return Path(row, tenant, Where.LIVE, self._tree.root)
 
     def num_recorded(self, row: int) -> int:
         """The number of recorded tokens of `row`."""
@@ -404,18 +391,13 @@ class PrefixIndex:
         content = self._contents.get(row)
         return [] if content is None else array("q", self._held(content)).tolist()
 
-    def hashes(self, row: int) -> list[bytes]:
-        """The hashes of the recorded whole blocks of `row`. Cost: about 1 µs per new hash."""
-        content = self._contents.get(row)
-        return [] if content is None else list(self._hashed(content))
-
-    def _hashed(self, content: _Content) -> list[bytes]:
+    def _hashed(self, content: Path) -> list[bytes]:
         known = content.hashes
         blocks = self._tree.held(content, len(known) * self._tree.block_bytes)
         known.extend(_chain(blocks, known[-1] if known else _first_parent(content.tenant)))
         return known
 
-    def _held(self, content: _Content, start_bytes: int = 0, end_bytes: int = sys.maxsize) -> bytes:
+    def _held(self, content: Path, start_bytes: int = 0, end_bytes: int = sys.maxsize) -> bytes:
         whole_bytes = content.end.end_bytes
         tail = content.tail[max(0, start_bytes - whole_bytes) : max(0, end_bytes - whole_bytes)]
         return self._tree.held(content, start_bytes, end_bytes) + tail
@@ -457,7 +439,10 @@ class PrefixIndex:
                 break
 
     def beginnings(self, num_blocks: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield `(length, last hash)` of beginnings on offer, for the ascending `num_blocks`."""
+        """Yield `(length, last hash)` of beginnings on offer, for the ascending `num_blocks`.
+
+        Cost: about 1 µs per new hash.
+        """
         for content in self._contents.values():
             if content.where is Where.AWAY:
                 continue

@@ -36,10 +36,9 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ClosedError, ConfigError, VMKVError
 from ...interrupts import interruptible, uninterrupted
 from ..backend import Access, MemoryLocation
-from ..memory import Change, Extent, ExtentPool, Mapping, PageTable, RowChange, protect
+from ..memory import Change, Extent, ExtentPool, RowChange, placed, protect
 from .disk import check_fits, describe_groups
 from .growing import Target, map_rows
-from .layer_group import LayerGroup
 from .row_space import RowSpace
 
 if TYPE_CHECKING:
@@ -189,7 +188,7 @@ def _whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[_Offer, 
     covered = num_tokens
     space.check_keeps(row, num_tokens, "export")
     for group in space.groups:
-        mappings = _whole(group, row, group.first_needed_page(num_tokens), num_tokens)
+        mappings = group.whole_mappings(row, group.first_needed_page(num_tokens), num_tokens)
         end_page = mappings[-1].end_page if mappings else 0
         covered = min(covered, group.geometry.whole_tokens_below(end_page))
     if not covered or not space.groups:
@@ -201,12 +200,8 @@ def _whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[_Offer, 
     extents, offers = [], []
     imported = set(map(id, space.pool.imported_extents()))
     for group in space.groups:
-        end_page = group.geometry.pages_for(covered)
-        mappings = [
-            mapping
-            for mapping in _whole(group, row, group.first_needed_page(covered), num_tokens)
-            if mapping.first_page < end_page
-        ]
+        first_page, end_page = group.first_needed_page(covered), group.geometry.pages_for(covered)
+        mappings = group.table.overlapping(row, first_page, end_page)
         for mapping in mappings:
             if id(mapping.extent) in imported:
                 raise ConfigError(
@@ -222,12 +217,6 @@ def _whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[_Offer, 
     token_ids = list(space.prefixes.token_ids(row)[:covered])
     layout, page_bytes = describe_groups(space), space.pool.page_bytes
     return _Offer(_kind(space), page_bytes, layout, covered, token_ids, offers), extents
-
-
-def _whole(group: LayerGroup, row: int, first_page: int, num_tokens: int) -> list[Mapping]:
-    end_page = group.geometry.whole_pages_below(num_tokens)
-    mappings = group.table.overlapping(row, first_page, end_page)
-    return [mapping for mapping in mappings if mapping.end_page <= end_page]
 
 
 def _kind(space: RowSpace) -> str:
@@ -269,8 +258,7 @@ class PrefixExporter:
     Args:
         sequence: The sequence; it may go on, and end.
         socket_path: The socket to listen on; its mode is 0600.
-        num_tokens: How many tokens; by default all. Tokens that do not fill whole extents are left
-            out.
+        num_tokens: How many tokens. Tokens that do not fill whole extents are left out.
         timeout_s: Deadline for one importer.
 
     Attributes:
@@ -288,19 +276,13 @@ class PrefixExporter:
     """
 
     def __init__(
-        self,
-        sequence: Row,
-        socket_path: str | os.PathLike[str],
-        *,
-        num_tokens: int | None = None,
-        timeout_s: float = 10.0,
+        self, sequence: Row, socket_path: str | os.PathLike[str], num_tokens: int, timeout_s: float
     ):
         sequence.check_open()
         space, row = sequence.cache, sequence.row
-        wanted = sequence.num_tokens if num_tokens is None else num_tokens
-        if not 0 < wanted <= sequence.num_tokens:
+        if not 0 < num_tokens <= sequence.num_tokens:
             raise ConfigError(
-                f"cannot export {wanted} tokens of {sequence}: it holds {sequence.num_tokens}"
+                f"cannot export {num_tokens} tokens of {sequence}: it holds {sequence.num_tokens}"
             )
         if not space.pool.is_shareable:
             raise ConfigError(
@@ -316,8 +298,8 @@ class PrefixExporter:
         try:
             space.note_stream()
             with self._pool.lock:
-                self._offer, self._extents = _whole_extents(space, row, wanted)
-                _protect(self._pool, self._extents)
+                self._offer, self._extents = _whole_extents(space, row, num_tokens)
+                protect(self._pool, self._extents)
                 # Importers do not know our streams, so the contents must be complete.
                 self._pool.reclaimer.new_fence().wait()
                 for extent in self._extents:
@@ -450,19 +432,6 @@ class PrefixExporter:
         self.close()
 
 
-def _protect(pool: ExtentPool, extents: Sequence[Extent]) -> None:
-    """Revoke write access to `extents` in all mappings. Locked."""
-    wanted = set(map(id, extents))
-    holders: list[tuple[PageTable, int, list[Mapping]]] = []
-    # Iterate over copies, because other threads may be making tables, or growing rows.
-    for table in list(pool.page_tables):
-        for row, pages in enumerate(table.rows):
-            mappings = [each for each in list(pages.mappings) if id(each.extent) in wanted]
-            if mappings:
-                holders.append((table, row, mappings))
-    protect(pool, holders)
-
-
 def _listen(path: str) -> socket.socket:
     """Listen on a socket at `path`; the socket of a dead exporter is replaced."""
     if _is_abandoned(path):
@@ -495,7 +464,7 @@ def _is_abandoned(path: str) -> bool:
 
 
 def import_prefix(
-    space: RowSpace, socket_path: str | os.PathLike[str], *, tenant: str | None, timeout_s: float
+    space: RowSpace, socket_path: str | os.PathLike[str], tenant: str | None, timeout_s: float
 ) -> tuple[int, int, Sequence[int]]:
     """Implement `KVCache.import_prefix`; returns the row, live now, its length and known tokens."""
     space.check_open()
@@ -546,11 +515,8 @@ def _fill(
     supply = iter(extents)
     changes = []
     for group, theirs in zip(space.groups, offer.groups, strict=True):
-        again = []
-        page = theirs.first_page
-        for extent in islice(supply, len(theirs.sizes_bytes)):
-            again.append(Mapping(page, extent, Access.READ))
-            page = again[-1].end_page
+        own = islice(supply, len(theirs.sizes_bytes))
+        again = placed(theirs.first_page, own, Access.READ)
         changes.append(RowChange(group.table, row, theirs.first_page, again=again))
     with Change(space.pool, changes) as made:
         made.map(space.current_stream())

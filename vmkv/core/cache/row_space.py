@@ -8,7 +8,7 @@ See DESIGN.md, Note [How far a row may be written].
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from collections.abc import Sequence as List_
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +20,7 @@ import torch
 
 from ...errors import ClosedError, ConfigError, InternalError, OutOfAddressSpaceError
 from ..backend import Backend, Fence
-from ..memory import Extent, ExtentPool, Victim, WriteRange, pinned
+from ..memory import Extent, ExtentPool, Victim, pinned
 from .cost import CostModel
 from .device_memory import open_pool
 from .fp8 import Scales
@@ -44,7 +44,7 @@ class Rows:
 
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
-        self._empty = list(range(num_rows))  # A heap: low rows first, so views stay narrow.
+        self._empty = list(range(num_rows))  # Sorted: low rows first, so views stay narrow.
         self.parked: dict[int, int] = {}
         # Tick of the last known work on each row; for live rows only the reads by their forks.
         self._idle_since: dict[int, int] = {}
@@ -102,12 +102,9 @@ class Rows:
         """Make a free `row` live."""
         if row in self.parked:
             del self.parked[row]
-        elif self._empty and row == self._empty[0]:
-            heapq.heappop(self._empty)
         else:
             self.check_free(row)
             self._empty.remove(row)
-            heapq.heapify(self._empty)
 
     def park(self, row: int, now: int = 0, idle_since: int | None = None) -> None:
         """Park a live `row` with its memory; the caller's work on it ended at tick `idle_since`."""
@@ -118,7 +115,7 @@ class Rows:
     def empty(self, row: int) -> None:
         """Mark a parked `row`, whose memory has been retired, as empty."""
         del self.parked[row]
-        heapq.heappush(self._empty, row)
+        insort(self._empty, row)
 
 
 # ---- victims -------------------------------------------------------------------------------------
@@ -402,21 +399,10 @@ class RowSpace:
 
     def submitting(self, writes: Iterable[tuple[int, int, int]]) -> AbstractContextManager[None]:
         """Submit a step in this block; with checks on, check `(row, start, end)` writes (I10)."""
-        submitted = self.pool.submitted
-        if submitted is None:
+        if self.pool.submitted is None:
             return nullcontext()
-        return submitted.submitting(
-            [
-                WriteRange(
-                    group.table,
-                    row,
-                    group.geometry.whole_pages_below(start),
-                    group.geometry.pages_for(end),
-                )
-                for row, start, end in writes
-                for group in self.groups
-            ]
-        )
+        ranges = [group.write_range(*each) for each in writes for group in self.groups]
+        return self.pool.submitted.submitting(ranges)
 
     # ---- row states -----------------------------------------------------------------------
 

@@ -218,12 +218,8 @@ class Sequence:
         now on, here as well; truncating into them and appending copies first. `PrefixExporter`
         documents arguments and errors.
         """
-        return PrefixExporter(
-            self,
-            socket_path,
-            num_tokens=None if num_tokens is None else _checked(num_tokens),
-            timeout_s=timeout_s,
-        )
+        num_tokens = self.num_tokens if num_tokens is None else _checked(num_tokens)
+        return PrefixExporter(self, socket_path, num_tokens, timeout_s)
 
     @property
     def writable_tokens(self) -> int:

@@ -16,6 +16,7 @@ from .page_table import Extent as Extent
 from .page_table import Mapping as Mapping
 from .page_table import PageTable as PageTable
 from .page_table import RetiredMapping as RetiredMapping
+from .page_table import placed as placed
 from .page_table import size_classes as size_classes
 from .pool import ExtentPool as ExtentPool
 from .pool import Scrub as Scrub

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from weakref import WeakSet
 
 Rank = tuple[int, int]
@@ -38,6 +39,7 @@ class Arbiter:
         return self.num_steps, next(self._numbers)
 
 
+@dataclass(eq=False)
 class Borrower:
     """An engine's handle on the arbiter. The engine's own thread calls all methods.
 
@@ -45,60 +47,53 @@ class Borrower:
     from any thread. `give_way` preempts that request, between steps, in the engine's thread.
     """
 
-    def __init__(
-        self,
-        arbiter: Arbiter,
-        last_rank: Callable[[], Rank | None],
-        give_way: Callable[[], None],
-    ):
-        self._arbiter = arbiter
-        self._last_rank = last_rank
-        self._give_way = give_way
-        self._claim: tuple[Rank, int] | None = None  # The rank, and the step it was made in.
-        self._is_asked = False
-        self._is_stepping = False
-        self._thread_id = 0  # The thread of the last step.
-        self._num_stuck = 0
-        self._num_changes_seen = 0
-        with arbiter.lock:
-            arbiter.borrowers.add(self)
+    arbiter: Arbiter
+    last_rank: Callable[[], Rank | None]
+    give_way: Callable[[], None]
+    # The rank of its claim, and the step that the claim was made in.
+    _claim: tuple[Rank, int] | None = field(default=None, init=False)
+    _is_asked: bool = field(default=False, init=False)
+    _is_stepping: bool = field(default=False, init=False)
+    _thread_id: int = field(default=0, init=False)  # The thread of the last step.
+    _num_stuck: int = field(default=0, init=False)
+    _num_changes_seen: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        with self.arbiter.lock:
+            self.arbiter.borrowers.add(self)
 
     def begin_step(self) -> None:
         """Begin a step: preempt a request if another engine has asked for it."""
-        with self._arbiter.lock:
+        with self.arbiter.lock:
             self._thread_id, self._is_stepping = threading.get_ident(), True
             is_asked, self._is_asked = self._is_asked, False
             if is_asked:
-                rank, last = self.outranked_by(), self._last_rank()
+                rank, last = self.outranked_by(), self.last_rank()
                 if rank is not None and last is not None and last > rank:
                     self._preempt()
 
     def end_step(self) -> None:
         """End the step and wake engines that wait for it."""
-        with self._arbiter.lock:
+        with self.arbiter.lock:
             self._is_stepping = False
-            self._arbiter.changed.notify_all()
+            self.arbiter.changed.notify_all()
 
     def outranked_by(self) -> Rank | None:
         """First claim of another engine; requests ranked behind it take no pages."""
         if self._num_stuck >= PATIENCE_STEPS:
             return None
-        first: Rank | None = None
-        with self._arbiter.lock:
+        with self.arbiter.lock:
             # An engine that is not stepped any more does not renew its claim.
-            since = self._arbiter.num_steps - PATIENCE_STEPS
-            for each in self._arbiter.borrowers:
-                claim = each._claim
-                if each is not self and claim is not None and claim[1] >= since:
-                    first = claim[0] if first is None else min(first, claim[0])
-        return first
+            since = self.arbiter.num_steps - PATIENCE_STEPS
+            claims = [claim for each in self._others() if (claim := each._claim) is not None]
+            return min((rank for rank, step in claims if step >= since), default=None)
 
     def note_submitted(self) -> None:
         """Record a submitted step, which drops the claim."""
-        with self._arbiter.lock:
+        with self.arbiter.lock:
             self._claim = None
             self._num_stuck = 0
-            self._arbiter.num_changes += 1
+            self.arbiter.num_changes += 1
 
     def withdraw(self) -> None:
         """Drop the claim, if there is one."""
@@ -106,14 +101,14 @@ class Borrower:
 
     def claim(self, rank: Rank) -> bool:
         """Claim memory for a request when nothing can run; returns whether to try again."""
-        arbiter, here = self._arbiter, threading.get_ident()
+        arbiter, here = self.arbiter, threading.get_ident()
         with arbiter.lock:
             self._claim = rank, arbiter.num_steps
             self._is_stepping = False  # Other engines need not wait for this one.
             is_patient = self._num_stuck < PATIENCE_STEPS
             victim, victim_rank, is_elsewhere = None, rank, False
             for each in self._others():
-                last = each._last_rank()
+                last = each.last_rank()
                 is_here = each._thread_id == here
                 is_elsewhere |= last is not None and not is_here
                 is_idle = is_here and not each._is_stepping
@@ -136,8 +131,8 @@ class Borrower:
             return is_patient
 
     def _preempt(self) -> None:
-        self._give_way()
-        self._arbiter.num_changes += 1
+        self.give_way()
+        self.arbiter.num_changes += 1
 
     def _others(self) -> list[Borrower]:
-        return [each for each in self._arbiter.borrowers if each is not self]
+        return [each for each in self.arbiter.borrowers if each is not self]

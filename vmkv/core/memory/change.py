@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -24,21 +25,24 @@ from .pool import ExtentPool
 # ---- access --------------------------------------------------------------------------------------
 
 
-def protect(pool: ExtentPool, shared: Iterable[tuple[PageTable, int, Sequence[Mapping]]]) -> None:
-    """Make mappings (table, row, mappings of it) read-only before they are shared.
+def protect(pool: ExtentPool, extents: Iterable[Extent]) -> None:
+    """Make all mappings of `extents` read-only before they are shared. Locked.
 
     Waits for the device, since a kernel that writes there would fault; no cost if all are
     read-only. After a DriverError some may be read-only already, which is harmless.
     """
+    shared = set(map(id, extents))
     ops: list[Op] = []
     writable: list[Mapping] = []
-    for table, row, mappings in shared:
-        pages = table.rows[row]
-        for mapping in mappings:
-            pages.note_shared(mapping)
-        its = [mapping for mapping in mappings if mapping.access is Access.READ_WRITE]
-        ops += table.ops_to_set_access(row, its, Access.READ)
-        writable += its
+    # Iterate over copies, because other threads may be making tables, or growing rows.
+    for table in list(pool.page_tables):
+        for row, pages in enumerate(table.rows):
+            mappings = [each for each in list(pages.mappings) if id(each.extent) in shared]
+            for mapping in mappings:
+                pages.note_shared(mapping)
+            its = [mapping for mapping in mappings if mapping.access is Access.READ_WRITE]
+            ops += table.ops_to_set_access(row, its, Access.READ)
+            writable += its
     if ops:
         pool.reclaimer.new_fence().wait()
         # Booked first: after a failure the books may say read-only too often, which is safe.
@@ -120,6 +124,7 @@ class _Part(NamedTuple):
         pool.scrub.prepare(pool.backend, extents, at, tenant, stream, table.contents)
 
 
+@dataclass
 class Change:
     """Change the mappings of `rows` in a `with` block, all or none.
 
@@ -128,25 +133,17 @@ class Change:
     error nothing has changed, but parked rows may have lost memory.
     """
 
-    def __init__(
-        self,
-        pool: ExtentPool,
-        rows: Sequence[RowChange],
-        *,
-        reads: Iterable[Mapping] = (),
-        acquire: Callable[[Sequence[int]], list[Extent]] | None = None,
-    ):
-        self._pool = pool
-        self._rows = rows
-        self._reads = reads
-        self._acquire = acquire or pool.acquire_or_evict
-        self._parts: list[_Part] = []
-        self._is_mapped = False
+    pool: ExtentPool
+    rows: Sequence[RowChange]
+    reads: Iterable[Mapping] = ()
+    acquire: Callable[[Sequence[int]], list[Extent]] | None = None
+    _parts: list[_Part] = field(default_factory=list, init=False)
+    _is_mapped: bool = field(default=False, init=False)
 
     def __enter__(self) -> Change:
-        pool, read = self._pool, [*self._reads]
+        pool, read = self.pool, [*self.reads]
         classes: list[int] = []
-        for row in self._rows:
+        for row in self.rows:
             read += row.again
             classes += row.classes
         fresh_extents: list[Extent] = []
@@ -155,14 +152,14 @@ class Change:
                 undo.enter_context(pinned(pool, read))
             # First, so that memory retired there can be acquired.
             if pool.reclaimer.batches:
-                pool.reclaimer.wait_for([row.addresses for row in self._rows])
+                pool.reclaimer.wait_for([row.addresses for row in self.rows])
             if classes:
-                fresh_extents = self._acquire(classes)
+                fresh_extents = (self.acquire or pool.acquire_or_evict)(classes)
                 # Mapped ones live on after the change, unmapped ones are freed.
                 undo.callback(pool.disown, fresh_extents)
             self._ends = undo.pop_all()
         supply = iter(fresh_extents)
-        for row in self._rows:
+        for row in self.rows:
             extents = list(islice(supply, len(row.classes)))
             page, new = row.first_page, []
             if row.again:
@@ -176,8 +173,8 @@ class Change:
         with self._ends:
             if error is not None and self._is_mapped:
                 # Behind a fence, since fills may be running.
-                fence = self._pool.reclaimer.new_fence()
-                for row in self._rows:
+                fence = self.pool.reclaimer.new_fence()
+                for row in self.rows:
                     if not row.old:
                         row.table.retire_back(row.row, row.first_page, fence)
 
@@ -192,7 +189,7 @@ class Change:
         """Scrub fresh extents where required, then submit `copies`."""
         self._prepare(self._parts, stream)
         if copies:
-            self._pool.backend.copy_many(copies, stream)
+            self.pool.backend.copy_many(copies, stream)
 
     def one_by_one(self, stream: int) -> Iterator[None]:
         """Map and fill one part after the other, so that copies overlap with the next mapping."""
@@ -213,10 +210,10 @@ class Change:
             self._stage(kept, stream)
         count_references(old, 0, 0, 1)
         try:
-            _exchange(self._pool, parts)
+            _exchange(self.pool, parts)
         finally:
             if old:
-                self._pool.disown(old)
+                self.pool.disown(old)
         self._is_mapped = True
         for row, new, _ in parts:
             if row.again:
@@ -236,7 +233,7 @@ class Change:
         """Copy the kept bytes of the old extents to the start of the fresh ones."""
         # The block waits for the copies; the change owns the extents.
         extents = [mapping.extent for part in parts for mapping in part.fresh]
-        with staged(self._pool, extents) as staging:
+        with staged(self.pool, extents) as staging:
             at, copies = staging.address, []
             for part in parts:
                 row = part.row
@@ -244,7 +241,7 @@ class Change:
                 source = row.table.page_address(row.row, row.first_page)
                 copies.append(CopyOp(at, source, row.kept_bytes))
                 at = Address(at + sum([mapping.extent.num_bytes for mapping in part.fresh]))
-            self._pool.backend.copy_many(copies, stream)
+            self.pool.backend.copy_many(copies, stream)
 
 
 def _exchange(pool: ExtentPool, parts: Sequence[_Part]) -> None:

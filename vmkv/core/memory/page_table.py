@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # ---- extent --------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Extent(References):
     """A physical allocation with reference counts.
 
@@ -44,39 +45,21 @@ class Extent(References):
     An extent that is not `is_recyclable`, exported or imported, is released instead of reused.
     """
 
-    __slots__ = (
-        "contents",
-        "handle",
-        "id",
-        "is_dirty",
-        "is_of_budget",
-        "is_recyclable",
-        "location",
-        "num_bytes",
-        "num_pages",
-        "size_class",
-        "tenant",
-    )
+    id: int
+    size_class: int
+    num_bytes: int
+    handle: Handle
+    location: MemoryLocation = MemoryLocation.DEVICE
+    tenant: object = None
+    contents: object = None
+    is_dirty: bool = False
+    is_recyclable: bool = True
+    num_pages: int = field(init=False)
+    is_of_budget: bool = field(init=False)
 
-    def __init__(
-        self,
-        id: int,
-        size_class: int,
-        num_bytes: int,
-        handle: Handle,
-        location: MemoryLocation = MemoryLocation.DEVICE,
-    ):
-        self.id = id
-        self.size_class = size_class
-        self.num_pages = 1 << size_class
-        self.num_bytes = num_bytes
-        self.handle = handle
-        self.location = location
-        self.is_of_budget = location is MemoryLocation.DEVICE and id >= 0
-        self.tenant: object = None
-        self.contents: object = None
-        self.is_dirty = False
-        self.is_recyclable = True
+    def __post_init__(self) -> None:
+        self.num_pages = 1 << self.size_class
+        self.is_of_budget = self.location is MemoryLocation.DEVICE and self.id >= 0
 
     @property
     def is_shared(self) -> bool:
@@ -347,8 +330,8 @@ class PageTable:
                 self.retire_back(row, 0, fence)
             self.pool.page_tables.remove(self)
             whole = [(self.address, self.page_address(self.num_rows, 0))]
-            reclaimer.free_later(
-                self.address,
-                self.reserved_bytes,
-                lambda: has_views() or reclaimer.has_retired_in(whole),
-            )
+
+            def is_in_use() -> bool:
+                return has_views() or reclaimer.has_retired_in(whole)
+
+            reclaimer.idle_reservations.append((self.address, self.reserved_bytes, is_in_use))

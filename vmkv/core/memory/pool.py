@@ -261,8 +261,7 @@ class ExtentPool:
         with self.lock:
             self._check_open()
             size_class = (num_bytes // self.page_bytes).bit_length() - 1
-            extent = Extent(-1, size_class, num_bytes, handle)
-            extent.is_recyclable = False
+            extent = Extent(-1, size_class, num_bytes, handle, is_recyclable=False)
             count_references([extent], 0, 0, 1)
             self._imported.append(extent)
             return extent

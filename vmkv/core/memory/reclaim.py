@@ -183,11 +183,6 @@ class Reclaimer:
             self._recycle(count_references(gone, -1, 0, 0))
         return sum([size for _, size in runs])
 
-    def free_later(self, address: Address, num_bytes: int, has_views: Callable[[], bool]) -> None:
-        """Take over a reservation with nothing mapped, to be freed once `has_views` is false."""
-        with self._lock:
-            self.idle_reservations.append((address, num_bytes, has_views))
-
     def free_idle_reservations(self) -> None:
         """Free idle reservations that no tensor points into; the rest stay after a DriverError."""
         with self._lock:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from ...errors import ConfigError, DriverError, OutOfPagesError
@@ -36,6 +36,7 @@ class PoolStats:
     retired_bytes: int
 
 
+@dataclass(eq=False)
 class Shelf:
     """Extents of one location, of 2^0 to 2^largest_class pages.
 
@@ -43,30 +44,20 @@ class Shelf:
     `retired_bytes` returns how much of a location waits for fences.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        page_bytes: int,
-        largest_class: int,
-        location: MemoryLocation,
-        budget_bytes: int,
-        *,
-        is_shareable: bool = False,
-        on_pressure: Callable[[], None] | None = None,
-        retired_bytes: Callable[[MemoryLocation], int],
-    ):
-        self.location = location
-        self.budget_bytes = budget_bytes
-        self.created_bytes = 0
-        self._backend = backend
-        self._page_bytes = page_bytes
-        self._largest_class = largest_class
-        self._is_shareable = is_shareable
-        self._on_pressure = on_pressure
-        self._retired_bytes = retired_bytes
-        self._vacant = largest_class + 1  # The class of ids whose handle was released.
+    backend: Backend
+    page_bytes: int
+    largest_class: int
+    location: MemoryLocation
+    budget_bytes: int
+    retired_bytes: Callable[[MemoryLocation], int]
+    is_shareable: bool = False
+    on_pressure: Callable[[], None] | None = None
+    created_bytes: int = field(default=0, init=False)
+    _extents: list[Extent | None] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._vacant = self.largest_class + 1  # The class of ids whose handle was released.
         self._free_ids = FreeList(_NUM_IDS, self._vacant + 1)
-        self._extents: list[Extent | None] = []
 
     # ---- taking and giving back -----------------------------------------------------------
 
@@ -86,13 +77,9 @@ class Shelf:
 
     def take(self, size_classes: Sequence[int]) -> list[Extent]:
         """Take one extent of each size class, free or new; all of them or none."""
-        taken: list[Extent | None] = []
-        missing: list[int] = []
-        for size_class in size_classes:
-            extent_id = self._free_ids.pop(size_class)
-            if extent_id is None:
-                missing.append(size_class)
-            taken.append(None if extent_id is None else self._extents[extent_id])
+        ids = [self._free_ids.pop(size_class) for size_class in size_classes]
+        taken = [None if each is None else self._extents[each] for each in ids]
+        missing = [size_classes[at] for at, each in enumerate(ids) if each is None]
         needed_bytes, missing_bytes = map(self._num_bytes, (size_classes, missing))
         released = self._claim(missing_bytes - self.uncreated_bytes)
         if released is None:
@@ -120,7 +107,7 @@ class Shelf:
         num_pages = 0
         for size_class in range(self._vacant):
             num_pages += self._free_ids.count(size_class) << size_class
-        return num_pages * self._page_bytes
+        return num_pages * self.page_bytes
 
     @property
     def uncreated_bytes(self) -> int:
@@ -141,7 +128,7 @@ class Shelf:
         return self._free_ids.count(size_class)
 
     def _num_bytes(self, size_classes: Iterable[int]) -> int:
-        return sum([self._page_bytes << size_class for size_class in size_classes])
+        return sum([self.page_bytes << size_class for size_class in size_classes])
 
     def lacking(self, size_classes: Sequence[int]) -> list[int]:
         """Return the `size_classes`, with repetition, for which no free extent is left."""
@@ -150,24 +137,24 @@ class Shelf:
         return list(wanted.elements())
 
     def _create(self, size_class: int) -> Extent:
-        num_bytes = self._page_bytes << size_class
+        num_bytes = self.page_bytes << size_class
         create = partial(
-            self._backend.mem_create, num_bytes, self.location, shareable=self._is_shareable
+            self.backend.mem_create, num_bytes, self.location, shareable=self.is_shareable
         )
         try:
             handle = create()
         except DriverError as error:
             if not error.is_out_of_memory:
                 raise
-            if self._on_pressure is not None:
-                self._on_pressure()
+            if self.on_pressure is not None:
+                self.on_pressure()
             self.release_free(self.free_bytes)
             handle = create()
         extent_id = self._free_ids.pop(self._vacant)
         if extent_id is None:
             extent_id = self._free_ids.bump()
         if extent_id is None:
-            self._backend.mem_release(handle)
+            self.backend.mem_release(handle)
             raise self._out_of_budget(num_bytes)
         extent = Extent(extent_id, size_class, num_bytes, handle, self.location)
         if extent_id == len(self._extents):
@@ -189,7 +176,7 @@ class Shelf:
 
     def release_unlisted(self, extent: Extent) -> None:
         """Release one extent; after a DriverError the caller still holds it."""
-        self._backend.mem_release(extent.handle)
+        self.backend.mem_release(extent.handle)
         self._extents[extent.id] = None
         self._free_ids.push(self._vacant, extent.id)
         self.created_bytes -= extent.num_bytes
@@ -215,7 +202,7 @@ class Shelf:
     def _pop_bytes(self, num_bytes: int) -> list[Extent]:
         """Pop free extents, largest first, until they hold `num_bytes` or none is left."""
         popped: list[Extent] = []
-        for size_class in range(self._largest_class, -1, -1):
+        for size_class in range(self.largest_class, -1, -1):
             while num_bytes > 0 and (found := self._free_ids.take((size_class,))):
                 popped.append(self._extents[found[0]])  # type: ignore[arg-type]
                 num_bytes -= popped[-1].num_bytes
@@ -235,7 +222,7 @@ class Shelf:
 
     def stats(self) -> PoolStats:
         """Count the memory of this location."""
-        free_bytes, retired_bytes = self.free_bytes, self._retired_bytes(self.location)
+        free_bytes, retired_bytes = self.free_bytes, self.retired_bytes(self.location)
         return PoolStats(
             budget_bytes=self.budget_bytes,
             created_bytes=self.created_bytes,
@@ -256,7 +243,7 @@ class Shelf:
 
     def _out_of_device_memory(self, needed_bytes: int) -> OutOfPagesError:
         is_device = self.location is MemoryLocation.DEVICE
-        backend = self._backend
+        backend = self.backend
         left_bytes = backend.free_memory_bytes() if is_device else backend.free_host_memory_bytes()
         where = backend.name if is_device else "the host"
         why = f"{where} has no more memory to give, with {format_bytes(left_bytes)} free there"
