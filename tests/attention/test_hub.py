@@ -125,7 +125,7 @@ def test_flash3_of_the_hub_reads_packed_prompts(monkeypatch: pytest.MonkeyPatch)
     assert backend is not None
     assert backend.name == "flash3"
     out = backend.attend_new(call)
-    append(key, value, dense.keys, dense.values, batch)
+    append(call, (key, value))
     check(call, out)
 
 

@@ -39,6 +39,7 @@ from ..core.cache.fp8 import FP8, Scales
 from ..errors import ConfigError
 from . import decode_fp8
 from . import flash_common as hub
+from .append import encoded
 from .base import AttentionSpec, Call
 from .flash_common import FlashBackend, why_not_flash, window_bounds
 
@@ -126,9 +127,6 @@ class Flash3Backend(FlashBackend):
         kernel = hub.usable("flash3", _load_for_fp8(batch.max_num_tokens) if is_fp8 else _load())
         dtype = query.dtype
         if is_fp8:
-            # Imported here: it needs tools that machines without a GPU lack.
-            from .append import encoded
-
             query = encoded(query)
         uniform = batch.is_uniform(query.shape[0])
         if uniform:

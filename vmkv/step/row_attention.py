@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..attention import AttentionBackend, AttentionBatch, Call, select
-from ..attention.append import append_rotated, can_rotate, write
+from ..attention import AttentionBackend, AttentionBatch, Call, append, select
+from ..attention.append import append_rotated, can_rotate
 from ..attention.registry import select_for_new, why_not
 from ..core.cache import KVCache
 from ..core.cache.fp8 import Scales
@@ -262,7 +262,7 @@ def _append(
             query, kept = append_rotated(call, new, cos, sin, keep_keys=keep_keys)
             return replace(call, query=query), key if kept is None else kept
         call, key = replace(call, query=turned(call.query, cos, sin)), turned(key, cos, sin)
-    write(key, value, call.keys, call.values, call.batch, call.scales)
+    append(call, (key, value))
     return call, key
 
 
