@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import torch
 
-from ..core.cache.fp8 import FP8
 from ..errors import ConfigError, one_line
 from .base import AttentionBackend, AttentionSpec, Call
 
@@ -87,32 +86,13 @@ def why_not_flash(
 class FlashBackend(AttentionBackend):
     """A FlashAttention kernel as a backend; sinks are applied from its log-sum-exp."""
 
-    reads_fp8 = False
-
     def attend(self, call: Call) -> torch.Tensor:
-        """Launch the kernel and apply the sinks; `ConfigError` for dtypes it does not support."""
-        if call.keys.dtype == FP8 and not self.reads_fp8:
-            raise ConfigError(
-                f"{self.name!r} reads no keys and values in {FP8}; select 'flash3' or 'sdpa'"
-            )
-        if call.query.dtype not in DTYPES or not call.query.is_cuda:
-            raise ConfigError(
-                f"{self.name!r} computes in float16 and bfloat16 on CUDA, not in "
-                f"{call.query.dtype} on {call.query.device}; cast, or select 'sdpa'"
-            )
+        """Launch the kernel and apply the sinks."""
         return with_sinks(call, *self.launch(call))
-
-    def attend_new(self, call: Call) -> torch.Tensor:
-        """Launch the kernel over `call.new` and apply the sinks."""
-        return with_sinks(call, *self.launch_new(call))
 
     @abc.abstractmethod
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output `[Tq, Hq, Dv]` and its log-sum-exp, `[Hq, Tq]` or `[B, Hq, t]`."""
-
-    def launch_new(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the same for queries that attend to `call.new`."""
-        raise NotImplementedError
 
 
 def window_bounds(window: int | None) -> tuple[int, int]:
