@@ -82,6 +82,14 @@ class GraphSpace:
         self.starts = torch.arange(self.max_num_seqs + 1, dtype=torch.int32, device=self.device)
         self._pool: Any = None
         self._stream = stream
+        # A sequence occupies a processor per key head; kernels split if under 0.8 are occupied.
+        heads = min(group.geometry.shape.num_k_heads for group in stepper.caches[0].groups)
+        self._split_below = int(0.8 * stepper.num_processors / heads) + 1
+
+    def bounds(self, batch_size: int) -> list[int]:
+        """Return bounds of the lengths of sequences: one for batches that kernels do not split."""
+        is_split = batch_size < self._split_below
+        return length_buckets(self.max_tokens) if is_split else [self.max_tokens]
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture `step` as a graph without running it; other threads may use CUDA meanwhile."""
@@ -250,34 +258,26 @@ Bucket = tuple[int, int]
 class DecodeGraphs(StepGraphs[Bucket]):
     """The decode graphs of one stepper.
 
-    Batches of `split_below` or more sequences get no length buckets; `few` gives fewer widths,
-    which pad more.
+    `few` gives fewer widths, which pad more.
     """
 
     name = "decode steps"
 
-    def __init__(self, space: GraphSpace, split_below: int, *, few: bool = False):
-        self.batch_buckets = batch_buckets(space.max_num_seqs, few=few)
-        self.length_buckets = length_buckets(space.max_tokens)
-        super().__init__(space, _LINES * self.batch_buckets[-1])
-        self._split_below = split_below
+    def __init__(self, space: GraphSpace, *, few: bool = False):
+        self._widths = batch_buckets(space.max_num_seqs, few=few)
+        self._bounds = {width: space.bounds(width) for width in self._widths}
+        super().__init__(space, _LINES * self._widths[-1])
 
     def key(self, batch_size: int, longest: int) -> Bucket:
         """Return the bucket of `batch_size` sequences of at most `longest` tokens."""
-        width = self.batch_buckets[bisect_left(self.batch_buckets, batch_size)]
-        if width >= self._split_below:
-            return width, self.space.max_tokens
-        return width, self.length_buckets[bisect_left(self.length_buckets, longest)]
+        width = self._widths[bisect_left(self._widths, batch_size)]
+        bounds = self._bounds[width]
+        return width, bounds[bisect_left(bounds, longest)]
 
     def keys(self) -> Sequence[Bucket]:
         """Return all buckets, the largest first, so that the later ones find memory to share."""
-        found: list[Bucket] = []
-        for width in reversed(self.batch_buckets):
-            if width >= self._split_below:
-                found.append((width, self.space.max_tokens))
-            else:
-                found += [(width, bound) for bound in reversed(self.length_buckets)]
-        return found
+        widths = reversed(self._widths)
+        return [(width, bound) for width in widths for bound in reversed(self._bounds[width])]
 
     def capture_all(self, captured: Callable[[], object]) -> None:
         """Capture every graph; `captured` is called after each.
@@ -332,12 +332,12 @@ def _decode_parts(
 ) -> StepParts:
     """Describe a step in which every sequence decodes; vectors are `[B] int32` on the device."""
     width = rows.shape[0]
-    decode = batches(
+    everything = batches(
         *(space.capacities, rows, num_tokens, space.starts[: width + 1], 1, max_num_tokens),
         left_pad=left_pad,
         past_tokens=past_tokens,
     )
-    return StepParts(width, 0, everything=decode, decode=decode)
+    return StepParts(width, 0, everything)
 
 
 def batch_buckets(max_batch: int, *, few: bool = False) -> list[int]:
@@ -380,12 +380,10 @@ class BatchGraphs(StepGraphs[BatchBucket]):
 
     name = "decode steps of a batch"
 
-    def __init__(self, space: GraphSpace, split_below: int):
+    def __init__(self, space: GraphSpace):
         width = space.max_num_seqs
         super().__init__(space, _BATCH_LINES * width)
-        self._bounds = length_buckets(space.max_tokens)
-        if width >= split_below:
-            self._bounds = [space.max_tokens]
+        self._bounds = space.bounds(width)
         # `[B]`: positions of the new tokens.
         self.positions = torch.zeros(width, dtype=torch.int64, device=space.device)
         # `[B]`: leading tokens of each row that are not attended to.

@@ -266,9 +266,9 @@ class Stepper:
         """
         scratch = self.open_scratch()
         space = self._space = GraphSpace(self, vocab_size, dtype, scratch, agree=agree, head=head)
-        self.decode_graphs = DecodeGraphs(space, self._split_below, few=few)
+        self.decode_graphs = DecodeGraphs(space, few=few)
         if max_mixed_tokens > 1:
-            self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self._num_processors)
+            self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self.num_processors)
 
     def make_batch_graphs(
         self, vocab_size: int, dtype: torch.dtype, stream: torch.cuda.Stream | None = None
@@ -280,20 +280,14 @@ class Stepper:
         """
         no_padding = Scratch(self.num_slots, 0)  # Never used.
         space = GraphSpace(self, vocab_size, dtype, no_padding, stream=stream)
-        return BatchGraphs(space, self._split_below)
+        return BatchGraphs(space)
 
     @property
-    def _num_processors(self) -> int:
+    def num_processors(self) -> int:
+        """Multiprocessors of the device; 1 on the host."""
         if not self._is_cuda:
             return 1
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
-
-    @property
-    def _split_below(self) -> int:
-        """Number of sequences that keep the device busy without splitting rows."""
-        heads = min(group.geometry.shape.num_k_heads for group in self.caches[0].groups)
-        # A sequence occupies a processor per key head; kernels split if under 0.8 are occupied.
-        return int(0.8 * self._num_processors / heads) + 1
 
     def open_scratch(self) -> Scratch:
         """Return the padding row, of one token, opened once; `CapacityError` if none is left."""
