@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from ..attention import AttentionBatch
 from ..errors import CapacityError, ConfigError, one_line
 from .model_guard import refusing_waits
 from .piece import HeadInParts, Piece, likeliest, pinned
@@ -66,7 +67,6 @@ class GraphSpace:
         self.head = head
         self.vocab_size = vocab_size
         self._forward = stepper.forward
-        self.attention = stepper.attention
         self.is_compiled = stepper.uses_operator
         self.last_tokens = stepper.last_tokens
         self.max_num_seqs = stepper.num_slots
@@ -115,13 +115,16 @@ class GraphSpace:
         self.logits = self.logits.new_empty((self.max_num_seqs, self.vocab_size))
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        keep: torch.Tensor | None,
+        parts: StepParts,
     ) -> torch.Tensor:
-        """Return the model's logits, or this rank's part of them."""
-        if self.head is None:
-            return self._forward(token_ids, positions, keep)
-        with self.head.in_part(self.logits):
-            return self._forward(token_ids, positions, keep)
+        """Return the model's logits of a step, or this rank's part of them."""
+        head = self.head
+        with contextlib.nullcontext() if head is None else head.in_part(self.logits):
+            return self._forward(token_ids, positions, keep, {self.device: parts})
 
     def take(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
         """Choose tokens greedily; store `logits [n, columns]` and the tokens of `slots [n]`."""
@@ -165,7 +168,7 @@ class StepGraphs(abc.ABC, Generic[Key]):
         self._send(integers)
         graph = self._graphs[key]
         if graph is None:
-            self._run(key)
+            self.step(key, self._input)
         else:
             graph.replay()
 
@@ -216,7 +219,8 @@ class StepGraphs(abc.ABC, Generic[Key]):
         """Capture the graph of `key`; the model has run before."""
         self._send(self.empty(key))
         is_cuda = self.space.device.type == "cuda"
-        self._graphs[key] = self.space.capture(lambda: self._run(key)) if is_cuda else None
+        graph = self.space.capture(lambda: self.step(key, self._input)) if is_cuda else None
+        self._graphs[key] = graph
 
     def drop(self, key: Key) -> None:
         """Free the graph of `key`; the device has finished with it."""
@@ -227,16 +231,10 @@ class StepGraphs(abc.ABC, Generic[Key]):
     def run(self, key: Key, integers: torch.Tensor) -> None:
         """Run a step without a graph; on padding, to compile, tune and load its kernels."""
         self._send(integers)
-        self._run(key)
+        self.step(key, self._input)
 
     def _send(self, integers: torch.Tensor) -> None:
         self._input[: integers.shape[0]].copy_(integers, non_blocking=True)
-
-    def _run(self, key: Key) -> None:
-        try:
-            self.step(key, self._input)
-        finally:
-            self.space.attention.steps = None
 
     def close(self) -> None:
         """Drop the graphs and their memory. Idempotent; the caller has waited for the device."""
@@ -316,10 +314,8 @@ class DecodeGraphs(StepGraphs[Bucket]):
         slots = lines[0].long()
         from_host = lines[4].long()
         token_ids = torch.where(from_host < 0, space.last_tokens[slots], from_host)
-        space.attention.steps = {
-            space.device: _decode_parts(space, lines[1], lines[2], lines[3], bound)
-        }
-        space.take(space.forward(token_ids, lines[2].long(), None), slots)
+        parts = _decode_parts(space, lines[1], lines[2], lines[3], bound)
+        space.take(space.forward(token_ids, lines[2].long(), None, parts), slots)
 
 
 def _decode_parts(
@@ -332,12 +328,9 @@ def _decode_parts(
 ) -> StepParts:
     """Describe a step in which every sequence decodes; vectors are `[B] int32` on the device."""
     width = rows.shape[0]
-    everything = batches(
-        *(space.capacities, rows, num_tokens, space.starts[: width + 1], 1, max_num_tokens),
-        left_pad=left_pad,
-        past_tokens=past_tokens,
-    )
-    return StepParts(width, 0, everything)
+    vectors = rows, num_tokens, space.starts[: width + 1]
+    whole = AttentionBatch(*vectors, 1, max_num_tokens, 0, left_pad, past_tokens)
+    return StepParts(width, 0, batches(space.capacities, whole))
 
 
 def batch_buckets(max_batch: int, *, few: bool = False) -> list[int]:
@@ -412,5 +405,4 @@ class BatchGraphs(StepGraphs[BatchBucket]):
         left_pad = self.left_pad if key.is_padded else None
         rows = space.starts[:width]
         parts = _decode_parts(space, rows, before, after, key.max_num_tokens, left_pad)
-        space.attention.steps = {space.device: parts}
-        space.logits.copy_(space.forward(space.last_tokens[:width], self.positions, None))
+        space.logits.copy_(space.forward(space.last_tokens[:width], self.positions, None, parts))

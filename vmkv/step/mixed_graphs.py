@@ -211,18 +211,17 @@ class MixedGraphs(StepGraphs[Bucket]):
         token_ids = fields.token_ids.long()
         told = token_ids[: key.num_decode]
         torch.where(told < 0, space.last_tokens[fields.slots.long()], told, out=told)
-        space.attention.steps = {space.device: self._parts(key, fields)}
-        logits = space.forward(token_ids, fields.positions.long(), fields.ends.long())
+        positions, ends = fields.positions.long(), fields.ends.long()
+        logits = space.forward(token_ids, positions, ends, self._parts(key, fields))
         space.take(logits, fields.sampling_slots.long())
 
     def _parts(self, bucket: Bucket, fields: Fields) -> StepParts:
         width = bucket.num_decode
 
         def part(sequences: slice, starts: torch.Tensor, most: int) -> dict[int, AttentionBatch]:
-            rows, lengths = fields.rows[sequences], fields.lengths[sequences]
-            return batches(
-                self.space.capacities, rows, lengths, starts, most, self.space.max_tokens
-            )
+            vectors = fields.rows[sequences], fields.lengths[sequences], starts
+            whole = AttentionBatch(*vectors, most, self.space.max_tokens, 0)
+            return batches(self.space.capacities, whole)
 
         entries = self.space.starts[: width + 1]
         return StepParts(

@@ -117,9 +117,9 @@ def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) ->
         row_indices, lengths, past_tokens = [each[first:end] for each in on_device]
         longest = max(_SHORTEST_VIEW_TOKENS, int(num_tokens[first:end].max()))
         starts, most = query_starts[: end - first + 1], int(new[first:end].max())
-        return batches(
-            capacities, row_indices, lengths, starts, most, longest, past_tokens=past_tokens
-        )
+        vectors = row_indices, lengths, starts
+        whole = AttentionBatch(*vectors, most, longest, 0, past_tokens=past_tokens)
+        return batches(capacities, whole)
 
     parts = StepParts(
         num_decode,

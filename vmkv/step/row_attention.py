@@ -297,22 +297,10 @@ def row_capacities(cache: KVCache) -> set[int]:
     return {group.geometry.row_tokens for group in cache.groups}
 
 
-def batches(
-    capacities: set[int],
-    row_indices: torch.Tensor,
-    num_tokens: torch.Tensor,
-    query_starts: torch.Tensor,
-    max_query_tokens: int,
-    max_num_tokens: int,
-    *,
-    left_pad: torch.Tensor | None = None,
-    past_tokens: torch.Tensor | None = None,
-) -> dict[int, AttentionBatch]:
-    """Make a batch for each row capacity; arguments as in `AttentionBatch`."""
-    vectors, most = (row_indices, num_tokens, query_starts), (max_query_tokens, max_num_tokens)
-    whole = AttentionBatch(*vectors, *most, 0, left_pad, past_tokens)
+def batches(capacities: set[int], whole: AttentionBatch) -> dict[int, AttentionBatch]:
+    """Copy a batch for each row capacity."""
     return {
-        each: replace(whole, max_num_tokens=min(max_num_tokens, each), row_tokens=each)
+        each: replace(whole, max_num_tokens=min(whole.max_num_tokens, each), row_tokens=each)
         for each in capacities
     }
 

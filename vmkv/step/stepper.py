@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from .graphs import BatchGraphs, DecodeGraphs, GraphSpace, Scratch
 from .mixed_graphs import MixedGraphs
 from .model_guard import PACKED, ModelGuard, attending_through, has_users
 from .piece import HeadInParts, Piece, StepLogits, pack, packing_order
-from .row_attention import RowAttention, row_capacities
+from .row_attention import RowAttention, StepParts, row_capacities
 
 
 class Stepper:
@@ -203,25 +203,27 @@ class Stepper:
         for cache, rows in zip(self.caches[1:], rows_elsewhere, strict=True):
             there = [piece._replace(row=row) for piece, row in zip(packed, rows, strict=True)]
             steps[cache.device] = pack(there, row_capacities(cache), cache.device).parts
-        self.attention.steps = steps
-        try:
-            kept = step.ends if keep is None else torch.tensor(keep, device=self.device)
-            logits = self.forward(token_ids, step.positions, kept)
-        finally:
-            self.attention.steps = None
+        kept = step.ends if keep is None else torch.tensor(keep, device=self.device)
+        logits = self.forward(token_ids, step.positions, kept, steps)
         self._logits_like = (logits.shape[1], logits.dtype)
         return logits
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        keep: torch.Tensor | None,
+        steps: Mapping[torch.device, StepParts],
     ) -> torch.Tensor:
         """Return logits `[kept, vocabulary]` of packed tokens `[T]`; of all tokens by default.
 
-        Raises `ConfigError` if the model has changed, or did not attend as its proof found.
+        `steps` is the step as attention sees it, by device. Raises `ConfigError` if the model has
+        changed, or did not attend as its proof found.
         """
         self.guard.check(is_fixed=self.uses_operator)
         called = self.attention.called
         called.clear()
+        self.attention.steps = steps
         try:
             output = self.model(
                 input_ids=token_ids[None],
@@ -239,6 +241,8 @@ class Stepper:
             if change is None:
                 raise
             raise ConfigError(change) from error
+        finally:
+            self.attention.steps = None
         calls = tuple(sorted(called))
         if self.calls is None:
             self.calls = calls
