@@ -388,17 +388,16 @@ def can_rotate(
         return False
     if cos.shape != (query.shape[0], dim):
         return False
+    sources = (query, *new, cos, sin)
+    if any(each.dtype != dtype or each.stride(-1) != 1 for each in sources):
+        return False
+    strided = [(each, each.stride()[:-1]) for each in sources]
+    strided += [(view, view.stride()[:2]) for view in (call.keys, call.values)]
     bits = 0
-    for each in (query, *new, cos, sin):
-        if each.dtype != dtype or each.stride(-1) != 1:
-            return False
+    for each, strides in strided:
         bits |= each.data_ptr()
-        for stride in each.stride()[:-1]:
+        for stride in strides:
             bits |= stride * each.element_size()
-    for view in (call.keys, call.values):
-        bits |= view.data_ptr()
-        for stride in view.stride()[:2]:
-            bits |= stride * view.element_size()
     return not bits % 16
 
 

@@ -67,7 +67,7 @@ class Flash2Backend(FlashBackend):
 
     def why_not(self, spec: AttentionSpec) -> str | None:
         """Check the limits of FlashAttention-2 and that the package can be imported."""
-        return why_not_flash(spec, same_head_sizes=True) or hub.reason(_load())
+        return why_not_flash(spec, 2) or hub.reason(_load())
 
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the decode kernel for a uniform batch, the varlen kernel for a mixed one."""
@@ -165,7 +165,7 @@ class TorchFlashBackend(FlashBackend):
 
     def why_not(self, spec: AttentionSpec) -> str | None:
         """Check the limits of FlashAttention-2, no soft cap, and torch's build."""
-        limit = why_not_flash(spec, same_head_sizes=True)
+        limit = why_not_flash(spec, 2)
         if limit is None and spec.softcap:
             limit = "torch passes no soft cap to its kernel"
         if limit is None and not torch.backends.cuda.is_flash_attention_available():

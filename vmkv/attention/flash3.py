@@ -106,7 +106,7 @@ class Flash3Backend(FlashBackend):
 
     def why_not(self, spec: AttentionSpec) -> str | None:
         """Check for Hopper, a packaging, and the limits of FlashAttention-3."""
-        limit = why_not_flash(spec, same_head_sizes=False, reads_fp8=True)
+        limit = why_not_flash(spec, 3)
         if limit is not None:
             return limit
         if torch.cuda.get_device_capability()[0] != 9:

@@ -60,23 +60,21 @@ def usable(name: str, found: T | str) -> T:
     return found
 
 
-def why_not_flash(
-    spec: AttentionSpec, *, same_head_sizes: bool, reads_fp8: bool = False
-) -> str | None:
-    """Return which limit of every FlashAttention generation `spec` exceeds, or None."""
+def why_not_flash(spec: AttentionSpec, generation: int) -> str | None:
+    """Return which limit of a FlashAttention generation, 2 or 3, `spec` exceeds, or None."""
     if spec.device_type != "cuda":
         return f"it runs on CUDA, not on {spec.device_type}"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if spec.dtype not in DTYPES:
         return f"it computes in float16 and bfloat16, not in {spec.dtype}"
-    if spec.is_fp8 and not reads_fp8:
+    if spec.is_fp8 and generation < 3:
         return f"it reads no keys and values in {spec.kv_dtype}"
     step = 16 if spec.is_fp8 else 8
     for dim in (spec.k_dim, spec.v_dim):
         if dim % step or dim > 256:
             return f"head sizes are multiples of {step} up to 256, not {dim}"
-    if same_head_sizes and spec.k_dim != spec.v_dim:
+    if spec.k_dim != spec.v_dim and generation < 3:
         return f"keys and values must have one head size, not {spec.k_dim} and {spec.v_dim}"
     if torch.cuda.get_device_capability() < (8, 0):
         return "it needs compute capability 8.0 or newer"
