@@ -302,10 +302,9 @@ def test_flash2_appends_in_its_kernel(shape, options):
     query = random_query(batch, 8, 64, dtype=case.dtype, device="cuda", generator=generator)
     sinks = torch.randn(8, generator=generator).cuda() if case.sinks else None
     options = {"scale": 0.125, "window": case.window, "sinks": sinks}
-    append(key, value, expected.keys, expected.values, batch)
-    out = get("flash2").attend(
-        Call(query, fused.keys, fused.values, batch, **options, new=(key, value))
-    )
+    call = Call(query, fused.keys, fused.values, batch, **options, new=(key, value))
+    append(replace(call, keys=expected.keys, values=expected.values), (key, value))
+    out = get("flash2").attend(call)
     raw = torch.int16
     assert torch.equal(expected.buffer.view(raw), fused.buffer.view(raw))
     assert_close(out, query, expected, batch, options)

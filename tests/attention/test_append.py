@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.dense_rows import DenseRows
 
-from vmkv.attention import AttentionBatch, append
+from vmkv.attention import AttentionBatch, Call, append
 from vmkv.attention.append import encoded, why_not_fp8
 from vmkv.core.cache.fp8 import FP8, LayerScales, Scales, encode
 from vmkv.errors import ConfigError
@@ -57,7 +57,7 @@ def test_append_writes_exactly_the_new_tokens(device, dtype, shape, heads, k_dim
         expected.keys[row, tokens - (end - start) : tokens] = key[start:end]
         expected.values[row, tokens - (end - start) : tokens] = value[start:end]
 
-    append(key, value, dense.keys, dense.values, batch)
+    append(Call(key, dense.keys, dense.values, batch, 1.0), (key, value))
     assert torch.equal(bits(expected.buffer), bits(dense.buffer))
 
 
@@ -78,7 +78,7 @@ def test_append_writes_no_padding(device):
     for row, place, new in ((3, slice(4, 5), slice(1)), (1, slice(6, 9), slice(1, 4))):
         expected.keys[row, place], expected.values[row, place] = key[new], value[new]
     expected.keys[1, :2], expected.values[1, :2] = key[12:], value[12:]
-    append(key, value, dense.keys, dense.values, batch)
+    append(Call(key, dense.keys, dense.values, batch, 1.0), (key, value))
     assert torch.equal(bits(expected.buffer), bits(dense.buffer))
 
 
@@ -91,7 +91,7 @@ def test_append_takes_strided_input(device):
     value = torch.randn(heads, total, dim, device=device).transpose(0, 1)
     batch = AttentionBatch.build([1, 0], [4, 9], [2, 3], row_tokens=ROW_TOKENS, device=device)
     dense = DenseRows(2, ROW_TOKENS, heads, dim, device=device)
-    append(key, value, dense.keys, dense.values, batch)
+    append(Call(key, dense.keys, dense.values, batch, 1.0), (key, value))
     assert torch.equal(key[:2], dense.keys[1, 2:4])
     assert torch.equal(value[2:], dense.values[0, 6:9])
 
@@ -111,7 +111,7 @@ def test_append_refuses_what_does_not_fit(key, value):
     batch = AttentionBatch.build([0, 1], [1, 1], [1, 1], row_tokens=ROW_TOKENS)
     before = bits(dense.buffer)
     with pytest.raises(ConfigError):
-        append(key, value, dense.keys, dense.values, batch)
+        append(Call(key, dense.keys, dense.values, batch, 1.0), (key, value))
     assert torch.equal(before, bits(dense.buffer))
 
 
@@ -146,7 +146,8 @@ def test_append_stores_eight_bits(device, dtype, shape, is_scaled, heads, k_dim,
     for row, start, end, tokens, _ in batch.spans:
         expected.keys[row, tokens - (end - start) : tokens] = encoded_key[start:end].to(device)
         expected.values[row, tokens - (end - start) : tokens] = encoded_value[start:end].to(device)
-    append(key.to(device), value.to(device), dense.keys, dense.values, batch, scales)
+    key, value = key.to(device), value.to(device)
+    append(Call(key, dense.keys, dense.values, batch, 1.0, scales=scales), (key, value))
     assert torch.equal(fp8_bits(expected.buffer), fp8_bits(dense.buffer))
     assert bool((dense.keys.float().abs() == 448).any()) or is_scaled
 
@@ -161,7 +162,7 @@ def test_append_refuses_scales_that_do_not_fit(dtype, num_heads):
     batch = AttentionBatch.build([0, 1], [1, 1], [1, 1], row_tokens=ROW_TOKENS)
     before = bits(dense.buffer)
     with pytest.raises(ConfigError, match="scales"):
-        append(torch.zeros(2, 2, 8), torch.zeros(2, 2, 8), dense.keys, dense.values, batch, scales)
+        Call(torch.zeros(2, 2, 8), dense.keys, dense.values, batch, 1.0, scales=scales)
     assert torch.equal(before, bits(dense.buffer))
 
 

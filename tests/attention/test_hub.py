@@ -95,8 +95,7 @@ def check(call: Call, out: torch.Tensor) -> None:
 def test_flash2_of_the_hub_reads_rows(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the package is not installed; both of its kernels."""
     monkeypatch.setattr(flash2, "_package", lambda: "it is not installed")
-    out, _ = flash2.Flash2Backend().launch(call)
-    check(call, out)
+    check(call, flash2.Flash2Backend().attend(call))
 
 
 @pytest.mark.usefixtures("repositories")
@@ -105,8 +104,7 @@ def test_flash3_of_the_hub_reads_rows(call: Call, monkeypatch: pytest.MonkeyPatc
     for source in ("package_kernel", "library_kernel"):
         monkeypatch.setattr(flash3, source, lambda: "it is not installed")
     monkeypatch.setattr(flash3, "_num_processors", lambda device: 10**9)
-    out, _ = flash3.Flash3Backend().launch(call)
-    check(call, out)
+    check(call, flash3.Flash3Backend().attend(call))
 
 
 @pytest.mark.usefixtures("repositories")
@@ -125,14 +123,14 @@ def test_flash3_of_the_hub_reads_packed_prompts(monkeypatch: pytest.MonkeyPatch)
     assert backend is not None
     assert backend.name == "flash3"
     out = backend.attend_new(call)
-    append(key, value, dense.keys, dense.values, batch)
+    append(call, (key, value))
     check(call, out)
 
 
 @pytest.mark.usefixtures("repositories")
 def test_flash3_of_the_hub_is_for_short_rows_in_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the package's kernel, which sums up in one level."""
-    for source in ("package_kernel", "_fp8_library_kernel"):
+    for source in ("package_kernel", "library_kernel"):
         monkeypatch.setattr(flash3, source, lambda: "it is not installed")
     assert callable(flash3._load_for_fp8(flash3.NARROW_SUMS_MAX_TOKENS))
     assert "loses precision" in flash3._load_for_fp8(flash3.NARROW_SUMS_MAX_TOKENS + 1)

@@ -20,8 +20,8 @@ KERNELS = {
     **{
         f"append {dtype} in eight bits, {count} at a time": (
             append_cuda,
-            "_encoding_kernel",
-            (0, dtype, count),
+            "_numbers_kernel",
+            ("append", 0, dtype, count, True),
         )
         for dtype in FORMATS
         for count in (1, 16 // dtype.itemsize)
@@ -29,8 +29,8 @@ KERNELS = {
     **{
         f"turn and append {dtype}{' in eight bits' if encodes else ''}": (
             append_cuda,
-            "_rotating_kernel",
-            (0, dtype, encodes),
+            "_numbers_kernel",
+            ("append_rotated", 0, dtype, 8, encodes),
         )
         for dtype in (torch.bfloat16, torch.float16)
         for encodes in (False, True)
@@ -66,7 +66,9 @@ def compiler() -> None:
 
 
 #: Architectures differ by instructions that a source has or has not: one of each is enough.
-FIRST_OF_A_SOURCE = {(module, name): what for what, (module, name, _) in reversed(KERNELS.items())}
+FIRST_OF_A_SOURCE = {
+    (module, name, its[0]): what for what, (module, name, its) in reversed(KERNELS.items())
+}
 
 
 @pytest.mark.parametrize(

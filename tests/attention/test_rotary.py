@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.dense_rows import DenseRows
@@ -60,7 +62,7 @@ def test_turned_and_appended_at_once(
     out, kept = append_rotated(call, (key, value), cos, sin, keep_keys=True)
     torch.testing.assert_close(out.double(), expected_query, rtol=2**-7, atol=2**-9)
     torch.testing.assert_close(kept, expected_key, rtol=2**-7, atol=2**-9)
-    append(kept, value, other.keys, other.values, batch, scales)
+    append(replace(call, keys=other.keys, values=other.values), (kept, value))
     assert torch.equal(one.buffer.view(torch.uint8), other.buffer.view(torch.uint8))
 
 

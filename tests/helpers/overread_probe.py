@@ -58,8 +58,8 @@ def main(arguments: dict) -> None:
             total = batch.spans[-1].query_end
             query = torch.randn(total, HEADS, dim, generator=generator).to(device, dtype)
             new = query[:, :KV_HEADS].contiguous()
-            append(new, new, keys, values, batch)
             call = Call(query, keys, values, batch, scale=dim**-0.5, **options)
+            append(call, (new, new))
             out = get(arguments["name"]).attend(call)
             assert torch.isfinite(out).all(), "not finite"
     if device != "cpu":

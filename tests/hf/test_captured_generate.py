@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import vmkv
 from vmkv import ClosedError, ConfigError, VMKVCache
 from vmkv.attention import get
-from vmkv.step.graphs import StepGraphs
+from vmkv.step.graphs import BatchGraphs
 from vmkv.step.joined_layers import SiblingLinear
 
 NewCache = Callable[..., Any]
@@ -563,13 +563,13 @@ def test_steps_read_nothing_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a mask in every step: it is read once. (What is a graph elsewhere is not looked at.)"""
-    step = StepGraphs._run
+    step = BatchGraphs.step
 
     def unrecorded(*arguments: Any) -> None:
         with _disable_current_modes():
             step(*arguments)
 
-    monkeypatch.setattr(StepGraphs, "_run", unrecorded)
+    monkeypatch.setattr(BatchGraphs, "step", unrecorded)
     model, capture = captured()
     inputs = INPUTS[kind]()
     cache, mask = new_cache(model.config), inputs["attention_mask"]

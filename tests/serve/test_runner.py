@@ -13,10 +13,8 @@ import dataclasses
 import functools
 import itertools
 import random
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +36,6 @@ from vmkv.step.compiled_layers import decoder_layers
 from vmkv.step.graphs import batch_buckets, length_buckets
 from vmkv.step.mixed_graphs import TILE_TOKENS, decode_widths, token_buckets
 from vmkv.step.mixed_graphs import _places as places_of
-from vmkv.step.warm_up import CompileCache, progress
 
 MODELS = ("llama", "mistral", "qwen3", "gemma3", "gpt_oss", "mixtral")
 TRACED = RunnerOptions(compile_layers=True, compile_backend="aot_eager", show_progress=False)
@@ -559,40 +556,8 @@ def test_buckets_cover_every_size_with_little_waste() -> None:
         assert decode_widths(most)[-1] == most
 
 
-def test_a_compile_cache_is_written_once_and_survives_damage(tmp_path) -> None:
-    """Nothing compiled, nothing written; a damaged file is as good as none."""
-    config = tiny_model("llama").config
-    cache = CompileCache(tmp_path / "cache", config)
-    assert not cache.load()
-    path = cache._path
-    assert path is not None
-    path.parent.mkdir()
-    path.write_bytes(b"not what torch wrote")
-    assert not cache.load()
-    assert not CompileCache(None, config).load()
-    assert not CompileCache(None, config).save()
-
-
-def test_ranks_that_write_a_compile_cache_at_once_leave_one_whole(tmp_path, monkeypatch) -> None:
-    """Each of them compiles the same layers, and is done at the same time."""
-    config, num_ranks = tiny_model("llama").config, 4
-    for size in range(1, 21):
-        together = threading.Barrier(num_ranks)
-        content = bytes([size]) * (size << 14)
-
-        def compiled(content: bytes = content, together: Any = together) -> Any:
-            together.wait(60)
-            return content, None
-
-        monkeypatch.setattr(torch.compiler, "save_cache_artifacts", compiled)
-        caches = [CompileCache(tmp_path / "cache", config) for _ in range(num_ranks)]
-        with ThreadPoolExecutor(num_ranks) as ranks:
-            assert all(ranks.map(CompileCache.save, caches))
-        assert [path.read_bytes() for path in (tmp_path / "cache").iterdir()] == [content]
-
-
 def test_progress_can_be_silent(capsys) -> None:
     """Servers log; they draw no bars."""
-    with progress(2, is_shown=False) as bar:
-        bar.update()
+    with running(tiny_model("llama"), options=PADDED) as (runner, _):
+        runner.warm_up()
     assert capsys.readouterr().err == ""

@@ -7,8 +7,9 @@ flash2, flash3, sdpa    the backends, imported when first used
 
   backend = select(AttentionSpec("cuda", torch.bfloat16, 32, 8, 128, 128))
   batch = AttentionBatch.build(rows, lengths, queries, row_tokens=..., device="cuda")
-  append(key, value, keys, values, batch)
-  out = backend.attend(Call(query, keys, values, batch, scale=128**-0.5))
+  call = Call(query, keys, values, batch, scale=128**-0.5)
+  append(call, (key, value))
+  out = backend.attend(call)
 """
 
 from .append import append as append

@@ -27,8 +27,8 @@ import torch
 
 from ..core.cache.fp8 import FP8, Scales, encode
 from ..errors import ConfigError
-from .base import AttentionBatch, Call, check_new, check_rows, check_scales, flat
-from .nvrtc import FORMATS, NUMBERS, Kernel, compiled, launch
+from .base import Call, check_new, flat
+from .nvrtc import FORMATS, NUMBERS, Kernel, addresses, compiled, launch
 
 # ---- append cuda ---------------------------------------------------------------------------------
 
@@ -38,7 +38,8 @@ _THREADS = 128
 _WORDS = Struct("=23q")
 _FP8_CAPABILITY = (8, 9)
 
-# What the kernels share. Conversion saturates at the largest float8 value.
+# What the kernels share. Conversion saturates at the largest float8 value. A thread takes COUNT
+# numbers at a time, after NUMBERS, or a VECTOR of bytes.
 _ROWS = r"""
 typedef long long word;
 
@@ -57,45 +58,48 @@ __device__ word sequence_of(word token, const int* query_starts, word num_sequen
   }
   return low;
 }
+
+#ifdef VECTOR
+typedef VECTOR Numbers;
+#else
+struct alignas(sizeof(number) * COUNT) Numbers { number at[COUNT]; };
+#endif
+
+#ifdef ENCODES
+struct alignas(COUNT) Stored { unsigned char at[COUNT]; };
+__device__ Stored stored(Numbers numbers, float by) {
+  Stored out;
+  for (int at = 0; at < COUNT; at += 2) {
+    const int next = at + 1 < COUNT ? at + 1 : at;
+    const unsigned short two = encode(as_float(numbers.at[at]) * by,
+                                      as_float(numbers.at[next]) * by);
+    out.at[at] = two & 0xff;
+    out.at[next] = next > at ? two >> 8 : out.at[at];
+  }
+  return out;
+}
+#else
+typedef Numbers Stored;
+__device__ Stored stored(Numbers numbers, float) { return numbers; }
+#endif
+
+__device__ float scale_of(const float* inverse, word head) {
+  return inverse == nullptr ? 1.0f : inverse[head];
+}
 """
 # Strides and head sizes are in bytes; head sizes count stored bytes. Arguments are 64-bit words,
 # see vmkv/core/_native/launch.c.
-_MOVE = r"""
-__device__ void put_token(const char* from, word from_head_stride, const float*, char* to,
-                          word heads, word head_bytes) {
-  const word per_head = head_bytes / sizeof(VECTOR);
-  for (word i = threadIdx.x; i < heads * per_head; i += blockDim.x) {
-    const char* source = from + (i / per_head) * from_head_stride;
-    reinterpret_cast<VECTOR*>(to)[i] = reinterpret_cast<const VECTOR*>(source)[i % per_head];
-  }
-}
-"""
-# COUNT numbers at a time, after NUMBERS.
-_ENCODE = r"""
-struct alignas(sizeof(number) * COUNT) Numbers { number at[COUNT]; };
-struct alignas(COUNT) Stored { unsigned char at[COUNT]; };
-
+_APPEND = r"""
 __device__ void put_token(const char* from, word from_head_stride, const float* inverse, char* to,
                           word heads, word head_bytes) {
-  const word per_head = head_bytes / COUNT;
+  const word per_head = head_bytes / sizeof(Stored);
   for (word i = threadIdx.x; i < heads * per_head; i += blockDim.x) {
-    const word head = i / per_head;
-    const char* source = from + head * from_head_stride;
-    const Numbers numbers = reinterpret_cast<const Numbers*>(source)[i % per_head];
-    const float by = inverse == nullptr ? 1.0f : inverse[head];
-    Stored stored;
-    for (int at = 0; at < COUNT; at += 2) {
-      const int next = at + 1 < COUNT ? at + 1 : at;
-      const unsigned short two = encode(as_float(numbers.at[at]) * by,
-                                        as_float(numbers.at[next]) * by);
-      stored.at[at] = two & 0xff;
-      stored.at[next] = next > at ? two >> 8 : stored.at[at];
-    }
-    reinterpret_cast<Stored*>(to)[i] = stored;
+    const char* source = from + (i / per_head) * from_head_stride;
+    reinterpret_cast<Stored*>(to)[i] = stored(
+        reinterpret_cast<const Numbers*>(source)[i % per_head], scale_of(inverse, i / per_head));
   }
 }
-"""
-_APPEND = r"""
+
 extern "C" __global__ void append(
     const char* key, word key_sequence_stride, word key_token_stride, word key_head_stride,
     const char* value, word value_sequence_stride, word value_token_stride, word value_head_stride,
@@ -146,11 +150,9 @@ class Place(NamedTuple):
         return cls(*addresses, row_stride, token_stride, keys.dtype, scales)
 
     @property
-    def inverses(self) -> tuple[int, int]:
+    def inverses(self) -> list[int]:
         """The addresses of the inverse key and value scales; 0 without scales."""
-        if self.scales is None:
-            return 0, 0
-        return self.scales.inverse_keys.data_ptr(), self.scales.inverse_values.data_ptr()
+        return addresses(*(self.scales or [None] * 4)[2:])
 
 
 def append_uniform(
@@ -171,19 +173,6 @@ def append_uniform(
     sequences = (num_tokens, first_position, 0, 0, 0)
     strides = (kb, kt, kh), (vb, vt, vh)
     _launch(key, value, strides, place, sequences, batch_size * num_tokens, stream)
-
-
-def _append_ragged(
-    key: torch.Tensor, value: torch.Tensor, place: Place, batch: AttentionBatch
-) -> None:
-    """Write packed tokens into their rows; `append` has checked the arguments."""
-    key = key if key.stride(2) == 1 else key.contiguous()
-    value = value if value.stride(2) == 1 else value.contiguous()
-    vectors = (batch.row_indices, batch.num_tokens, batch.query_starts)
-    sequences = (batch.batch_size, 0, *[each.data_ptr() for each in vectors])
-    strides = (0, *key.stride()[:2]), (0, *value.stride()[:2])
-    stream = torch._C._cuda_getCurrentRawStream(key.device.index)
-    _launch(key, value, strides, place, sequences, key.shape[0], stream)
 
 
 def encoded(query: torch.Tensor) -> torch.Tensor:
@@ -227,7 +216,7 @@ def _launch(
         kernel = _kernel(index, min(16, joined & -joined))
     else:
         count = min(16 // item, (source_bits & -source_bits) // item, target_bits & -target_bits)
-        kernel = _encoding_kernel(index, key.dtype, count)
+        kernel = _numbers_kernel("append", index, key.dtype, count, encodes=True)
     words = _WORDS.pack(*source, *place[:4], *heads, *sequences, *place.inverses)
     launch(kernel, num_tokens, _THREADS, stream, words)
 
@@ -235,21 +224,20 @@ def _launch(
 @functools.cache
 def _kernel(device_index: int, vector_bytes: int) -> Kernel:
     option = f"-DVECTOR={_VECTOR_TYPES[vector_bytes]}"
-    return compiled(_ROWS + _MOVE + _APPEND, "append", device_index, option)
+    return compiled(_ROWS + _APPEND, "append", device_index, option)
 
 
 @functools.cache
-def _encoding_kernel(device_index: int, dtype: torch.dtype, count: int) -> Kernel:
-    check_fp8(device_index, dtype)
-    options = (f"-DFORMAT={FORMATS[dtype]}", f"-DCOUNT={count}")
-    return compiled(NUMBERS + _ROWS + _ENCODE + _APPEND, "append", device_index, *options)
-
-
-def check_fp8(device_index: int, dtype: torch.dtype) -> None:
-    """Raise `ConfigError` where `why_not_fp8` returns a reason."""
-    reason = why_not_fp8(torch.device("cuda", device_index), dtype)
+def _numbers_kernel(
+    name: str, device_index: int, dtype: torch.dtype, count: int, encodes: bool
+) -> Kernel:
+    """Compile the kernel `name` for `count` numbers at a time, stored as float8 if it `encodes`."""
+    reason = why_not_fp8(torch.device("cuda", device_index), dtype) if encodes else None
     if reason is not None:
         raise ConfigError(reason)
+    source = NUMBERS + _ROWS + (_APPEND if name == "append" else _ROTATE)
+    options = [f"-DFORMAT={FORMATS[dtype]}", f"-DCOUNT={count}", *["-DENCODES"] * encodes]
+    return compiled(source, name, device_index, *options)
 
 
 def why_not_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -269,25 +257,16 @@ def why_not_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
 # ---- append --------------------------------------------------------------------------------------
 
 
-def append(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    batch: AttentionBatch,
-    scales: Scales | None = None,
-) -> None:
-    """Write new keys and values at positions `num_tokens - query_tokens + i` of their rows.
+def append(call: Call, new: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Write keys and values of the call's query tokens at the ends of their rows.
 
-    Padding tokens, whose positions are negative, are not written.
+    Token i of a sequence goes to position `num_tokens - query_tokens + i`. Padding tokens, whose
+    positions are negative, are not written.
 
     Args:
-        key: `[Tq, H, Dk]`, packed by `batch.query_starts`; any strides with a last stride of 1.
-        value: `[Tq, H, Dv]`, packed as `key` is.
-        keys: `[rows, row_tokens, H, Dk]`, the layer's view, in the key's dtype or float8; written.
-        values: `[rows, row_tokens, H, Dv]`, the layer's view; written.
-        batch: This step's batch; its `num_tokens` include the new tokens.
-        scales: Scales of a float8 layer; None for 1.
+        call: The layer's rows, which are written, and this step's batch, whose `num_tokens` include
+            the new tokens.
+        new: Keys `[Tq, H, Dk]` and values `[Tq, H, Dv]`, packed as the call's queries; any strides.
 
     Raises:
         ConfigError: Shapes, dtypes or devices do not fit. Nothing was written.
@@ -295,37 +274,28 @@ def append(
     Cost: one launch on CUDA; elsewhere two operations, and a few per batch. Ordering: on the
     current stream, before any attention launched on it later.
     """
+    key, value = new
+    keys, values, batch, scales = call.keys, call.values, call.batch, call.scales
     check_new(key, value, keys, values)
-    check_rows(keys, batch.row_tokens)
-    check_rows(values, batch.row_tokens)
-    if scales is not None:
-        check_scales(scales, keys)
-    write(key, value, keys, values, batch, scales)
-
-
-def write(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    batch: AttentionBatch,
-    scales: Scales | None,
-) -> None:
-    """Append as `append`, without checks."""
     if key.is_cuda:
-        _append_ragged(key, value, Place.of(keys, values, scales), batch)
-    else:
-        positions = batch.flat_positions
-        if positions.numel() and int(positions.min()) < 0:
-            is_real = positions >= 0
-            positions, key, value = positions[is_real], key[is_real], value[is_real]
-        if keys.dtype == FP8:
-            # Copied as bytes: torch has no index_copy_ for float8.
-            key = encode(key, None if scales is None else scales.inverse_keys).view(torch.uint8)
-            value = encode(value, None if scales is None else scales.inverse_values)
-            keys, values, value = (each.view(torch.uint8) for each in (keys, values, value))
-        flat(keys).index_copy_(0, positions, key)
-        flat(values).index_copy_(0, positions, value)
+        key, value = (each if each.stride(2) == 1 else each.contiguous() for each in new)
+        vectors = addresses(batch.row_indices, batch.num_tokens, batch.query_starts)
+        strides = (0, *key.stride()[:2]), (0, *value.stride()[:2])
+        stream = torch._C._cuda_getCurrentRawStream(key.device.index)
+        place, sequences = Place.of(keys, values, scales), (batch.batch_size, 0, *vectors)
+        _launch(key, value, strides, place, sequences, key.shape[0], stream)
+        return
+    positions = batch.flat_positions
+    if positions.numel() and int(positions.min()) < 0:
+        is_real = positions >= 0
+        positions, key, value = positions[is_real], key[is_real], value[is_real]
+    if keys.dtype == FP8:
+        # Copied as bytes: torch has no index_copy_ for float8.
+        key = encode(key, None if scales is None else scales.inverse_keys).view(torch.uint8)
+        value = encode(value, None if scales is None else scales.inverse_values)
+        keys, values, value = (each.view(torch.uint8) for each in (keys, values, value))
+    flat(keys).index_copy_(0, positions, key)
+    flat(values).index_copy_(0, positions, value)
 
 
 # ---- rotate and append ---------------------------------------------------------------------------
@@ -335,25 +305,6 @@ _ROTATED_DTYPES = (torch.bfloat16, torch.float16)
 
 # Strides are in numbers; those of rows are in bytes.
 _ROTATE = r"""
-struct alignas(16) Numbers { number at[8]; };
-
-#ifdef ENCODES
-struct alignas(8) Stored { unsigned short two[4]; };
-__device__ Stored stored(const Numbers& numbers, float by) {
-  Stored out;
-  for (int at = 0; at < 4; at++)
-    out.two[at] = encode(as_float(numbers.at[2 * at]) * by, as_float(numbers.at[2 * at + 1]) * by);
-  return out;
-}
-#else
-typedef Numbers Stored;
-__device__ Stored stored(const Numbers& numbers, float) { return numbers; }
-#endif
-
-__device__ float scale_of(const float* inverse, word head) {
-  return inverse == nullptr ? 1.0f : inverse[head];
-}
-
 __device__ void turn(Numbers& low, Numbers& high, const Numbers& c0, const Numbers& c1,
                      const Numbers& s0, const Numbers& s1) {
 #pragma unroll
@@ -437,17 +388,16 @@ def can_rotate(
         return False
     if cos.shape != (query.shape[0], dim):
         return False
+    sources = (query, *new, cos, sin)
+    if any(each.dtype != dtype or each.stride(-1) != 1 for each in sources):
+        return False
+    strided = [(each, each.stride()[:-1]) for each in sources]
+    strided += [(view, view.stride()[:2]) for view in (call.keys, call.values)]
     bits = 0
-    for each in (query, *new, cos, sin):
-        if each.dtype != dtype or each.stride(-1) != 1:
-            return False
+    for each, strides in strided:
         bits |= each.data_ptr()
-        for stride in each.stride()[:-1]:
+        for stride in strides:
             bits |= stride * each.element_size()
-    for view in (call.keys, call.values):
-        bits |= view.data_ptr()
-        for stride in view.stride()[:2]:
-            bits |= stride * view.element_size()
     return not bits % 16
 
 
@@ -470,41 +420,23 @@ def append_rotated(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     kept = torch.empty(key.shape, dtype=key.dtype, device=key.device) if keep_keys else None
     place = Place.of(keys, values, call.scales)
-    is_uniform = batch.is_uniform(query.shape[0])
+    decodes = batch.max_query_tokens == 1 and batch.is_uniform(query.shape[0])
+    starts = None if decodes else batch.query_starts
     words = _ROTATED_WORDS.pack(
-        query.data_ptr(),
-        *query.stride()[:2],
-        query.shape[1],
-        key.data_ptr(),
-        *key.stride()[:2],
-        value.data_ptr(),
-        *value.stride()[:2],
-        cos.data_ptr(),
-        cos.stride(0),
-        sin.data_ptr(),
-        sin.stride(0),
-        out.data_ptr(),
-        0 if kept is None else kept.data_ptr(),
+        *(query.data_ptr(), *query.stride()[:2], query.shape[1]),
+        *(key.data_ptr(), *key.stride()[:2]),
+        *(value.data_ptr(), *value.stride()[:2]),
+        *(cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0)),
+        *addresses(out, kept),
         *place[:4],
-        key.shape[1],
-        query.shape[2],
-        value.shape[2],
-        batch.row_indices.data_ptr(),
-        batch.num_tokens.data_ptr(),
-        0 if batch.max_query_tokens == 1 and is_uniform else batch.query_starts.data_ptr(),
+        *(key.shape[1], query.shape[2], value.shape[2]),
+        *addresses(batch.row_indices, batch.num_tokens, starts),
         batch.batch_size,
         *place.inverses,
     )
     index = query.device.index
-    kernel = _rotating_kernel(index, query.dtype, keys.dtype == FP8)
+    encodes = keys.dtype == FP8
+    kernel = _numbers_kernel("append_rotated", index, query.dtype, 8, encodes=encodes)
     stream = torch._C._cuda_getCurrentRawStream(index)
     launch(kernel, query.shape[0], _THREADS, stream, words)
     return out, kept
-
-
-@functools.cache
-def _rotating_kernel(device_index: int, dtype: torch.dtype, encodes: bool) -> Kernel:
-    options = [f"-DFORMAT={FORMATS[dtype]}", *(["-DENCODES"] if encodes else [])]
-    if encodes:
-        check_fp8(device_index, dtype)
-    return compiled(NUMBERS + _ROWS + _ROTATE, "append_rotated", device_index, *options)

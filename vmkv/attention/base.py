@@ -340,8 +340,8 @@ class AttentionBackend(abc.ABC):
 
         Returns `[Tq, Hq, Dv]` in the query's dtype: `call.out`, or a new tensor of the caller's.
         Launches on the current stream and returns without synchronising, unless the backend's
-        docstring says otherwise. Raises `ConfigError`, with nothing launched, for a call that the
-        kernel cannot serve.
+        docstring says otherwise. Raises, with nothing launched, for a call that the kernel cannot
+        serve.
         """
 
     def attend_new(self, call: Call) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch
 from ..core.cache.fp8 import FP8
 from ..units import div_ceil
 from .base import Call
-from .nvrtc import FORMATS, NUMBERS, Kernel, compiled, launch
+from .nvrtc import FORMATS, NUMBERS, Kernel, addresses, compiled, launch
 
 HEAD_DIMS = (64, 128)
 """Head sizes that the kernel is compiled and measured for."""
@@ -335,31 +335,13 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if out is None:
         out = torch.empty((size, query_heads, dim), dtype=query.dtype, device=query.device)
     logsumexp = torch.empty((size, query_heads, 1), dtype=torch.float32, device=query.device)
-    sums, weights, done = _scratch(call, parts, size * query_heads, dim, size * heads)
-    scales = call.scales
     words = _WORDS.pack(
-        query.data_ptr(),
-        query.stride(0),
-        keys.data_ptr(),
-        values.data_ptr(),
-        keys.stride(0),
-        keys.stride(1),
-        batch.row_indices.data_ptr(),
-        batch.num_tokens.data_ptr(),
-        0 if scales is None else scales.keys.data_ptr(),
-        0 if scales is None else scales.values.data_ptr(),
-        call.scale,
-        call.softcap,
-        math.log2(math.e),
-        call.window or 0,
-        parts,
-        heads,
-        query_heads // heads,
-        out.data_ptr(),
-        logsumexp.data_ptr(),
-        sums,
-        weights,
-        done,
+        *(query.data_ptr(), query.stride(0), *addresses(keys, values), *keys.stride()[:2]),
+        *addresses(batch.row_indices, batch.num_tokens, *(call.scales or [None] * 4)[:2]),
+        *(call.scale, call.softcap, math.log2(math.e)),
+        *(call.window or 0, parts, heads, query_heads // heads),
+        *addresses(out, logsumexp),
+        *_scratch(call, parts, size * query_heads, dim, size * heads),
         size,
     )
     index = query.device.index

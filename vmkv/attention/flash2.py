@@ -25,7 +25,7 @@ import torch
 from ..errors import ConfigError
 from . import flash_common as hub
 from .base import AttentionSpec, Call, flat
-from .flash_common import FlashBackend, why_not_flash, window_bounds
+from .flash_common import FlashBackend, why_not_flash, window_bounds, with_sinks
 
 HUB_KERNEL = "kernels-community/flash-attn2"
 """Repository on the Hugging Face Hub; versions from 4 on are built for torch 2.10 and newer."""
@@ -67,7 +67,7 @@ class Flash2Backend(FlashBackend):
 
     def why_not(self, spec: AttentionSpec) -> str | None:
         """Check the limits of FlashAttention-2 and that the package can be imported."""
-        return why_not_flash(spec, same_head_sizes=True) or hub.reason(_load())
+        return why_not_flash(spec, 2) or hub.reason(_load())
 
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the decode kernel for a uniform batch, the varlen kernel for a mixed one."""
@@ -87,10 +87,11 @@ class Flash2Backend(FlashBackend):
             seqused_k=batch.visible_tokens,
         )
 
-    def launch_new(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend_new(self, call: Call) -> torch.Tensor:
         """Launch the varlen kernel over the new keys and values."""
         assert call.new is not None  # By the contract of `attend_new`.
-        return _varlen(call, call.new, call.batch.query_starts, call.batch.max_query_tokens)
+        starts, most = call.batch.query_starts, call.batch.max_query_tokens
+        return with_sinks(call, *_varlen(call, call.new, starts, most))
 
 
 def _varlen(
@@ -164,7 +165,7 @@ class TorchFlashBackend(FlashBackend):
 
     def why_not(self, spec: AttentionSpec) -> str | None:
         """Check the limits of FlashAttention-2, no soft cap, and torch's build."""
-        limit = why_not_flash(spec, same_head_sizes=True)
+        limit = why_not_flash(spec, 2)
         if limit is None and spec.softcap:
             limit = "torch passes no soft cap to its kernel"
         if limit is None and not torch.backends.cuda.is_flash_attention_available():

@@ -35,12 +35,13 @@ from typing import Any
 
 import torch
 
-from ..core.cache.fp8 import FP8, Scales
+from ..core.cache.fp8 import FP8
 from ..errors import ConfigError
 from . import decode_fp8
 from . import flash_common as hub
+from .append import encoded
 from .base import AttentionSpec, Call
-from .flash_common import FlashBackend, why_not_flash, window_bounds
+from .flash_common import FlashBackend, why_not_flash, window_bounds, with_sinks
 
 LIBRARY_VARIABLE = "VMKV_FLASH3_LIBRARY"
 """Environment variable: path of vLLM's `_vllm_fa3_C` library, for use without vLLM."""
@@ -74,18 +75,18 @@ CALL_ARGUMENTS = frozenset(
     {
         *("q", "k", "v", "out", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "kv_batch_idx"),
         *("leftpad_k", "softmax_scale", "is_causal", "window_size_left", "window_size_right"),
-        *("softcap", "num_splits"),
+        *("softcap", "num_splits", "k_descale", "v_descale"),
     }
 )
 
-Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Result = tuple[torch.Tensor, torch.Tensor]
+Kernel = Callable[..., Result]
 
 
 class Flash3Backend(FlashBackend):
     """FlashAttention-3 as an `AttentionBackend`."""
 
     name = "flash3"
-    reads_fp8 = True
 
     def mixes(self, spec: AttentionSpec) -> bool:
         """Whether rows are not float8; those have a separate decode kernel."""
@@ -105,7 +106,7 @@ class Flash3Backend(FlashBackend):
 
     def why_not(self, spec: AttentionSpec) -> str | None:
         """Check for Hopper, a packaging, and the limits of FlashAttention-3."""
-        limit = why_not_flash(spec, same_head_sizes=False, reads_fp8=True)
+        limit = why_not_flash(spec, 3)
         if limit is not None:
             return limit
         if torch.cuda.get_device_capability()[0] != 9:
@@ -126,9 +127,6 @@ class Flash3Backend(FlashBackend):
         kernel = hub.usable("flash3", _load_for_fp8(batch.max_num_tokens) if is_fp8 else _load())
         dtype = query.dtype
         if is_fp8:
-            # Imported here: it needs tools that machines without a GPU lack.
-            from .append import encoded
-
             query = encoded(query)
         uniform = batch.is_uniform(query.shape[0])
         if uniform:
@@ -138,7 +136,10 @@ class Flash3Backend(FlashBackend):
         # 2,048 queries in tiles: 45 us, 32 without); not worth it if queries fill the device.
         num_blocks = query.numel() // (query.shape[-1] * _QUERY_BLOCK)
         is_busy = num_blocks >= _num_processors(query.device)
-        options = _descales(call.scales, batch.batch_size)
+        options: dict[str, torch.Tensor] = {}
+        if call.scales is not None:  # `[B, H]` each, the same for every sequence.
+            k_scale, v_scale = (each.expand(batch.batch_size, -1) for each in call.scales[:2])
+            options = {"k_descale": k_scale, "v_descale": v_scale}
         if kernel is library_kernel():
             if not is_busy:
                 options |= _plan(call, query, uniform)
@@ -163,21 +164,25 @@ class Flash3Backend(FlashBackend):
         out = out.flatten(0, 1) if uniform else out
         return out.to(dtype) if is_fp8 else out, logsumexp
 
-    def launch_new(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend_new(self, call: Call) -> torch.Tensor:
         """Launch the kernel over the new keys and values."""
         kernel = _load_packed()
         assert kernel is not None  # As `reads_new` says.
-        return kernel(call)
-
-
-def _descales(scales: Scales | None, batch_size: int) -> dict[str, torch.Tensor]:
-    """Return the kernel's scale arguments, `[B, H]` each, the same for every sequence."""
-    if scales is None:
-        return {}
-    return {
-        "k_descale": scales.keys.expand(batch_size, -1),
-        "v_descale": scales.values.expand(batch_size, -1),
-    }
+        assert call.new is not None  # By the contract of `attend_new`.
+        starts, most = call.batch.query_starts, call.batch.max_query_tokens
+        out, logsumexp = kernel(
+            call.query,
+            *call.new,
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=most,
+            max_seqlen_k=most,
+            scale=call.scale,
+            window=window_bounds(call.window),
+            softcap=call.softcap,
+            **({"out": call.out} if kernel is library_kernel() else {}),
+        )
+        return with_sinks(call, out, logsumexp)
 
 
 def _plan(call: Call, query: torch.Tensor, uniform: bool) -> dict[str, torch.Tensor]:
@@ -186,27 +191,28 @@ def _plan(call: Call, query: torch.Tensor, uniform: bool) -> dict[str, torch.Ten
     if planner is None:
         return {}
     batch, window = call.batch, window_bounds(call.window)
-    (_, _, k_heads, k_dim), v_dim = call.keys.shape, call.values.shape[3]
-    asked = (query.shape[-2], k_heads, k_dim, v_dim, query.dtype, window)
-    key = ("flash3", uniform, *asked, call.softcap > 0)
+    kind = {
+        "num_heads": query.shape[-2],
+        "num_heads_k": call.keys.shape[2],
+        "headdim": call.keys.shape[3],
+        "headdim_v": call.values.shape[3],
+        "qkv_dtype": query.dtype,
+        "window_size_left": window[0],
+        "window_size_right": window[1],
+        "has_softcap": call.softcap > 0,
+    }
+    key = ("flash3", uniform, *kind.values())
     plan = batch.plans.get(key)
     if plan is None:
         plan = planner(
+            **kind,
             batch_size=batch.batch_size,
             max_seqlen_q=batch.max_query_tokens,
             max_seqlen_k=min(batch.max_num_tokens, call.keys.shape[1]),
-            num_heads=query.shape[-2],
-            num_heads_k=k_heads,
-            headdim=k_dim,
-            headdim_v=v_dim,
-            qkv_dtype=query.dtype,
             seqused_k=batch.num_tokens,
             cu_seqlens_q=None if uniform else batch.query_starts,
             leftpad_k=batch.left_pad,
             is_causal=True,
-            window_size_left=window[0],
-            window_size_right=window[1],
-            has_softcap=call.softcap > 0,
         )
         if plan is None:
             return {}
@@ -250,7 +256,7 @@ def _load() -> Kernel | str:
 
 def _load_for_fp8(max_tokens: int | None) -> Kernel | str:
     """Return the kernel for float8 rows of up to `max_tokens`, or why there is none."""
-    library = _fp8_library_kernel()
+    library = library_kernel()
     if not isinstance(library, str):
         return library
     package = _fp8_package_kernel()
@@ -264,14 +270,6 @@ def _load_for_fp8(max_tokens: int | None) -> Kernel | str:
             f"vLLM's kernels, which do not ({library})"
         )
     return package
-
-
-@functools.cache
-def _fp8_library_kernel() -> Kernel | str:
-    missing = {"k_descale", "v_descale"} - _arguments().keys()
-    if missing and not isinstance(_operator(), str):
-        return f"this _vllm_fa3_C lacks arguments {sorted(missing)}"
-    return library_kernel()
 
 
 @functools.cache
@@ -305,9 +303,13 @@ def hub_kernel() -> Kernel | str:
 
 
 def _over_kvcache(module: ModuleType | str) -> Kernel | str:
-    """Wrap a package's `flash_attn_with_kvcache` in the signature of `Kernel`."""
     if isinstance(module, str):
         return module
+    return _as_kernel(module.flash_attn_with_kvcache, return_softmax_lse=True)
+
+
+def _as_kernel(function: Callable[..., Any], **returns: bool) -> Kernel:
+    """Wrap a package's function in the signature of `Kernel`."""
     names = {
         "seqused_k": "cache_seqlens",
         "kv_batch_idx": "cache_batch_idx",
@@ -316,11 +318,9 @@ def _over_kvcache(module: ModuleType | str) -> Kernel | str:
         "window": "window_size",
     }
 
-    def kernel(*qkv: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def kernel(*qkv: torch.Tensor, **options: Any) -> Result:
         renamed = {names.get(name, name): value for name, value in options.items()}
-        out, logsumexp, *_ = module.flash_attn_with_kvcache(
-            *qkv, causal=True, return_softmax_lse=True, **renamed
-        )
+        out, logsumexp, *_ = function(*qkv, causal=True, **returns, **renamed)
         return out, logsumexp
 
     return kernel
@@ -355,17 +355,9 @@ def library_kernel() -> Kernel | str:
         return f"this _vllm_fa3_C lacks arguments {sorted(missing)} or needs {unknown}"
     neutral: dict[str, Any] = {name: NEUTRAL.get(name) for name in arguments}
 
-    def kernel(
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        scale: float,
-        window: tuple[int, int],
-        **others: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        call = neutral | others
-        call |= {"q": query, "k": keys, "v": values, "softmax_scale": scale, "is_causal": True}
+    def kernel(*qkv: torch.Tensor, scale: float, window: tuple[int, int], **others: Any) -> Result:
+        call = neutral | others | dict(zip("qkv", qkv, strict=True))
+        call |= {"softmax_scale": scale, "is_causal": True}
         call |= {"window_size_left": window[0], "window_size_right": window[1]}
         out, logsumexp, *_ = operator(*call.values())
         return out, logsumexp
@@ -374,52 +366,16 @@ def library_kernel() -> Kernel | str:
 
 
 @functools.cache
-def _load_packed() -> Callable[[Call], tuple[torch.Tensor, torch.Tensor]] | None:
+def _load_packed() -> Kernel | None:
     """Return the kernel for packed keys, of the first packaging that has it."""
-    module, library = package(), library_kernel()
+    library = library_kernel()
     has_arguments = _arguments().keys() >= {"out", "cu_seqlens_k", "max_seqlen_k"}
-    if isinstance(module, str) and not isinstance(library, str) and has_arguments:
-        return functools.partial(_library_packed, library)
-    if isinstance(module, str):
-        module = of_hub()  # Last, because it may use the network.
+    if isinstance(package(), str) and not isinstance(library, str) and has_arguments:
+        return library
+    module = hub.first_found(package, of_hub)  # The Hub last, because it may use the network.
     if isinstance(module, str):
         return None
-    return functools.partial(_package_packed, module.flash_attn_varlen_func)
-
-
-def _library_packed(library: Kernel, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    assert call.new is not None  # By the contract of `attend_new`.
-    starts, most = call.batch.query_starts, call.batch.max_query_tokens
-    return library(
-        call.query,
-        *call.new,
-        cu_seqlens_q=starts,
-        cu_seqlens_k=starts,
-        max_seqlen_q=most,
-        max_seqlen_k=most,
-        scale=call.scale,
-        window=window_bounds(call.window),
-        softcap=call.softcap,
-        out=call.out,
-    )
-
-
-def _package_packed(
-    flash_attn_varlen_func: Callable[..., Any], call: Call
-) -> tuple[torch.Tensor, torch.Tensor]:
-    assert call.new is not None  # By the contract of `attend_new`.
-    starts, most = call.batch.query_starts, call.batch.max_query_tokens
-    out, logsumexp, *_ = flash_attn_varlen_func(
-        call.query,
-        *call.new,
-        *(starts, starts, most, most),
-        softmax_scale=call.scale,
-        causal=True,
-        window_size=window_bounds(call.window),
-        softcap=call.softcap,
-        return_attn_probs=True,
-    )
-    return out, logsumexp
+    return _as_kernel(module.flash_attn_varlen_func, return_attn_probs=True)
 
 
 def _operator() -> Any:

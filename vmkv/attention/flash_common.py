@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import torch
 
-from ..core.cache.fp8 import FP8
 from ..errors import ConfigError, one_line
 from .base import AttentionBackend, AttentionSpec, Call
 
@@ -61,23 +60,21 @@ def usable(name: str, found: T | str) -> T:
     return found
 
 
-def why_not_flash(
-    spec: AttentionSpec, *, same_head_sizes: bool, reads_fp8: bool = False
-) -> str | None:
-    """Return which limit of every FlashAttention generation `spec` exceeds, or None."""
+def why_not_flash(spec: AttentionSpec, generation: int) -> str | None:
+    """Return which limit of a FlashAttention generation, 2 or 3, `spec` exceeds, or None."""
     if spec.device_type != "cuda":
         return f"it runs on CUDA, not on {spec.device_type}"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if spec.dtype not in DTYPES:
         return f"it computes in float16 and bfloat16, not in {spec.dtype}"
-    if spec.is_fp8 and not reads_fp8:
+    if spec.is_fp8 and generation < 3:
         return f"it reads no keys and values in {spec.kv_dtype}"
     step = 16 if spec.is_fp8 else 8
     for dim in (spec.k_dim, spec.v_dim):
         if dim % step or dim > 256:
             return f"head sizes are multiples of {step} up to 256, not {dim}"
-    if same_head_sizes and spec.k_dim != spec.v_dim:
+    if spec.k_dim != spec.v_dim and generation < 3:
         return f"keys and values must have one head size, not {spec.k_dim} and {spec.v_dim}"
     if torch.cuda.get_device_capability() < (8, 0):
         return "it needs compute capability 8.0 or newer"
@@ -87,32 +84,13 @@ def why_not_flash(
 class FlashBackend(AttentionBackend):
     """A FlashAttention kernel as a backend; sinks are applied from its log-sum-exp."""
 
-    reads_fp8 = False
-
     def attend(self, call: Call) -> torch.Tensor:
-        """Launch the kernel and apply the sinks; `ConfigError` for dtypes it does not support."""
-        if call.keys.dtype == FP8 and not self.reads_fp8:
-            raise ConfigError(
-                f"{self.name!r} reads no keys and values in {FP8}; select 'flash3' or 'sdpa'"
-            )
-        if call.query.dtype not in DTYPES or not call.query.is_cuda:
-            raise ConfigError(
-                f"{self.name!r} computes in float16 and bfloat16 on CUDA, not in "
-                f"{call.query.dtype} on {call.query.device}; cast, or select 'sdpa'"
-            )
+        """Launch the kernel and apply the sinks."""
         return with_sinks(call, *self.launch(call))
-
-    def attend_new(self, call: Call) -> torch.Tensor:
-        """Launch the kernel over `call.new` and apply the sinks."""
-        return with_sinks(call, *self.launch_new(call))
 
     @abc.abstractmethod
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output `[Tq, Hq, Dv]` and its log-sum-exp, `[Hq, Tq]` or `[B, Hq, t]`."""
-
-    def launch_new(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the same for queries that attend to `call.new`."""
-        raise NotImplementedError
 
 
 def window_bounds(window: int | None) -> tuple[int, int]:

@@ -69,6 +69,11 @@ def launch(kernel: Kernel, num_blocks: int, num_threads: int, stream: int, words
         raise CudaDriverError(kernel.name, status, f"CUresult {status}", "the launch was refused")
 
 
+def addresses(*tensors: torch.Tensor | None) -> list[int]:
+    """Return the tensors' addresses as arguments of a kernel; 0 for None."""
+    return [0 if each is None else each.data_ptr() for each in tensors]
+
+
 @functools.cache
 def compiled(source: str, name: str, device_index: int, *options: str) -> Kernel:
     """Compile the kernel `name` of `source` for a device: 15 to 60 ms, once per device and options.

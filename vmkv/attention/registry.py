@@ -114,20 +114,20 @@ def select(spec: AttentionSpec, name: str | None = None) -> AttentionBackend:
     Cost: the first call for a kind of layer may import a package and launch a tiny kernel;
         later ones look in a table. Call it when a model is set up, never in a CUDA graph capture.
     """
-    if name is not None:
-        reason = why_not(name, spec)
-        if reason is None:
-            return _chosen(name, spec)
-        servers = [other for other in ORDER if other != name and why_not(other, spec) is None]
-        would = f"{servers[0]!r} would serve it" if servers else "no backend here would serve it"
-        raise ConfigError(f"{name!r} cannot serve {spec}: {reason}; {would}")
-    reasons = []
-    for candidate in ORDER:
+    reasons = {}
+    for candidate in ORDER if name is None else (name,):
         reason = why_not(candidate, spec)
         if reason is None:
-            return _chosen(candidate, spec)
-        reasons.append(f"{candidate!r}: {reason}")
-    raise ConfigError(f"no attention backend can serve {spec}. " + "; ".join(reasons))
+            if spec.is_fp8 and candidate == "sdpa":
+                _say_that_it_decodes(spec.device_type)
+            return get(candidate)
+        reasons[candidate] = reason
+    if name is None:
+        told = "; ".join(f"{candidate!r}: {reason}" for candidate, reason in reasons.items())
+        raise ConfigError(f"no attention backend can serve {spec}. {told}")
+    servers = [other for other in ORDER if other != name and why_not(other, spec) is None]
+    would = f"{servers[0]!r} would serve it" if servers else "no backend here would serve it"
+    raise ConfigError(f"{name!r} cannot serve {spec}: {reasons[name]}; {would}")
 
 
 def select_for_new(spec: AttentionSpec) -> AttentionBackend | None:
@@ -144,19 +144,12 @@ def select_for_new(spec: AttentionSpec) -> AttentionBackend | None:
     return None
 
 
-def _chosen(name: str, spec: AttentionSpec) -> AttentionBackend:
-    if spec.is_fp8 and name == "sdpa":
-        _say_that_it_decodes(name, spec.device_type)
-    return get(name)
-
-
 @functools.cache
-def _say_that_it_decodes(name: str, device_type: str) -> None:
+def _say_that_it_decodes(device_type: str) -> None:
     _LOG.warning(
-        "%r on %s reads no keys and values in eight bits: each layer decodes them into a tensor "
-        "that lasts as long as its attention. They take half the memory, and are read more slowly; "
-        "'flash3' reads them in place, on Hopper, with vLLM's kernels",
-        name,
+        "'sdpa' on %s reads no keys and values in eight bits: each layer decodes them into a "
+        "tensor that lasts as long as its attention. They take half the memory, and are read more "
+        "slowly; 'flash3' reads them in place, on Hopper, with vLLM's kernels",
         device_type,
     )
 

@@ -93,16 +93,8 @@ def _plain(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     seen = visible_keys(query.shape[0], key.shape[0], call.window, query.device)
     step = max(1, SCORES_AT_ONCE // (query.shape[1] * key.shape[0]))
     parts = [
-        plain_attention(
-            q[:, first : first + step],
-            k,
-            v,
-            seen[first : first + step],
-            scale=call.scale,
-            softcap=call.softcap,
-            sinks=call.sinks,
-        )
-        for first in range(0, query.shape[0], step)
+        plain_attention(part, k, v, mask, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
+        for part, mask in zip(torch.split(q, step, 1), torch.split(seen, step), strict=True)
     ]
     return torch.cat(parts, 1).transpose(0, 1).to(query.dtype)
 

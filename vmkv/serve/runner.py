@@ -11,7 +11,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -172,7 +171,6 @@ class RunnerOptions:
             run without capture, for tests.
         max_graph_tokens: Largest captured step with prompts. Larger steps hide the launch time
             anyway.
-        compile_cache: Folder for compiled code; by default torch's temporary one.
         show_progress: Show a progress bar while warming up.
         agree: Returns the maximum of a number over all ranks.
         wrap: Wraps the finished runner in one with the same methods.
@@ -183,7 +181,6 @@ class RunnerOptions:
     compile_backend: str = "inductor"
     capture: bool | None = None
     max_graph_tokens: int = 2048
-    compile_cache: Path | None = None
     show_progress: bool = True
     agree: Callable[[int], int] = int
     wrap: Callable[[Any], Any] = lambda runner: runner
@@ -336,14 +333,13 @@ class ModelRunner:
         A model that cannot be captured is served without graphs. `CapacityError` if not even a
         short prompt fits the cache.
 
-        Cost: for an 8-billion-parameter model half a minute the first time, some seconds with a
-            filled `compile_cache`.
+        Cost: for an 8-billion-parameter model half a minute the first time, some seconds where
+            torch's folder of compiled code (`TORCHINDUCTOR_CACHE_DIR`) has been kept.
         """
         options, dtype = self._options, self._model.get_output_embeddings().weight.dtype
         self.graph_bytes = warm_up(
             self.stepper,
             self._max_num_batched_tokens,
-            compile_cache=options.compile_cache,
             must_compile=bool(options.compile_layers),
             then=lambda: self.sampler.warm_up(dtype),
             show_progress=options.show_progress,

@@ -32,12 +32,12 @@ _Compiled = Callable[..., Any]
 class CompiledLayers:
     """Makes a model's layers run compiled, until `stand_aside` or `close`.
 
-    `backend` is one of `torch.compile`; `tune` searches for the fastest tiling of the one-token
+    `backend` is one of `torch.compile`; "inductor" searches for the fastest tiling of the one-token
     products, tens of seconds once. Raises `ConfigError`, with the model unchanged, if the decoder's
     layers are not found or one's `forward` is wrapped.
     """
 
-    def __init__(self, model: Any, *, backend: str = "inductor", tune: bool = True):
+    def __init__(self, model: Any, *, backend: str = "inductor"):
         self._model = model
         layers = decoder_layers(model)
         if any("forward" in vars(layer) for layer in layers):
@@ -45,8 +45,8 @@ class CompiledLayers:
                 f"somebody has wrapped the forward of {type(model).__name__}'s layers, so they "
                 "cannot be compiled; serve it with compile_layers=False"
             )
-        self.num_joined = joined_layers.join(model)
-        self._one = _compiler(backend, {"coordinate_descent_tuning": tune})
+        joined_layers.join(model)
+        self._one = _compiler(backend, {"coordinate_descent_tuning": True})
         self._many = _compiler(backend, {})
         self._variants: dict[tuple[Any, bool, bool], _Compiled] = {}
         self._decoder, self._last = layers, _last_norm(model)

@@ -22,6 +22,7 @@ is unchanged.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,15 @@ def _match(node: Any, form: Any, found: dict[str, Any]) -> dict[str, Any] | None
     return found if node == form else None
 
 
+def _rewrite(module: torch.fx.GraphModule, rewrite: Callable[[torch.fx.Node], bool]) -> int:
+    """Apply `rewrite` to each node of a traced layer; return how often it changed the graph."""
+    count = sum([rewrite(node) for node in tuple(module.graph.nodes)])
+    if count:
+        module.graph.lint()
+        module.recompile()
+    return count
+
+
 # ---- rotary embeddings ---------------------------------------------------------------------------
 
 
@@ -101,22 +111,20 @@ class _Turned(NamedTuple):
 
 def take_out_rotary(module: torch.fx.GraphModule) -> int:
     """Pass unrotated tensors and angles to `attend_rows` in a traced layer; return the count."""
-    count = 0
-    for node in tuple(module.graph.nodes):
-        if node.op != "call_function" or _ATTEND not in str(node.target) or node.kwargs:
-            continue
-        query, key = _turned(node.args[0]), _turned(node.args[1])
-        if query is None or key is None or query[1:] != key[1:]:
-            continue
-        unused = list(node.args[:2])
-        node.args = (query.x, key.x, *node.args[2:])
-        node.kwargs = {"cos": query.cos, "sin": query.sin}
-        _erase(unused, {query.x, query.cos, query.sin, key.x})
-        count += 1
-    if count:
-        module.graph.lint()
-        module.recompile()
-    return count
+    return _rewrite(module, _take_out)
+
+
+def _take_out(node: torch.fx.Node) -> bool:
+    if node.op != "call_function" or _ATTEND not in str(node.target) or node.kwargs:
+        return False
+    query, key = _turned(node.args[0]), _turned(node.args[1])
+    if query is None or key is None or query[1:] != key[1:]:
+        return False
+    unused: list[Any] = list(node.args[:2])
+    node.args = (query.x, key.x, *node.args[2:])
+    node.kwargs = {"cos": query.cos, "sin": query.sin}
+    _erase(unused, {query.x, query.cos, query.sin, key.x})
+    return True
 
 
 def _erase(unused: list[torch.fx.Node], kept: set[torch.fx.Node]) -> None:
@@ -182,19 +190,14 @@ class _Norm(NamedTuple):
 
 def take_in_sums(module: torch.fx.GraphModule) -> int:
     """Replace norms of sums in a traced layer by the fused operator; return the number replaced."""
-    count = 0
-    for node in tuple(module.graph.nodes):
-        norm = _norm_at(node)
-        if norm is not None and _take_in(module.graph, norm):
-            count += 1
-    if count:
-        module.graph.lint()
-        module.recompile()
-    return count
+    return _rewrite(module, _take_in)
 
 
-def _take_in(graph: torch.fx.Graph, norm: _Norm) -> bool:
-    hidden, out = norm.hidden, norm.chain[0]
+def _take_in(out: torch.fx.Node) -> bool:
+    norm, graph = _norm_at(out), out.graph
+    if norm is None:
+        return False
+    hidden = norm.hidden
     terms: Any = hidden.args
     for part, residual in (terms, terms[::-1]):
         added = _sum_of(part, hidden)

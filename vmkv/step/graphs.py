@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from ..attention import AttentionBatch
 from ..errors import CapacityError, ConfigError, one_line
 from .model_guard import refusing_waits
 from .piece import HeadInParts, Piece, likeliest, pinned
@@ -66,7 +67,6 @@ class GraphSpace:
         self.head = head
         self.vocab_size = vocab_size
         self._forward = stepper.forward
-        self.attention = stepper.attention
         self.is_compiled = stepper.uses_operator
         self.last_tokens = stepper.last_tokens
         self.max_num_seqs = stepper.num_slots
@@ -82,6 +82,14 @@ class GraphSpace:
         self.starts = torch.arange(self.max_num_seqs + 1, dtype=torch.int32, device=self.device)
         self._pool: Any = None
         self._stream = stream
+        # A sequence occupies a processor per key head; kernels split if under 0.8 are occupied.
+        heads = min(group.geometry.shape.num_k_heads for group in stepper.caches[0].groups)
+        self._split_below = int(0.8 * stepper.num_processors / heads) + 1
+
+    def bounds(self, batch_size: int) -> list[int]:
+        """Return bounds of the lengths of sequences: one for batches that kernels do not split."""
+        is_split = batch_size < self._split_below
+        return length_buckets(self.max_tokens) if is_split else [self.max_tokens]
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture `step` as a graph without running it; other threads may use CUDA meanwhile."""
@@ -107,13 +115,16 @@ class GraphSpace:
         self.logits = self.logits.new_empty((self.max_num_seqs, self.vocab_size))
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        keep: torch.Tensor | None,
+        parts: StepParts,
     ) -> torch.Tensor:
-        """Return the model's logits, or this rank's part of them."""
-        if self.head is None:
-            return self._forward(token_ids, positions, keep)
-        with self.head.in_part(self.logits):
-            return self._forward(token_ids, positions, keep)
+        """Return the model's logits of a step, or this rank's part of them."""
+        head = self.head
+        with contextlib.nullcontext() if head is None else head.in_part(self.logits):
+            return self._forward(token_ids, positions, keep, {self.device: parts})
 
     def take(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
         """Choose tokens greedily; store `logits [n, columns]` and the tokens of `slots [n]`."""
@@ -157,7 +168,7 @@ class StepGraphs(abc.ABC, Generic[Key]):
         self._send(integers)
         graph = self._graphs[key]
         if graph is None:
-            self._run(key)
+            self.step(key, self._input)
         else:
             graph.replay()
 
@@ -208,7 +219,8 @@ class StepGraphs(abc.ABC, Generic[Key]):
         """Capture the graph of `key`; the model has run before."""
         self._send(self.empty(key))
         is_cuda = self.space.device.type == "cuda"
-        self._graphs[key] = self.space.capture(lambda: self._run(key)) if is_cuda else None
+        graph = self.space.capture(lambda: self.step(key, self._input)) if is_cuda else None
+        self._graphs[key] = graph
 
     def drop(self, key: Key) -> None:
         """Free the graph of `key`; the device has finished with it."""
@@ -219,16 +231,10 @@ class StepGraphs(abc.ABC, Generic[Key]):
     def run(self, key: Key, integers: torch.Tensor) -> None:
         """Run a step without a graph; on padding, to compile, tune and load its kernels."""
         self._send(integers)
-        self._run(key)
+        self.step(key, self._input)
 
     def _send(self, integers: torch.Tensor) -> None:
         self._input[: integers.shape[0]].copy_(integers, non_blocking=True)
-
-    def _run(self, key: Key) -> None:
-        try:
-            self.step(key, self._input)
-        finally:
-            self.space.attention.steps = None
 
     def close(self) -> None:
         """Drop the graphs and their memory. Idempotent; the caller has waited for the device."""
@@ -250,34 +256,26 @@ Bucket = tuple[int, int]
 class DecodeGraphs(StepGraphs[Bucket]):
     """The decode graphs of one stepper.
 
-    Batches of `split_below` or more sequences get no length buckets; `few` gives fewer widths,
-    which pad more.
+    `few` gives fewer widths, which pad more.
     """
 
     name = "decode steps"
 
-    def __init__(self, space: GraphSpace, split_below: int, *, few: bool = False):
-        self.batch_buckets = batch_buckets(space.max_num_seqs, few=few)
-        self.length_buckets = length_buckets(space.max_tokens)
-        super().__init__(space, _LINES * self.batch_buckets[-1])
-        self._split_below = split_below
+    def __init__(self, space: GraphSpace, *, few: bool = False):
+        self._widths = batch_buckets(space.max_num_seqs, few=few)
+        self._bounds = {width: space.bounds(width) for width in self._widths}
+        super().__init__(space, _LINES * self._widths[-1])
 
     def key(self, batch_size: int, longest: int) -> Bucket:
         """Return the bucket of `batch_size` sequences of at most `longest` tokens."""
-        width = self.batch_buckets[bisect_left(self.batch_buckets, batch_size)]
-        if width >= self._split_below:
-            return width, self.space.max_tokens
-        return width, self.length_buckets[bisect_left(self.length_buckets, longest)]
+        width = self._widths[bisect_left(self._widths, batch_size)]
+        bounds = self._bounds[width]
+        return width, bounds[bisect_left(bounds, longest)]
 
     def keys(self) -> Sequence[Bucket]:
         """Return all buckets, the largest first, so that the later ones find memory to share."""
-        found: list[Bucket] = []
-        for width in reversed(self.batch_buckets):
-            if width >= self._split_below:
-                found.append((width, self.space.max_tokens))
-            else:
-                found += [(width, bound) for bound in reversed(self.length_buckets)]
-        return found
+        widths = reversed(self._widths)
+        return [(width, bound) for width in widths for bound in reversed(self._bounds[width])]
 
     def capture_all(self, captured: Callable[[], object]) -> None:
         """Capture every graph; `captured` is called after each.
@@ -316,10 +314,8 @@ class DecodeGraphs(StepGraphs[Bucket]):
         slots = lines[0].long()
         from_host = lines[4].long()
         token_ids = torch.where(from_host < 0, space.last_tokens[slots], from_host)
-        space.attention.steps = {
-            space.device: _decode_parts(space, lines[1], lines[2], lines[3], bound)
-        }
-        space.take(space.forward(token_ids, lines[2].long(), None), slots)
+        parts = _decode_parts(space, lines[1], lines[2], lines[3], bound)
+        space.take(space.forward(token_ids, lines[2].long(), None, parts), slots)
 
 
 def _decode_parts(
@@ -332,12 +328,9 @@ def _decode_parts(
 ) -> StepParts:
     """Describe a step in which every sequence decodes; vectors are `[B] int32` on the device."""
     width = rows.shape[0]
-    decode = batches(
-        *(space.capacities, rows, num_tokens, space.starts[: width + 1], 1, max_num_tokens),
-        left_pad=left_pad,
-        past_tokens=past_tokens,
-    )
-    return StepParts(width, 0, everything=decode, decode=decode)
+    vectors = rows, num_tokens, space.starts[: width + 1]
+    whole = AttentionBatch(*vectors, 1, max_num_tokens, 0, left_pad, past_tokens)
+    return StepParts(width, 0, batches(space.capacities, whole))
 
 
 def batch_buckets(max_batch: int, *, few: bool = False) -> list[int]:
@@ -380,12 +373,10 @@ class BatchGraphs(StepGraphs[BatchBucket]):
 
     name = "decode steps of a batch"
 
-    def __init__(self, space: GraphSpace, split_below: int):
+    def __init__(self, space: GraphSpace):
         width = space.max_num_seqs
         super().__init__(space, _BATCH_LINES * width)
-        self._bounds = length_buckets(space.max_tokens)
-        if width >= split_below:
-            self._bounds = [space.max_tokens]
+        self._bounds = space.bounds(width)
         # `[B]`: positions of the new tokens.
         self.positions = torch.zeros(width, dtype=torch.int64, device=space.device)
         # `[B]`: leading tokens of each row that are not attended to.
@@ -414,5 +405,4 @@ class BatchGraphs(StepGraphs[BatchBucket]):
         left_pad = self.left_pad if key.is_padded else None
         rows = space.starts[:width]
         parts = _decode_parts(space, rows, before, after, key.max_num_tokens, left_pad)
-        space.attention.steps = {space.device: parts}
-        space.logits.copy_(space.forward(space.last_tokens[:width], self.positions, None))
+        space.logits.copy_(space.forward(space.last_tokens[:width], self.positions, None, parts))

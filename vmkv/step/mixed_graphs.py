@@ -26,7 +26,7 @@ from ..attention import AttentionBatch
 from ..units import div_ceil
 from .graphs import GraphSpace, StepGraphs
 from .piece import Piece, pinned
-from .row_attention import TiledParts, batches
+from .row_attention import StepParts, batches
 
 TILE_TOKENS = 128
 """Most queries of a tile: the block size of kernels, so that tiling repeats no work."""
@@ -73,18 +73,10 @@ class Fields(NamedTuple):
 def _places(bucket: Bucket, max_num_seqs: int) -> Fields:
     num_sequences = bucket.num_decode + bucket.num_tiles
     num_samples = min(max_num_seqs, num_sequences)
-    sizes = Fields(
-        token_ids=bucket.num_tokens,
-        positions=bucket.num_tokens,
-        rows=num_sequences,
-        lengths=num_sequences,
-        starts=num_sequences + 1,
-        slots=bucket.num_decode,
-        ends=num_samples,
-        sampling_slots=num_samples,
-        count=1,
-    )
-    return Fields(*(slice(*pair) for pair in pairwise([0, *accumulate(sizes)])))
+    of_tokens, of_sequences = [bucket.num_tokens] * 2, [num_sequences] * 2
+    of_samples = [num_samples] * 2
+    sizes = [*of_tokens, *of_sequences, num_sequences + 1, bucket.num_decode, *of_samples, 1]
+    return Fields(*(slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))))
 
 
 class MixedGraphs(StepGraphs[Bucket]):
@@ -160,17 +152,12 @@ class MixedGraphs(StepGraphs[Bucket]):
         return False
 
     def _step_ms(self, bucket: Bucket) -> float:
-        """Return a step's time in ms; its number of tokens where nothing is captured."""
+        """Return the shortest of some replays in ms, and wait; tokens where nothing is captured."""
         if self.space.device.type != "cuda":
             return bucket.num_tokens
-        step_ms = self._replay_ms(bucket, self.unlike_tokens(bucket))
-        return self.space.agree(round(1e3 * step_ms)) / 1e3
-
-    def _replay_ms(self, bucket: Bucket, integers: torch.Tensor) -> float:
-        """Return the shortest device time in ms of some replays with this input. Waits."""
         graph = self._graphs[bucket]
-        assert graph is not None  # Only called on CUDA.
-        self._send(integers)
+        assert graph is not None  # As on any CUDA device.
+        self._send(self.unlike_tokens(bucket))
         times_ms = []
         for _ in range(_TIMED_REPLAYS):
             start, end = (
@@ -182,7 +169,7 @@ class MixedGraphs(StepGraphs[Bucket]):
             end.record()
             end.synchronize()
             times_ms.append(float(start.elapsed_time(end)))
-        return min(times_ms)
+        return self.space.agree(round(1e3 * min(times_ms))) / 1e3
 
     def unlike_tokens(self, bucket: Bucket) -> torch.Tensor:
         """Return the input of a padding step with differing tokens: equal ones multiply faster."""
@@ -224,24 +211,25 @@ class MixedGraphs(StepGraphs[Bucket]):
         token_ids = fields.token_ids.long()
         told = token_ids[: key.num_decode]
         torch.where(told < 0, space.last_tokens[fields.slots.long()], told, out=told)
-        space.attention.steps = {space.device: self._parts(key, fields)}
-        logits = space.forward(token_ids, fields.positions.long(), fields.ends.long())
+        positions, ends = fields.positions.long(), fields.ends.long()
+        logits = space.forward(token_ids, positions, ends, self._parts(key, fields))
         space.take(logits, fields.sampling_slots.long())
 
-    def _parts(self, bucket: Bucket, fields: Fields) -> TiledParts:
+    def _parts(self, bucket: Bucket, fields: Fields) -> StepParts:
         width = bucket.num_decode
 
         def part(sequences: slice, starts: torch.Tensor, most: int) -> dict[int, AttentionBatch]:
-            rows, lengths = fields.rows[sequences], fields.lengths[sequences]
-            return batches(
-                self.space.capacities, rows, lengths, starts, most, self.space.max_tokens
-            )
+            vectors = fields.rows[sequences], fields.lengths[sequences], starts
+            whole = AttentionBatch(*vectors, most, self.space.max_tokens, 0)
+            return batches(self.space.capacities, whole)
 
         entries = self.space.starts[: width + 1]
-        return TiledParts(
+        return StepParts(
+            width,
+            0,
             everything=part(slice(None), fields.starts, bucket.tile_tokens),
             decode=part(slice(width), entries, 1),
-            tiles=part(slice(width, None), fields.starts[width:], bucket.tile_tokens),
+            prompts=part(slice(width, None), fields.starts[width:], bucket.tile_tokens),
             is_decode=(entries[:width] < fields.count)[:, None, None],
         )
 

@@ -111,28 +111,24 @@ def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) ->
     on_device = sent[4:7]
 
     def part(first: int, end: int, query_starts: torch.Tensor) -> dict[int, AttentionBatch]:
-        """Return pieces `[first, end)` as a batch for each row capacity."""
+        """Return pieces `[first, end)`, if any, as a batch for each row capacity."""
+        if first == end:
+            return {}
         row_indices, lengths, past_tokens = [each[first:end] for each in on_device]
         longest = max(_SHORTEST_VIEW_TOKENS, int(num_tokens[first:end].max()))
         starts, most = query_starts[: end - first + 1], int(new[first:end].max())
-        return batches(
-            capacities, row_indices, lengths, starts, most, longest, past_tokens=past_tokens
-        )
+        vectors = row_indices, lengths, starts
+        whole = AttentionBatch(*vectors, most, longest, 0, past_tokens=past_tokens)
+        return batches(capacities, whole)
 
-    everything = part(0, count, sent[7])
-    begins, continues = first_later > num_decode, first_later < count
-    decode = beginnings = continued = prompts = None
-    if num_decode:
-        decode = part(0, num_decode, sent[7]) if num_decode < count else everything
-    if begins:
-        beginnings = part(num_decode, first_later, sent[8])
-    if begins and continues:
-        continued = part(first_later, count, sent[9])
-    if num_decode < count:
-        prompts = part(num_decode, count, sent[8])
-    num_beginning_tokens = int(starts[first_later]) - num_decode
     parts = StepParts(
-        num_decode, num_beginning_tokens, everything, decode, beginnings, continued, prompts
+        num_decode,
+        int(starts[first_later]) - num_decode,
+        everything=part(0, count, sent[7]),
+        decode=part(0, num_decode, sent[7]) if num_decode < count else {},
+        beginnings=part(num_decode, first_later, sent[8]),
+        continued=part(first_later, count, sent[9]),
+        prompts=part(num_decode, count, sent[8]),
     )
     return PackedStep(ids, positions, decode_slots, ends, parts)
 

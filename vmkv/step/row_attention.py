@@ -25,13 +25,13 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from ..attention import AttentionBackend, AttentionBatch, Call, select
-from ..attention.append import append_rotated, can_rotate, write
+from ..attention import AttentionBackend, AttentionBatch, Call, append, select
+from ..attention.append import append_rotated, can_rotate
 from ..attention.registry import select_for_new, why_not
 from ..core.cache import KVCache
 from ..core.cache.fp8 import Scales
@@ -50,25 +50,21 @@ Batches = Mapping[int, AttentionBatch]
 
 @dataclass(frozen=True)
 class StepParts:
-    """A step as attention sees it."""
+    """A step as attention sees it; `is_decode` makes it a captured one of fixed sizes.
+
+    In that one an entry of `decode` may be unused and has no keys then; `prompts` are tiles over
+    all tokens, padding included.
+    """
 
     num_decode_tokens: int  # The first tokens of the step.
     num_beginning_tokens: int  # The tokens after those.
     everything: Batches  # All tokens, for the append.
-    decode: Batches | None = None
-    beginnings: Batches | None = None
-    continued: Batches | None = None  # Only where there are beginnings too.
-    prompts: Batches | None = None  # Beginnings and continued, over rows.
-
-
-@dataclass(frozen=True)
-class TiledParts:
-    """A captured step of fixed sizes as attention sees it."""
-
-    everything: Batches
-    decode: Batches  # One query per entry; unused entries have no keys.
-    tiles: Batches  # Prompt tokens and padding, over rows.
-    is_decode: torch.Tensor  # `[entries of decode, 1, 1] bool`: whether an entry is used.
+    # By kind, in steps of more than one; a kind that the step lacks is empty.
+    decode: Batches = field(default_factory=dict)
+    beginnings: Batches = field(default_factory=dict)
+    continued: Batches = field(default_factory=dict)
+    prompts: Batches = field(default_factory=dict)  # Beginnings and continued, over rows.
+    is_decode: torch.Tensor | None = None  # `[entries, 1, 1] bool`: whether an entry is used.
 
 
 class LayerCall(NamedTuple):
@@ -104,7 +100,6 @@ class _Layer(NamedTuple):
     """A layer's cache and the views of all its rows, `[rows, row_tokens, heads, dim]`."""
 
     cache: KVCache
-    device: torch.device
     keys: torch.Tensor
     values: torch.Tensor
     scales: Scales | None
@@ -131,7 +126,6 @@ class RowAttention:
         self._layers = {
             layer: _Layer(
                 cache,
-                cache.device,
                 cache.keys(layer),
                 cache.values(layer),
                 cache.scales(layer),
@@ -143,7 +137,7 @@ class RowAttention:
         self._kernels: dict[tuple[object, ...], _Kernels] = {}
         self._side: torch.cuda.Stream | None = None
         # The next forward pass's step by device; None between steps.
-        self.steps: Mapping[torch.device, StepParts | TiledParts] | None = None
+        self.steps: Mapping[torch.device, StepParts] | None = None
         self.called: list[int] = []  # Layers that attended, in order; the caller clears it.
 
     def attend_in(self, module: Any, asked: LayerCall) -> torch.Tensor:
@@ -159,7 +153,7 @@ class RowAttention:
             raise InternalError("attention was asked for outside a step")
         self.called.append(layer)
         its = self._layers[layer]
-        step = self.steps[its.device]
+        step = self.steps[its.cache.device]
         capacity = its.keys.shape[1]
         new = asked.key[0].transpose(0, 1), asked.value[0].transpose(0, 1)
         call = Call(
@@ -175,36 +169,33 @@ class RowAttention:
         )
         kernels = self._kernels_for(its.cache, call)
         rows = kernels.rows
-        is_whole = isinstance(step, StepParts) and step.num_decode_tokens == call.query.shape[0]
+        is_whole = step.is_decode is None and step.num_decode_tokens == call.query.shape[0]
         # Attention kernels that append cannot rotate by angles.
         if is_whole and rows.appends and asked.angles is None and call.batch.left_pad is None:
             return rows.attend(replace(call, new=new))[None]
         if not is_whole and kernels.mixes:
             decode = step.decode
-            is_whole = decode is None or decode[capacity].max_num_tokens <= _LONG_ROW_TOKENS
-        for_new = None
-        if not is_whole and isinstance(step, StepParts) and step.beginnings is not None:
-            for_new = kernels.new
+            is_whole = not decode or decode[capacity].max_num_tokens <= _LONG_ROW_TOKENS
+        for_new = kernels.new if step.beginnings and not is_whole else None
         call, key = _append(call, new, asked.angles, keep_keys=for_new is not None)
         if is_whole:
             return rows.attend(call)[None]
-        if isinstance(step, TiledParts):
-            return self._attend_tiled(rows, call, step)[None]
+        if step.is_decode is not None:
+            return self._attend_tiled(rows, call, step.is_decode, step)[None]
         return _attend_in_parts(rows, for_new, call, (key, new[1]), step)[None]
 
     def _attend_tiled(
-        self, backend: AttentionBackend, call: Call, step: TiledParts
+        self, backend: AttentionBackend, call: Call, is_decode: torch.Tensor, step: StepParts
     ) -> torch.Tensor:
         """Attend in tiles, and in parallel for decodes: `[T, Hq, Dv]`."""
-        query, capacity = call.query, call.keys.shape[1]
-        width = step.is_decode.shape[0]
+        query, capacity, width = call.query, call.keys.shape[1], step.num_decode_tokens
         beside = self._beside(backend.name, query.device)
         with torch.cuda.stream(beside):
-            out = backend.attend(replace(call, batch=step.tiles[capacity]))
+            out = backend.attend(replace(call, batch=step.prompts[capacity]))
         decoded = backend.attend(replace(call, query=query[:width], batch=step.decode[capacity]))
         if beside is not None:
             torch.cuda.current_stream(query.device).wait_stream(beside)
-        torch.where(step.is_decode, decoded, out[:width], out=out[:width])
+        torch.where(is_decode, decoded, out[:width], out=out[:width])
         return out
 
     def _beside(self, name: str, device: torch.device) -> torch.cuda.Stream | None:
@@ -262,7 +253,7 @@ def _append(
             query, kept = append_rotated(call, new, cos, sin, keep_keys=keep_keys)
             return replace(call, query=query), key if kept is None else kept
         call, key = replace(call, query=turned(call.query, cos, sin)), turned(key, cos, sin)
-    write(key, value, call.keys, call.values, call.batch, call.scales)
+    append(call, (key, value))
     return call, key
 
 
@@ -278,8 +269,8 @@ def _attend_in_parts(
     # Kernels that can write into `out` do so; the others' results are copied.
     out = query.new_empty((query.shape[0], query.shape[1], call.values.shape[3]))
 
-    def attend(first: int, end: int, batches: Batches | None) -> None:
-        if batches is not None:
+    def attend(first: int, end: int, batches: Batches) -> None:
+        if batches:
             into = out[first:end]
             part = replace(call, query=query[first:end], batch=batches[capacity], out=into)
             if for_new is not None and batches is step.beginnings:
@@ -306,22 +297,10 @@ def row_capacities(cache: KVCache) -> set[int]:
     return {group.geometry.row_tokens for group in cache.groups}
 
 
-def batches(
-    capacities: set[int],
-    row_indices: torch.Tensor,
-    num_tokens: torch.Tensor,
-    query_starts: torch.Tensor,
-    max_query_tokens: int,
-    max_num_tokens: int,
-    *,
-    left_pad: torch.Tensor | None = None,
-    past_tokens: torch.Tensor | None = None,
-) -> dict[int, AttentionBatch]:
-    """Make a batch for each row capacity; arguments as in `AttentionBatch`."""
-    vectors, most = (row_indices, num_tokens, query_starts), (max_query_tokens, max_num_tokens)
-    whole = AttentionBatch(*vectors, *most, 0, left_pad, past_tokens)
+def batches(capacities: set[int], whole: AttentionBatch) -> dict[int, AttentionBatch]:
+    """Copy a batch for each row capacity."""
     return {
-        each: replace(whole, max_num_tokens=min(max_num_tokens, each), row_tokens=each)
+        each: replace(whole, max_num_tokens=min(whole.max_num_tokens, each), row_tokens=each)
         for each in capacities
     }
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from .graphs import BatchGraphs, DecodeGraphs, GraphSpace, Scratch
 from .mixed_graphs import MixedGraphs
 from .model_guard import PACKED, ModelGuard, attending_through, has_users
 from .piece import HeadInParts, Piece, StepLogits, pack, packing_order
-from .row_attention import RowAttention, row_capacities
+from .row_attention import RowAttention, StepParts, row_capacities
 
 
 class Stepper:
@@ -203,25 +203,27 @@ class Stepper:
         for cache, rows in zip(self.caches[1:], rows_elsewhere, strict=True):
             there = [piece._replace(row=row) for piece, row in zip(packed, rows, strict=True)]
             steps[cache.device] = pack(there, row_capacities(cache), cache.device).parts
-        self.attention.steps = steps
-        try:
-            kept = step.ends if keep is None else torch.tensor(keep, device=self.device)
-            logits = self.forward(token_ids, step.positions, kept)
-        finally:
-            self.attention.steps = None
+        kept = step.ends if keep is None else torch.tensor(keep, device=self.device)
+        logits = self.forward(token_ids, step.positions, kept, steps)
         self._logits_like = (logits.shape[1], logits.dtype)
         return logits
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        keep: torch.Tensor | None,
+        steps: Mapping[torch.device, StepParts],
     ) -> torch.Tensor:
         """Return logits `[kept, vocabulary]` of packed tokens `[T]`; of all tokens by default.
 
-        Raises `ConfigError` if the model has changed, or did not attend as its proof found.
+        `steps` is the step as attention sees it, by device. Raises `ConfigError` if the model has
+        changed, or did not attend as its proof found.
         """
         self.guard.check(is_fixed=self.uses_operator)
         called = self.attention.called
         called.clear()
+        self.attention.steps = steps
         try:
             output = self.model(
                 input_ids=token_ids[None],
@@ -239,6 +241,8 @@ class Stepper:
             if change is None:
                 raise
             raise ConfigError(change) from error
+        finally:
+            self.attention.steps = None
         calls = tuple(sorted(called))
         if self.calls is None:
             self.calls = calls
@@ -266,9 +270,9 @@ class Stepper:
         """
         scratch = self.open_scratch()
         space = self._space = GraphSpace(self, vocab_size, dtype, scratch, agree=agree, head=head)
-        self.decode_graphs = DecodeGraphs(space, self._split_below, few=few)
+        self.decode_graphs = DecodeGraphs(space, few=few)
         if max_mixed_tokens > 1:
-            self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self._num_processors)
+            self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self.num_processors)
 
     def make_batch_graphs(
         self, vocab_size: int, dtype: torch.dtype, stream: torch.cuda.Stream | None = None
@@ -280,20 +284,14 @@ class Stepper:
         """
         no_padding = Scratch(self.num_slots, 0)  # Never used.
         space = GraphSpace(self, vocab_size, dtype, no_padding, stream=stream)
-        return BatchGraphs(space, self._split_below)
+        return BatchGraphs(space)
 
     @property
-    def _num_processors(self) -> int:
+    def num_processors(self) -> int:
+        """Multiprocessors of the device; 1 on the host."""
         if not self._is_cuda:
             return 1
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
-
-    @property
-    def _split_below(self) -> int:
-        """Number of sequences that keep the device busy without splitting rows."""
-        heads = min(group.geometry.shape.num_k_heads for group in self.caches[0].groups)
-        # A sequence occupies a processor per key head; kernels split if under 0.8 are occupied.
-        return int(0.8 * self._num_processors / heads) + 1
 
     def open_scratch(self) -> Scratch:
         """Return the padding row, of one token, opened once; `CapacityError` if none is left."""

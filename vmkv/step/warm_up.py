@@ -1,18 +1,13 @@
-"""Warm-up: compile, tune and capture all steps in advance, with a cache file of compiled code."""
+"""Warm-up: compile, tune and capture all steps in advance."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ..core.cache.disk import whole_file
 from ..errors import CapacityError, ConfigError
 from ..units import GiB
 from .graphs import DecodeGraphs, GraphSpace
@@ -20,54 +15,7 @@ from .mixed_graphs import MixedGraphs
 from .piece import Piece
 from .stepper import Stepper
 
-# ---- compile cache -------------------------------------------------------------------------------
-
 _LOG = logging.getLogger(__name__)
-
-
-class CompileCache:
-    """A file of compiled code for a model's configuration, device and torch; no folder, no file.
-
-    torch runs its content: use a folder that only you can write.
-    """
-
-    def __init__(self, folder: Path | None, config: Any):
-        self._path: Path | None = None
-        if folder is not None:
-            device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-            text = "\n".join([config.to_json_string(), device, str(torch.__version__)])
-            self._path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.compiled"
-        self._loaded_bytes = 0
-
-    def load(self) -> bool:
-        """Load the file into torch; return whether there was any code. A bad file is ignored."""
-        if self._path is None or not self._path.exists():
-            return False
-        content = self._path.read_bytes()
-        try:
-            found = torch.compiler.load_cache_artifacts(content)
-        except Exception as error:  # noqa: BLE001  # any bad file is replaced by compiling
-            _LOG.warning("%s cannot be read and will be replaced: %s", self._path, error)
-            return False
-        self._loaded_bytes = len(content)
-        return found is not None
-
-    def save(self) -> bool:
-        """Write the code compiled since the process began, if it has grown; return whether so."""
-        if self._path is None:
-            return False
-        artifacts = torch.compiler.save_cache_artifacts()
-        if artifacts is None or len(artifacts[0]) <= self._loaded_bytes:
-            return False
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Atomic: a reader sees the old file or the new one, even if several ranks write.
-        with whole_file(self._path) as file:
-            file.write(artifacts[0])
-        return True
-
-
-# ---- warm up -------------------------------------------------------------------------------------
-
 #: Tolerance of logits, relative and absolute: above any dtype's rounding, below a defect.
 _ROUNDING = 0.02
 
@@ -77,7 +25,6 @@ def warm_up(
     stepper: Stepper,
     max_num_batched_tokens: int,
     *,
-    compile_cache: Path | None = None,
     must_compile: bool = False,
     then: Callable[[], object] = lambda: None,
     show_progress: bool = False,
@@ -90,11 +37,11 @@ def warm_up(
     cache needs a free row; `CapacityError` if not even a short prompt fits. Returns the bytes of
     device memory that graphs hold.
     """
-    cache = CompileCache(compile_cache, stepper.model.config)
-    cache.load()
+    from tqdm import tqdm  # type: ignore[import-untyped]  # comes with transformers
+
     kinds = [each for each in (stepper.mixed_graphs, stepper.decode_graphs) if each is not None]
     total = 2 + sum(len(each.keys()) for each in kinds)
-    with progress(total, is_shown=show_progress) as bar:
+    with tqdm(total=total, disable=not show_progress, leave=False) as bar:
         bar.set_description("prompts")
         _warm_up_prompts(stepper, max_num_batched_tokens, must_compile)
         bar.update()
@@ -107,9 +54,7 @@ def warm_up(
         then()
         bar.update()
         bar.set_description("graphs")
-        graph_bytes = _capture_all(stepper, kinds, bar.update, agree)
-    cache.save()
-    return graph_bytes
+        return _capture_all(stepper, kinds, bar.update, agree)
 
 
 def _prove_head(
@@ -207,12 +152,3 @@ def _warm_up_in(stepper: Stepper, row: int, num_tokens: int, must_compile: bool)
     if half > 1:
         later = Piece(slot, row, half, num_tokens - half, ids[half:])
         stepper.run_eagerly([Piece(slot, scratch_row, 0, 1, [0]), later])
-
-
-@contextlib.contextmanager
-def progress(total: int, *, is_shown: bool) -> Iterator[Any]:
-    """Context with a progress bar of `total` steps, hidden unless `is_shown`."""
-    from tqdm import tqdm  # type: ignore[import-untyped]  # comes with transformers
-
-    with tqdm(total=total, disable=not is_shown, leave=False) as bar:
-        yield bar
