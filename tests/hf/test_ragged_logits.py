@@ -25,7 +25,7 @@ from helpers.tiny_models import VERSION
 
 from vmkv.attention import AttentionSpec, why_not
 from vmkv.hf.attention import attending_in_place
-from vmkv.hf.configuration import layer_kinds
+from vmkv.hf.configuration import layer_windows
 from vmkv.hf.proof import prove
 from vmkv.hf.store import CacheOptions, Store
 from vmkv.step import Piece, Stepper
@@ -128,7 +128,7 @@ def _ragged(
     )
     signatures = prove(model, backend).signatures
     with (
-        contextlib.closing(Store(model.config, options, layer_kinds(model.config))) as memory,
+        contextlib.closing(Store(model.config, options, layer_windows(model.config))) as memory,
         attending_in_place(model),
     ):
         memory.bind_all(signatures)

@@ -21,7 +21,7 @@ import vmkv
 from vmkv import ConfigError, KVCache, Sequence
 from vmkv.hf import proof
 from vmkv.hf.attention import attending_in_place
-from vmkv.hf.configuration import layer_kinds
+from vmkv.hf.configuration import layer_windows
 from vmkv.hf.proof import prove
 from vmkv.hf.store import CacheOptions, Store
 from vmkv.step import Piece, Stepper
@@ -70,7 +70,7 @@ def make() -> Iterator[Callable[..., Place]]:
             options = CacheOptions(max_tokens=300, max_batch_size=num_rows)
             signatures = prove(model).signatures
             memory = stack.enter_context(
-                contextlib.closing(Store(model.config, options, layer_kinds(model.config)))
+                contextlib.closing(Store(model.config, options, layer_windows(model.config)))
             )
             memory.bind_all(signatures)
             (cache,) = memory.cores

@@ -13,7 +13,6 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from ..errors import ConfigError
 from . import compat
 from . import store as orphans
-from .configuration import LayerKind
 from .layers import VirtualLayer, VMKVFullLayer, VMKVSlidingLayer, past_is_lost
 from .store import CacheOptions, Store, StoreOwner
 
@@ -47,19 +46,14 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
 
     def _begin(self, config: Any, options: CacheOptions) -> None:
         originals = compat.default_layers(config)
-        kinds = []
-        for index, layer in enumerate(originals):
-            is_ours, window = compat.window_of(layer)
-            if is_ours:
-                kinds.append(LayerKind(index, window))
+        kinds = map(compat.window_of, originals)
+        windows = {index: window for index, (is_ours, window) in enumerate(kinds) if is_ours}
         self._config = config
-        self._own(Store(config, options, kinds))
+        self._own(Store(config, options, windows))
         layers = list(originals)
-        for kind in kinds:
-            layer_class = VMKVFullLayer if kind.window_tokens is None else VMKVSlidingLayer
-            layers[kind.index] = layer_class(
-                kind.index, self._store, kind.window_tokens, originals[kind.index]
-            )
+        for index, window in windows.items():
+            layer_class = VMKVFullLayer if window is None else VMKVSlidingLayer
+            layers[index] = layer_class(index, self._store, window, originals[index])
         Cache.__init__(self, layers=layers)
         self._virtual_layers = [layer for layer in layers if isinstance(layer, VirtualLayer)]
 
@@ -192,7 +186,7 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
 
         self._store.check_open()
         # Scales are not read from their file again.
-        options = replace(self._store.options, kv_scales=self._store.kv_format.scales)
+        options = replace(self._store.options, kv_scales=self._store.kv_scales)
         cores = self._store.cores
         if len(cores) == 1:
             options = replace(options, pool=cores[0].pool, backend=None, budget_bytes=None)

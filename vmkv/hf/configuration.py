@@ -5,7 +5,6 @@ Models that packed batches cannot serve are refused here, as far as the configur
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..core.cache.geometry import check_positive, fitting_rows
@@ -50,35 +49,26 @@ def check_length(config: Any, max_tokens: int | None) -> None:
         )
 
 
-# ---- layer kinds ---------------------------------------------------------------------------------
+# ---- layers --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LayerKind:
-    """Properties of a layer that are known before its first update."""
-
-    index: int
-    window_tokens: int | None
-
-
-def layer_kinds(config: Any) -> list[LayerKind]:
-    """Return the layers of a configuration; refuses layers that vmkv cannot hold."""
+def layer_windows(config: Any) -> dict[int, int | None]:
+    """Return the window of each layer in tokens, None for all; refuses layers vmkv cannot hold."""
     decoder = compat.text_config(config)
     if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
         raise UnservableError("it attends in chunks, which no kernel here does")
     layers = compat.default_layers(config)
     if len(layers) != getattr(decoder, "num_hidden_layers", len(layers)):
         raise UnservableError("layers share keys and values, which only a cache can hand on")
-    kinds = []
+    windows = {}
     for index, layer in enumerate(layers):
-        is_ours, window = compat.window_of(layer)
+        is_ours, windows[index] = compat.window_of(layer)
         if not is_ours:
             raise UnservableError(
                 f"its layer {index} is a {type(layer).__name__}, whose state is not keys and "
                 "values of its own"
             )
-        kinds.append(LayerKind(index, window))
-    return kinds
+    return windows
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

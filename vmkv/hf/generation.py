@@ -48,7 +48,7 @@ from ..step.piece import StepLogits
 from . import compat
 from . import store as orphans
 from .capture import compiled_layers_of
-from .configuration import check_length, layer_kinds
+from .configuration import check_length, layer_windows
 from .group_step import read_left_pad
 from .proof import prove
 from .sampling import Group, Tokens, check_inputs, prepare
@@ -421,8 +421,8 @@ class RaggedCache(StoreOwner):
 
     def __init__(self, config: Any, **options: Any):
         orphans.collect()
-        kinds = layer_kinds(config)
-        self._own(Store(config, CacheOptions(**options), kinds, num_spare_rows=1))
+        windows = layer_windows(config)
+        self._own(Store(config, CacheOptions(**options), windows, num_spare_rows=1))
         self.store = self._store  #: The memory of all sequences.
         # Per sequence, its part on each device.
         self._sequences: dict[int, list[Row]] = {}
@@ -433,7 +433,7 @@ class RaggedCache(StoreOwner):
     @property
     def has_windows(self) -> bool:
         """Whether some layers have a sliding window."""
-        return any([kind.window_tokens is not None for kind in self.store.kinds.values()])
+        return any([window is not None for window in self.store.windows.values()])
 
     # ---- a call ---------------------------------------------------------------------------
 
@@ -479,7 +479,7 @@ class RaggedCache(StoreOwner):
     def _bind(self, model: Any, signatures: Mapping[int, Signature]) -> None:
         """Lay out the layers of the first model, or check that it is the same, unchanged."""
         if self._model is None:
-            if {kind.index: kind for kind in layer_kinds(model.config)} != self.store.kinds:
+            if layer_windows(model.config) != self.store.windows:
                 raise ConfigError(
                     "this cache was made for a model with other layers than this one's; make it "
                     "with this model's configuration"

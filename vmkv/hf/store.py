@@ -36,9 +36,9 @@ from ..core.cache.stats import add_stats
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ClosedError, ConfigError
 from . import compat
-from .configuration import LayerKind, default_max_tokens, rows_and_tokens
+from .configuration import default_max_tokens, rows_and_tokens
 from .group_step import DeviceRows, GroupStep, LayerPlace
-from .kv_format import KVFormat, KVScales, SkipLayers
+from .kv_format import KVScales, SkipLayers, layers_in_fp8
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -130,7 +130,7 @@ class Store:
         self,
         config: Any,
         options: CacheOptions,
-        kinds: Sequence[LayerKind],
+        windows: Mapping[int, int | None],
         *,
         num_spare_rows: int = 0,
         past_stated: bool = True,
@@ -139,15 +139,12 @@ class Store:
         self._decoder_config = compat.text_config(config)
         self._past_stated = past_stated
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-        self.kv_format = KVFormat.of(
-            config, options.kv_dtype, options.kv_scales, options.skip_layers
-        )
         if options.max_tokens is None:
             default_max_tokens(self._decoder_config)
         self._num_spare_rows = num_spare_rows
         self._num_spare: dict[torch.device, int] = {}
-        self.kinds = {kind.index: kind for kind in kinds}
-        self.kv_format.check(self.kinds)
+        self.windows = windows
+        self._fp8_layers, self.kv_scales = layers_in_fp8(config, options, windows)
         self.is_closed = False
         self.keeps_past = False
         self.rows: dict[torch.device, DeviceRows] = {}  #: The batch's rows.
@@ -173,9 +170,9 @@ class Store:
         bound.
         """
         self.check_open()
-        if index not in self.kinds:
+        if index not in self.windows:
             raise ConfigError(
-                f"layer {index} is none of those this cache holds, {sorted(self.kinds)}; was it "
+                f"layer {index} is none of those this cache holds, {sorted(self.windows)}; was it "
                 "made from another model's configuration?"
             )
         signature = Signature.of(keys, values)
@@ -188,14 +185,14 @@ class Store:
         self, index: int, signature: Signature, batch_size: int, num_past_tokens: int = 0
     ) -> None:
         rows = self._rows_on(signature, batch_size)
-        window = self.kinds[index].window_tokens
+        window, scales = self.windows[index], self.kv_scales
         stored = self._stored(index, signature)
         alike = [
             other
-            for other, kind in self.kinds.items()
+            for other, its_window in self.windows.items()
             if other == index
             or (
-                kind.window_tokens == window
+                its_window == window
                 and other > index
                 and other not in self._seen
                 and self._stored(other, signature) == stored
@@ -217,7 +214,7 @@ class Store:
             dtype=stored,
             window_tokens=window,
             num_past_tokens=num_past_tokens,
-            scales=self.kv_format.scales_of(alike) if stored == FP8 else None,
+            scales=[scales.layers[at] for at in alike] if stored == FP8 and scales else None,
         )
         self.num_layouts += 1
         steps = {id(group): GroupStep(rows, group) for group in groups}
@@ -228,13 +225,13 @@ class Store:
 
     def _stored(self, index: int, signature: Signature) -> torch.dtype:
         """Return the type that a layer is stored in; refused if the device cannot convert to it."""
-        window = self.kinds[index].window_tokens
-        stored = self.kv_format.stored(index, window, signature.dtype)
-        if stored == FP8 and signature.device.type == "cuda":
+        if index not in self._fp8_layers:
+            return signature.dtype
+        if signature.device.type == "cuda":
             reason = why_not_fp8(signature.device, signature.dtype)
             if reason is not None:
                 raise ConfigError(reason)
-        return stored
+        return FP8
 
     def bind_all(self, signatures: Mapping[int, Signature]) -> None:
         """Bind every layer, where all signatures are known before the first update."""
@@ -272,7 +269,7 @@ class Store:
     @property
     def has_seen_all(self) -> bool:
         """Whether every layer has been updated since the beginning, or the last reset."""
-        return len(self._seen) == len(self.kinds)
+        return len(self._seen) == len(self.windows)
 
     def _rows_on(self, signature: Signature, batch_size: int) -> DeviceRows:
         """Return the rows on a layer's device, made on first use."""
@@ -286,7 +283,7 @@ class Store:
                     f"({next(iter(self.rows))}); leave backend out for models spread over several"
                 )
             num_values = math.prod(signature.k_shape) + math.prod(signature.v_shape)
-            token_bytes = num_values * signature.dtype.itemsize * len(self.kinds)
+            token_bytes = num_values * signature.dtype.itemsize * len(self.windows)
             num_rows, max_tokens = rows_and_tokens(
                 batch_size,
                 token_bytes,
