@@ -5,6 +5,7 @@ model.generate(**inputs, past_key_values=VMKVCache(config=model.config))
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -42,18 +43,17 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
         if offloading:
             raise ConfigError("VMKVCache does not offload; use DynamicCache(offloading=True)")
         orphans.collect()
-        self._begin(config, CacheOptions(**options))
-
-    def _begin(self, config: Any, options: CacheOptions) -> None:
         originals = compat.default_layers(config)
         kinds = map(compat.window_of, originals)
         windows = {index: window for index, (is_ours, window) in enumerate(kinds) if is_ours}
-        self._config = config
-        self._own(Store(config, options, windows))
+        self._own(Store(config, CacheOptions(**options), windows))
         layers = list(originals)
         for index, window in windows.items():
             layer_class = VMKVFullLayer if window is None else VMKVSlidingLayer
             layers[index] = layer_class(index, self._store, window, originals[index])
+        self._take(layers)
+
+    def _take(self, layers: list[Any]) -> None:
         Cache.__init__(self, layers=layers)
         self._virtual_layers = [layer for layer in layers if isinstance(layer, VirtualLayer)]
 
@@ -176,34 +176,19 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
     # ---- copies ---------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VMKVCache:
-        """Copy the cache within its pool, each batch entry a fork; neither sees the other's writes.
-
-        Contents are copied where the two cannot share memory: a model spread over devices, or
-        layers that lie elsewhere.
-        """
-        import copy
-        from dataclasses import replace
-
-        self._store.check_open()
-        # Scales are not read from their file again.
-        options = replace(self._store.options, kv_scales=self._store.kv_scales)
-        cores = self._store.cores
-        if len(cores) == 1:
-            options = replace(options, pool=cores[0].pool, backend=None, budget_bytes=None)
+        """Copy the cache within its pools: each entry a fork; neither sees the other's writes."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin._begin(self._config, options)
-        if self._store.keeps_past:
-            twin._store.keep_past()
+        twin._own(self._store.fork())
         try:
-            for index, layer in enumerate(self.layers):
-                if isinstance(layer, VirtualLayer):
-                    layer.bind_alike(twin.layers[index])
-                else:
-                    twin.layers[index] = copy.deepcopy(layer, memo)
-            if not twin._store.fork_from(self._store):
-                for layer, other in zip(self._virtual_layers, twin._virtual_layers, strict=True):
-                    layer.copy_into(other)
+            twin._take(
+                [
+                    layer.copied_to(twin._store)
+                    if isinstance(layer, VirtualLayer)
+                    else copy.deepcopy(layer, memo)
+                    for layer in self.layers
+                ]
+            )
         except BaseException:
             twin.close()
             raise

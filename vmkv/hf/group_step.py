@@ -98,19 +98,15 @@ class DeviceRows:
         if batch_size <= num_rows and num_tokens <= self.sequences[0].num_tokens:
             return
         try:
-            if batch_size > num_rows:
-                self._open_rows(batch_size)
+            if batch_size > self.core.max_sequences:
+                raise self._too_large(batch_size)
+            for row in range(num_rows, batch_size):
+                self.sequences.append(self.core.open(row=row))
             self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
             self.paddings.clear()
         except BaseException:
             self.keep_rows(num_rows)
             raise
-
-    def _open_rows(self, batch_size: int) -> None:
-        if batch_size > self.core.max_sequences:
-            raise self._too_large(batch_size)
-        for row in range(len(self.sequences), batch_size):
-            self.sequences.append(self.core.open(row=row))
 
     def _too_large(self, batch_size: int) -> ConfigError:
         return ConfigError(
@@ -154,19 +150,6 @@ class DeviceRows:
             self.keep_rows(before)
             raise
         self.keep_rows(len(sources))
-
-    def fork_from(self, other: DeviceRows) -> None:
-        """Fork the sequences of `other`; after an error, some rows are open and must be ended."""
-        for row, sequence in enumerate(other.sequences):
-            self.sequences.append(self.core.fork(sequence, sequence.num_tokens, row=row))
-
-    def begin_at(self, batch_size: int, num_tokens: int) -> None:
-        """Open rows that count `num_tokens` as seen, for a copy of another cache."""
-        self._open_rows(batch_size)
-        for sequence in self.sequences:
-            # Before growing, so that tokens behind the windows are not mapped.
-            sequence.num_tokens = max(sequence.num_tokens, num_tokens)
-        self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
 
     def keeps(self, num_tokens: int) -> bool:
         """Whether every row can be truncated to `num_tokens`."""

@@ -7,6 +7,7 @@ because models and transformers read them as attributes.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import weakref
@@ -56,8 +57,8 @@ class VirtualLayer:
         values = value_states[0] if value_states else key_states
         self._bind(key_states, values)
 
-    def _bind(self, keys: torch.Tensor, values: torch.Tensor, num_past_tokens: int = 0) -> None:
-        self._place = self._store.bind(self._index, keys, values, num_past_tokens)
+    def _bind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._place = self._store.bind(self._index, keys, values)
         self._kernel = None
         self._batch_size = keys.shape[0]
         self.dtype, self.device = keys.dtype, keys.device
@@ -257,34 +258,12 @@ class VirtualLayer:
         self._length = self._first_kept = self._batch_size = 0
         self.is_initialized = False
 
-    # ---- copies ---------------------------------------------------------------------------
-
-    def bind_alike(self, other: VirtualLayer) -> None:
-        """Give `other`, a fresh layer of another store, this one's state without contents."""
-        other.record_past = self.record_past
-        if not self.is_initialized:
-            return
-        # In the model's type, also where rows are stored in eight bits.
-        keys, values = (
-            each.new_empty((), dtype=self.dtype).expand(each.shape)
-            for each in self._views(self._first_kept, self._length)
-        )
-        other._bind(keys, values, self._length)
-        other._length, other._first_kept = self._length, self._first_kept
-
-    def copy_into(self, other: VirtualLayer) -> None:
-        """Copy the contents into the memory of `other`, which was bound alike."""
-        if not self.is_initialized:
-            return
-        assert other._place is not None
-        other._place.step.rows.begin_at(self._batch_size, self._length)
-        with torch.no_grad():
-            for new, old in zip(
-                other._views(self._first_kept, self._length),
-                self._views(self._first_kept, self._length),
-                strict=True,
-            ):
-                new.copy_(old)
+    def copied_to(self, store: Store) -> VirtualLayer:
+        """Return this layer over a fork of its store."""
+        twin = copy.copy(self)
+        twin._store, twin._place = store, store.places.get(self._index)
+        twin._kernel, twin._tag = None, weakref.ref(twin)
+        return twin
 
 
 @functools.cache

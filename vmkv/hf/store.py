@@ -14,6 +14,7 @@ Note [An unclosed cache is closed later].
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import threading
@@ -149,7 +150,7 @@ class Store:
         self.keeps_past = False
         self.rows: dict[torch.device, DeviceRows] = {}  #: The batch's rows.
         self.cores: list[KVCache] = []  #: The caches, one per device.
-        self._places: dict[int, LayerPlace] = {}
+        self.places: dict[int, LayerPlace] = {}  #: Of bound layers.
         self.signatures: dict[int, Signature] = {}  #: Of bound layers.
         self._seen: set[int] = set()  # Layers whose shape is known rather than guessed.
         self._has_gaps = False
@@ -159,9 +160,7 @@ class Store:
 
     # ---- binding --------------------------------------------------------------------------
 
-    def bind(
-        self, index: int, keys: torch.Tensor, values: torch.Tensor, num_past_tokens: int = 0
-    ) -> LayerPlace:
+    def bind(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerPlace:
         """Return the place of layer `index`, given its first keys and values.
 
         Unseen layers of the same kind are expected to have the same shapes and are laid beside it.
@@ -177,13 +176,11 @@ class Store:
             )
         signature = Signature.of(keys, values)
         if self.signatures.get(index) != signature:
-            self._bind_alike(index, signature, keys.shape[0], num_past_tokens)
+            self._bind_alike(index, signature, keys.shape[0])
         self._seen.add(index)
-        return self._places[index]
+        return self.places[index]
 
-    def _bind_alike(
-        self, index: int, signature: Signature, batch_size: int, num_past_tokens: int = 0
-    ) -> None:
+    def _bind_alike(self, index: int, signature: Signature, batch_size: int) -> None:
         rows = self._rows_on(signature, batch_size)
         window, scales = self.windows[index], self.kv_scales
         stored = self._stored(index, signature)
@@ -199,13 +196,13 @@ class Store:
             )
         ]
         for other in alike:
-            before = self._places.pop(other, None)
+            before = self.places.pop(other, None)
             self.signatures.pop(other, None)
             if before is not None:
                 before.step.forget()
                 before.step.rows.core.drop_layers([other])
                 self._has_gaps = True
-        groups = rows.core.add_layers(
+        rows.core.add_layers(
             alike,
             num_kv_heads=signature.k_shape[0],
             head_dim=signature.k_shape[1],
@@ -213,15 +210,10 @@ class Store:
             v_head_dim=signature.v_shape[1],
             dtype=stored,
             window_tokens=window,
-            num_past_tokens=num_past_tokens,
             scales=[scales.layers[at] for at in alike] if stored == FP8 and scales else None,
         )
-        self.num_layouts += 1
-        steps = {id(group): GroupStep(rows, group) for group in groups}
-        for other in alike:
-            group, at = rows.core.place(other)
-            self._places[other] = LayerPlace(steps[id(group)], at)
-            self.signatures[other] = signature
+        self.signatures |= dict.fromkeys(alike, signature)
+        self._follow(rows)
 
     def _stored(self, index: int, signature: Signature) -> torch.dtype:
         """Return the type that a layer is stored in; refused if the device cannot convert to it."""
@@ -255,16 +247,16 @@ class Store:
                 self._follow(rows)
 
     def _follow(self, rows: DeviceRows) -> None:
-        """Update the places of layers after a move."""
+        """Make the places of new layers, and update those of moved ones."""
         self.num_layouts += 1
-        steps: dict[int, GroupStep] = {}
-        for layer, place in self._places.items():
-            if place.step.rows is rows:
-                group, at = rows.core.place(layer)
-                if place.step.group is not group:
-                    place.step.forget()
-                    place.step = steps.setdefault(id(group), GroupStep(rows, group))
-                    place.index = at
+        steps = {place.step.group: place.step for place in self.places.values()}
+        for layer, (group, at) in rows.core.places.items():
+            if group not in steps:
+                steps[group] = GroupStep(rows, group)
+            place = self.places.setdefault(layer, LayerPlace(steps[group], at))
+            if place.step is not steps[group]:
+                place.step.forget()
+                place.step, place.index = steps[group], at
 
     @property
     def has_seen_all(self) -> bool:
@@ -332,7 +324,7 @@ class Store:
     # ---- the batch ------------------------------------------------------------------------
 
     def _forget_steps(self) -> None:
-        for place in self._places.values():
+        for place in self.places.values():
             place.step.forget()
 
     def settle(self, batch_size: int, num_tokens: int) -> None:
@@ -357,20 +349,46 @@ class Store:
         for rows in self.rows.values():
             rows.take_over(sources)
 
-    def fork_from(self, other: Store) -> bool:
-        """Share the contents of `other`, bound alike; False if pools or layouts differ."""
-        if not any(rows.sequences for rows in other.rows.values()):
-            return True
-        if self.rows.keys() != other.rows.keys() or any(
-            mine.core.pool is not theirs.core.pool
-            or [each.layout for each in mine.core.groups]
-            != [each.layout for each in theirs.core.groups]
-            for mine, theirs in zip(self.rows.values(), other.rows.values(), strict=True)
-        ):
-            return False
-        for mine, theirs in zip(self.rows.values(), other.rows.values(), strict=True):
-            mine.fork_from(theirs)
-        return True
+    def fork(self) -> Store:
+        """Return a store of the same layers, in the same pools, whose rows are forks of these."""
+        self.check_open()
+        twin = copy.copy(self)
+        twin.rows, twin.cores, twin.places = {}, [], {}
+        twin.signatures, twin._seen = dict(self.signatures), set(self._seen)
+        twin._readers = weakref.WeakSet()
+        try:
+            for device, rows in self.rows.items():
+                core = KVCache(
+                    rows.core.pool,
+                    max_tokens=rows.core.max_tokens,
+                    max_sequences=rows.core.max_sequences,
+                    layers_per_group=rows.core.layers_per_group,
+                )
+                core.keeps_past = self.keeps_past
+                twin.cores.append(core)
+                twin.rows[device] = DeviceRows(core)
+                for group in rows.core.groups:
+                    members = dict(rows.core.members(group))
+                    # Gaps stay gaps, because only equal groups share memory.
+                    layers = [members.get(at, ~at) for at in range(group.geometry.num_layers)]
+                    core.add_layers(
+                        layers,
+                        num_kv_heads=group.geometry.shape.num_k_heads,
+                        head_dim=group.geometry.shape.k_dim,
+                        num_v_heads=group.geometry.shape.num_v_heads,
+                        v_head_dim=group.geometry.shape.v_dim,
+                        dtype=group.dtype,
+                        window_tokens=group.window_tokens,
+                        scales=group.scales,
+                    )
+                    core.drop_layers([layer for layer in layers if layer < 0])
+                twin._follow(twin.rows[device])
+                for row, each in enumerate(rows.sequences):
+                    twin.rows[device].sequences.append(core.fork(each, each.num_tokens, row=row))
+        except BaseException:
+            twin.close()
+            raise
+        return twin
 
     def keeps(self, num_tokens: int) -> bool:
         """Whether the batch can go back to `num_tokens`: its windows still hold their tokens."""
