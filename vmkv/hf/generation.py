@@ -462,7 +462,8 @@ class RaggedCache(StoreOwner):
         if tenant is not None and not isinstance(tenant, str):
             raise ConfigError(f"tenant={tenant!r} must be a string, or None")
         self._bind(model, signatures)
-        num_rows = min(map(self.store.num_rows, self.store.cores))
+        num_rows = min([core.max_sequences for core in self.store.cores])
+        num_rows = min(num_rows, self.store.options.max_batch_size or num_rows)  # No spare ones.
         if num_sequences > num_rows:
             raise ConfigError(
                 f"{num_sequences} prompts do not fit the {num_rows} rows of this cache; make it "

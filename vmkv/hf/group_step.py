@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
 
 import torch
 
 from ..attention import AttentionBatch
 from ..attention.append import Place, append_uniform
 from ..core.cache import KVCache, LayerGroup, Sequence
-from ..core.cache.fp8 import FP8, Scales, decode, encode
+from ..core.cache.fp8 import FP8, decode, encode
 from ..errors import ConfigError
 
 # ---- padding -------------------------------------------------------------------------------------
@@ -113,11 +112,6 @@ class DeviceRows:
             f"a batch of {batch_size} does not fit the {self.core.max_sequences} rows of this "
             "cache; make it with a larger max_batch_size"
         )
-
-    def keep_resident(self, overread_tokens: int) -> None:
-        """Keep `overread_tokens` past every row's length mapped, from now on."""
-        if overread_tokens > self.core.overread_tokens:
-            self.core.keep_resident(overread_tokens)
 
     def left_pad(self, padding: torch.Tensor, num_tokens: int) -> tuple[bool, torch.Tensor | None]:
         """Whether `padding [B, T]` is left padding, and how much: `[B] int32`; read once."""
@@ -246,20 +240,16 @@ class GroupStep:
             append_uniform(keys, values, self._appended[place], self.start, stream)
             return
         if self.is_fp8:
-            scales = self.scales(place)
+            scales = self.group.scales_at(place)
             keys = encode(keys, scales and scales.inverse_keys, heads_at=-3)
             values = encode(values, scales and scales.inverse_values, heads_at=-3)
         with torch.no_grad():
             self._new_keys[place].copy_(keys)
             self._new_values[place].copy_(values)
 
-    def scales(self, place: int) -> Scales | None:
-        """Return the scales of the layer at `place`; None for 1."""
-        return self.group.scales_at(place)
-
     def decoded(self, place: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `keys` and `values` of the layer at `place`, decoded into new tensors."""
-        scales = self.scales(place)
+        scales = self.group.scales_at(place)
         with torch.no_grad():
             return (
                 decode(self.keys[place], scales and scales.keys, dtype, heads_at=-3),
@@ -308,11 +298,3 @@ class GroupStep:
                 count = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
                 self._uniform = ((batch_size, num_queries), count[:-1], count * num_queries)
         return self._uniform[1:]
-
-
-@dataclass
-class LayerPlace:
-    """A layer's index in its group, and the group's step tensors."""
-
-    step: GroupStep
-    index: int

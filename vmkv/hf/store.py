@@ -29,7 +29,7 @@ import torch
 
 from ..attention import get as get_attention_backend
 from ..attention.append import why_not_fp8
-from ..core.backend import Backend, HostBackend, open_backend
+from ..core.backend import Backend, open_backend
 from ..core.cache import CacheStats, KVCache
 from ..core.cache.fp8 import FP8
 from ..core.cache.geometry import check_positive, fitting_rows
@@ -38,7 +38,7 @@ from ..core.memory import ExtentPool
 from ..errors import CapacityError, ClosedError, ConfigError
 from . import compat
 from .configuration import default_max_tokens, rows_and_tokens
-from .group_step import DeviceRows, GroupStep, LayerPlace
+from .group_step import DeviceRows, GroupStep
 from .kv_format import KVScales, SkipLayers, layers_in_fp8
 
 if TYPE_CHECKING:
@@ -143,14 +143,14 @@ class Store:
         if options.max_tokens is None:
             default_max_tokens(self._decoder_config)
         self._num_spare_rows = num_spare_rows
-        self._num_spare: dict[torch.device, int] = {}
         self.windows = windows
         self._fp8_layers, self.kv_scales = layers_in_fp8(config, options, windows)
         self.is_closed = False
         self.keeps_past = False
         self.rows: dict[torch.device, DeviceRows] = {}  #: The batch's rows.
         self.cores: list[KVCache] = []  #: The caches, one per device.
-        self.places: dict[int, LayerPlace] = {}  #: Of bound layers.
+        #: Of bound layers, their group's step and their index in the group.
+        self.places: dict[int, tuple[GroupStep, int]] = {}
         self.signatures: dict[int, Signature] = {}  #: Of bound layers.
         self._seen: set[int] = set()  # Layers whose shape is known rather than guessed.
         self._has_gaps = False
@@ -160,8 +160,8 @@ class Store:
 
     # ---- binding --------------------------------------------------------------------------
 
-    def bind(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerPlace:
-        """Return the place of layer `index`, given its first keys and values.
+    def bind(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Give layer `index` a place, by its first keys and values.
 
         Unseen layers of the same kind are expected to have the same shapes and are laid beside it.
         A layer that differs forms a new group with those after it, and `close_gaps` later takes
@@ -178,7 +178,6 @@ class Store:
         if self.signatures.get(index) != signature:
             self._bind_alike(index, signature, keys.shape[0])
         self._seen.add(index)
-        return self.places[index]
 
     def _bind_alike(self, index: int, signature: Signature, batch_size: int) -> None:
         rows = self._rows_on(signature, batch_size)
@@ -196,11 +195,9 @@ class Store:
             )
         ]
         for other in alike:
-            before = self.places.pop(other, None)
-            self.signatures.pop(other, None)
-            if before is not None:
-                before.step.forget()
-                before.step.rows.core.drop_layers([other])
+            if self.signatures.pop(other, None) is not None:
+                step, _ = self.places.pop(other)
+                step.rows.core.drop_layers([other])
                 self._has_gaps = True
         rows.core.add_layers(
             alike,
@@ -247,16 +244,13 @@ class Store:
                 self._follow(rows)
 
     def _follow(self, rows: DeviceRows) -> None:
-        """Make the places of new layers, and update those of moved ones."""
+        """Set the places of layers that are new or have moved."""
         self.num_layouts += 1
-        steps = {place.step.group: place.step for place in self.places.values()}
+        steps = {step.group: step for step, _ in self.places.values()}
         for layer, (group, at) in rows.core.places.items():
             if group not in steps:
                 steps[group] = GroupStep(rows, group)
-            place = self.places.setdefault(layer, LayerPlace(steps[group], at))
-            if place.step is not steps[group]:
-                place.step.forget()
-                place.step, place.index = steps[group], at
+            self.places[layer] = steps[group], at
 
     @property
     def has_seen_all(self) -> bool:
@@ -267,6 +261,11 @@ class Store:
         """Return the rows on a layer's device, made on first use."""
         device = signature.device
         if device not in self.rows:
+            if device.type not in ("cpu", "cuda"):
+                raise ConfigError(
+                    f"vmkv has no backend for device {device}; it runs on CUDA and on the CPU: use "
+                    "DynamicCache there"
+                )
             options = self.options
             memory = options.backend if options.pool is None else options.pool
             if self.rows and memory is not None:
@@ -276,21 +275,17 @@ class Store:
                 )
             num_values = math.prod(signature.k_shape) + math.prod(signature.v_shape)
             token_bytes = num_values * signature.dtype.itemsize * len(self.windows)
-            num_rows, max_tokens = rows_and_tokens(
-                batch_size,
-                token_bytes,
-                options.max_batch_size,
-                options.max_tokens,
-                self._decoder_config,
-                past_stated=self._past_stated,
+            most_tokens = options.max_tokens or default_max_tokens(
+                self._decoder_config, past_stated=self._past_stated
             )
-            spare = self._num_spare_rows if device.type == "cuda" else 0
-            if fitting_rows(token_bytes, max_tokens, num_rows + spare) < num_rows + spare:
-                spare = 0
+            num_rows, max_tokens = rows_and_tokens(batch_size, token_bytes, options, most_tokens)
+            if device.type == "cuda":
+                wanted_rows = num_rows + self._num_spare_rows
+                num_rows = max(num_rows, fitting_rows(token_bytes, max_tokens, wanted_rows))
             core = KVCache(
-                memory if memory is not None else _backend_for(device),
+                memory if memory is not None else open_backend(str(device)),
                 max_tokens=max_tokens,
-                max_sequences=num_rows + spare,
+                max_sequences=num_rows,
                 budget_bytes=options.budget_bytes,
                 layers_per_group=options.layers_per_group,
             )
@@ -303,17 +298,12 @@ class Store:
             core.keeps_past = self.keeps_past
             self.rows[device] = DeviceRows(core)
             self.cores.append(core)
-            self._num_spare[device] = spare
         return self.rows[device]
 
     @property
     def attends_in_place(self) -> bool:
         """Whether the model reads rows themselves rather than the tensors that updates return."""
         return getattr(self._decoder_config, "_attn_implementation", None) == "vmkv"
-
-    def num_rows(self, core: KVCache) -> int:
-        """Return how many sequences a cache takes, spare rows excluded."""
-        return core.max_sequences - self._num_spare[core.device]
 
     def keep_past(self) -> None:
         """Keep tokens that leave sliding windows, so that they can be rolled back to."""
@@ -324,8 +314,8 @@ class Store:
     # ---- the batch ------------------------------------------------------------------------
 
     def _forget_steps(self) -> None:
-        for place in self.places.values():
-            place.step.forget()
+        for step, _ in self.places.values():
+            step.forget()
 
     def settle(self, batch_size: int, num_tokens: int) -> None:
         """End rows and truncate them, after layers have changed their batch or length."""
@@ -481,17 +471,6 @@ class StoreOwner:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _backend_for(device: torch.device) -> Backend:
-    if device.type == "cpu":
-        return HostBackend()
-    if device.type == "cuda":
-        return open_backend(f"cuda:{device.index or 0}")
-    raise ConfigError(
-        f"vmkv has no backend for device {device}; it runs on CUDA and on the CPU: use "
-        "DynamicCache there"
-    )
 
 
 # ---- orphans -------------------------------------------------------------------------------------
