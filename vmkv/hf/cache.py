@@ -13,7 +13,6 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..errors import ConfigError
 from . import compat
-from . import store as orphans
 from .layers import VirtualLayer, VMKVFullLayer, VMKVSlidingLayer, past_is_lost
 from .store import CacheOptions, Store, StoreOwner
 
@@ -42,15 +41,13 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
     def __init__(self, config: Any, *, offloading: bool = False, **options: Any):
         if offloading:
             raise ConfigError("VMKVCache does not offload; use DynamicCache(offloading=True)")
-        orphans.collect()
-        originals = compat.default_layers(config)
-        kinds = map(compat.window_of, originals)
+        layers = compat.default_cache(config).layers
+        kinds = map(compat.window_of, layers)
         windows = {index: window for index, (is_ours, window) in enumerate(kinds) if is_ours}
         self._own(Store(config, CacheOptions(**options), windows))
-        layers = list(originals)
         for index, window in windows.items():
             layer_class = VMKVFullLayer if window is None else VMKVSlidingLayer
-            layers[index] = layer_class(index, self._store, window, originals[index])
+            layers[index] = layer_class(index, self._store, window, layers[index])
         self._take(layers)
 
     def _take(self, layers: list[Any]) -> None:
@@ -74,18 +71,15 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
 
         Decode steps may then bypass the layers, between `begin_step` and `end_step`.
         """
-        layers = self._virtual_layers
-        if not layers or len(layers) != len(self.layers):
-            return False
-        store, num_tokens = self._store, layers[0]._length
+        layers, store = self._virtual_layers, self._store
+        num_tokens = max([layer._length for layer in layers], default=0)
         return (
             num_tokens > 0
+            and len(layers) == len(self.layers)
             and not store.is_closed
             and store.has_seen_all
             and len(store.cores) == 1
-            and all(
-                layer._length == num_tokens and layer._batch_size == batch_size for layer in layers
-            )
+            and {(each._length, each._batch_size) for each in layers} == {(num_tokens, batch_size)}
         )
 
     def begin_step(self, batch_size: int) -> int:

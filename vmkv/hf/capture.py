@@ -251,14 +251,9 @@ class CapturedDecoding:
             proof = self._proof(model, store)
             known.runs_plainly = proof is None
             if proof is not None:
+                batch_size, stream = token_ids.shape[0], self._stream_on(token_ids.device)
                 known.steps = steps = CapturedSteps(
-                    model,
-                    store,
-                    token_ids.shape[0],
-                    known.logits,
-                    self.layers,
-                    self._stream_on(token_ids.device),
-                    proof.calls,
+                    model, store, batch_size, known.logits, self.layers, stream, proof.calls
                 )
         return steps
 
@@ -354,9 +349,9 @@ class CapturedSteps:
         store: Store,
         batch_size: int,
         logits: torch.Tensor,
-        layers: CompiledLayers | None = None,
-        stream: torch.cuda.Stream | None = None,
-        calls: tuple[int, ...] | None = None,
+        layers: CompiledLayers | None,
+        stream: torch.cuda.Stream | None,
+        calls: tuple[int, ...],
     ):
         (core,) = store.cores
         self.batch_size = batch_size

@@ -58,7 +58,7 @@ def layer_windows(config: Any) -> dict[int, int | None]:
     decoder = compat.text_config(config)
     if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
         raise UnservableError("it attends in chunks, which no kernel here does")
-    layers = compat.default_layers(config)
+    layers = compat.default_cache(config).layers
     if len(layers) != getattr(decoder, "num_hidden_layers", len(layers)):
         raise UnservableError("layers share keys and values, which only a cache can hand on")
     windows = {}

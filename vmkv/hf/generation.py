@@ -42,11 +42,10 @@ from ..core.cache import Sequence as Row
 from ..core.cache.geometry import check_positive
 from ..core.cache.prefix import BLOCK_TOKENS
 from ..core.memory import ExtentPool
-from ..errors import CapacityError, ClosedError, ConfigError
+from ..errors import CapacityError, ConfigError
 from ..step import Piece, Stepper
 from ..step.piece import StepLogits
 from . import compat
-from . import store as orphans
 from .capture import compiled_layers_of
 from .configuration import check_length, layer_windows
 from .group_step import read_left_pad
@@ -260,7 +259,11 @@ def prefill_passes(
     unfinished = list(range(len(prompts)))
     while unfinished:
         # Leaders come before their followers, so that the first prompt never waits.
-        waiting = [at for at in unfinished if at not in past and _waits(at, leaders, past)]
+        waiting = [
+            at
+            for at, (leader, shared_tokens) in leaders.items()
+            if at not in past and past.get(leader, 0) < shared_tokens
+        ]
         stops: dict[int, int] = {}
         for leader, shared_tokens in [leaders[at] for at in waiting if cache.has_windows]:
             stops[leader] = min(shared_tokens, stops.get(leader, shared_tokens))
@@ -280,12 +283,6 @@ def prefill_passes(
                 room -= end - start
         yield pieces
         unfinished = [at for at in unfinished if past.get(at, 0) < len(prompts[at])]
-
-
-def _waits(at: int, leaders: Mapping[int, tuple[int, int]], past: Mapping[int, int]) -> bool:
-    """Whether the leader of a prompt has not computed their common beginning yet."""
-    leader, shared_tokens = leaders.get(at, (at, 0))
-    return past.get(leader, 0) < shared_tokens
 
 
 def _leaders_worth_waiting_for(
@@ -420,7 +417,6 @@ class RaggedCache(StoreOwner):
     """
 
     def __init__(self, config: Any, **options: Any):
-        orphans.collect()
         windows = layer_windows(config)
         self._own(Store(config, CacheOptions(**options), windows, num_spare_rows=1))
         self.store = self._store  #: The memory of all sequences.
@@ -455,8 +451,7 @@ class RaggedCache(StoreOwner):
             ClosedError: The cache is closed.
             OutOfAddressSpaceError, DriverError: The layers cannot be laid out.
         """
-        if self.store.is_closed:
-            raise ClosedError("this RaggedCache is closed; make a new one")
+        self.store.check_open()
         if self._is_serving:
             raise ConfigError("this cache serves another call of generate; give each its own")
         if tenant is not None and not isinstance(tenant, str):

@@ -199,7 +199,7 @@ class GroupStep:
 
     def forget(self) -> None:
         """Drop the tensors; the next update makes new ones."""
-        self.start = self.end = self.batch_size = self.first = -1
+        self.start = self.end = self.batch_size = -1
         self.keys: Sequence_[torch.Tensor] = ()
         self.values: Sequence_[torch.Tensor] = ()
         self._new_keys: Sequence_[torch.Tensor] = ()
@@ -230,7 +230,7 @@ class GroupStep:
                 self._new_values = v[:, :, :, start:end].unbind(0)
         self.key_shape = torch.Size((batch_size, shape.num_k_heads, end - start, shape.k_dim))
         self.value_shape = torch.Size((batch_size, shape.num_v_heads, end - start, shape.v_dim))
-        self.batch_size, self.first, self.start, self.end = batch_size, first, start, end
+        self.batch_size, self.start, self.end = batch_size, start, end
         self._batch = None
 
     def write(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,14 +49,7 @@ class KVScales:
         Raises:
             OSError: The file cannot be written. An earlier file of this name is kept.
         """
-        values = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "model": self.model,
-            "layers": [
-                {"keys": each.as_values()[0], "values": each.as_values()[1]} for each in self.layers
-            ],
-        }
+        values = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
         with whole_file(Path(path)) as file:
             file.write((json.dumps(values, indent=1) + "\n").encode())
 
@@ -107,7 +100,7 @@ def calibrate_kv_scales(model: Any, token_ids: Iterable[Sequence[int]]) -> KVSca
 
     Cost: a forward pass over each text.
     """
-    layers = compat.default_layers(model.config)
+    layers = compat.default_cache(model.config).layers
     for index, layer in enumerate(layers):
         if not compat.window_of(layer)[0]:
             raise ConfigError(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
 
 from ..errors import ConfigError
 from . import compat
@@ -59,8 +60,8 @@ class Group:
     ) -> Group:
         """Make a group of what transformers has prepared; refuses ways of decoding."""
         _check_config(config)
-        limits = [int(each.max_length) for each in filter(compat.is_length_limit, criteria)]
-        rest = [each for each in criteria if not compat.is_length_limit(each)]
+        limits = [int(each.max_length) for each in criteria if type(each) is MaxLengthCriteria]
+        rest = [each for each in criteria if type(each) is not MaxLengthCriteria]
         return cls(tuple(rows), num_tokens, processors, rest, min(limits, default=None), config)
 
 
@@ -89,7 +90,7 @@ def prepare(
     groups, new_tokens = [first], first.config.max_new_tokens
     depends_on_prompt = any(map(compat.reads_prompt, (*first.processors, *first.criteria)))
     criteria = options.get("stopping_criteria") or ()
-    has_limit = any(map(compat.is_length_limit, criteria))  # In place of `max_new_tokens`.
+    has_limit = MaxLengthCriteria in map(type, criteria)  # In place of `max_new_tokens`.
     for length in lengths:
         rows = by_length[length]
         if depends_on_prompt or new_tokens is None:
@@ -152,7 +153,7 @@ def _replace_stop_strings(model: Any, options: dict[str, Any]) -> None:
         return
     if tokenizer is None:
         raise ConfigError("stop_strings need the model's tokenizer: pass tokenizer=…")
-    criterion = compat.stop_string_criterion(tokenizer, strings)
+    criterion = StopStringCriteria(tokenizer, strings)
     options["stop_strings"] = None
     options["stopping_criteria"] = [*(options.get("stopping_criteria") or ()), criterion]
 

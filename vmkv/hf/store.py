@@ -15,6 +15,7 @@ Note [An unclosed cache is closed later].
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import os
 import threading
@@ -127,6 +128,8 @@ class Store:
     `past_stated` see `default_max_tokens`. `ConfigError` for what the first update would refuse.
     """
 
+    owner = "cache"  #: What messages call the cache.
+
     def __init__(
         self,
         config: Any,
@@ -136,6 +139,7 @@ class Store:
         num_spare_rows: int = 0,
         past_stated: bool = True,
     ):
+        _close_orphans()
         self.options = options
         self._decoder_config = compat.text_config(config)
         self._past_stated = past_stated
@@ -418,18 +422,25 @@ class Store:
     def check_open(self) -> None:
         """Raise `ClosedError` if the store is closed."""
         if self.is_closed:
-            raise ClosedError("this VMKVCache is closed; make a new one")
+            raise ClosedError(f"this {self.owner} is closed; make a new one")
+
+
+_CONFIG = inspect.Parameter("config", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_OPTIONS = inspect.signature(CacheOptions)
 
 
 class StoreOwner:
     """A cache over a store: its memory, its end, and its finalizer."""
 
     _store: Store
+    # For `help`, which would show `**options`.
+    __signature__ = inspect.Signature([_CONFIG, *_OPTIONS.parameters.values()])
 
     def _own(self, store: Store) -> None:
         """Keep `store`, which does not refer to the cache, so that it can outlive it as orphan."""
         self._store = store
-        self._finalizer = weakref.finalize(self, add, store)
+        store.owner = type(self).__name__
+        self._finalizer = weakref.finalize(self, _keep_orphan, store)
         self._finalizer.atexit = False
 
     def stats(self) -> CacheStats:
@@ -479,20 +490,20 @@ _orphans: deque[Store] = deque()
 _collecting = threading.Lock()
 
 
-def add(store: Store) -> None:
+def _keep_orphan(store: Store) -> None:
     """Keep the open store of a garbage-collected cache as an orphan, with a ResourceWarning."""
     if store.is_closed:
         return
     _orphans.append(store)
     warnings.warn(
-        "a VMKVCache was never closed; its memory is given back when the next one is made. Use "
-        "`with VMKVCache(...) as cache:` or cache.close()",
+        f"a {store.owner} was never closed; its memory is given back when the next cache is made. "
+        f"Use `with {store.owner}(...) as cache:` or cache.close()",
         ResourceWarning,
         stacklevel=2,
     )
 
 
-def collect() -> None:
+def _close_orphans() -> None:
     """Close the orphans that no tensor points into any more."""
     with _collecting:
         for _ in range(len(_orphans)):
