@@ -25,7 +25,6 @@ from ..step import Stepper
 from ..step.compiled_layers import CompiledLayers
 from ..step.model_guard import chosen_attention
 from ..step.stepper import has_hooks
-from . import compat
 from .cache import VMKVCache
 from .group_step import LeftPadding
 from .proof import Proof, prove
@@ -299,8 +298,7 @@ def _is_step(model: Any, given: Mapping[str, Any]) -> bool:
         and token_ids.ndim == 2
         and token_ids.shape[1] == 1
         and all(given[name] is None or given[name] is False for name in given.keys() - _KNOWN)
-        and _is_on(given.get("use_cache"), getattr(config, "use_cache", True))
-        and _is_on(given.get("return_dict"), getattr(config, "return_dict", True))
+        and all(_is_on(name, given, config) for name in ("use_cache", "return_dict"))
         and _keeps_last(given.get("logits_to_keep", 0))
         and not any(getattr(config, name, False) for name in _OUTPUTS)
         and not (model.training or torch.is_grad_enabled())
@@ -308,8 +306,9 @@ def _is_step(model: Any, given: Mapping[str, Any]) -> bool:
     )
 
 
-def _is_on(given: Any, default: Any) -> bool:
-    return bool(default if given is None else given)
+def _is_on(name: str, given: Mapping[str, Any], config: Any) -> bool:
+    value = given.get(name)
+    return bool(getattr(config, name, True) if value is None else value)
 
 
 def _keeps_last(logits_to_keep: Any) -> bool:
@@ -328,7 +327,7 @@ def _fits(given: Any, device: torch.device, *shapes: tuple[int, int]) -> bool:
 
 def _is_divided_or_adapted(model: Any) -> bool:
     """Whether the model is divided over processes, or has adapters that may be switched off."""
-    return compat.num_parts(model) > 1 or any(
+    return (getattr(model, "tp_size", None) or 1) > 1 or any(
         type(each).__module__.partition(".")[0] == "peft" for each in model.modules()
     )
 

@@ -144,11 +144,6 @@ def in_parts(num_ranks: int) -> dict[str, Any]:
         ) from error
 
 
-def num_parts(model: Any) -> int:
-    """Return over how many processes transformers has divided a model."""
-    return int(getattr(model, "tp_size", None) or 1)
-
-
 class PlainMask(NamedTuple):
     """A mask that is only causal, within a window or without."""
 

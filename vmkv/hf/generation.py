@@ -114,10 +114,9 @@ def generate(
     return _generate(
         model,
         rows,
-        Tokens(input_ids, list(map(len, rows)), groups),
+        Tokens(input_ids, list(map(len, rows)), groups, streamer),
         cache,
         tenant=tenant,
-        streamer=streamer,
         prefix_caching=prefix_caching,
         max_num_batched_tokens=max_num_batched_tokens,
         pool=pool,
@@ -179,10 +178,9 @@ def ragged_generate(
     return _generate(
         model,
         prompts,
-        Tokens(input_ids, lengths, [group]),
+        Tokens(input_ids, lengths, [group], vmkv_streamer),
         vmkv_cache,
         tenant=vmkv_tenant,
-        streamer=vmkv_streamer,
         prefix_caching=vmkv_prefix_caching,
         max_num_batched_tokens=vmkv_max_num_batched_tokens,
     ).ids
@@ -196,7 +194,6 @@ def _generate(
     cache: RaggedCache | None,
     *,
     tenant: str | None,
-    streamer: Any,
     prefix_caching: bool,
     max_num_batched_tokens: int,
     attention_backend: str | None = None,
@@ -207,8 +204,6 @@ def _generate(
     backend = attention_backend if cache is None else cache.store.options.attention_backend
     proof = prove(model, backend)
     check_length(model.config, tokens.max_tokens)
-    if streamer is not None:
-        streamer.put(tokens.ids.cpu())
     with contextlib.ExitStack() as stack:
         if cache is None:
             memory |= {"max_batch_size": len(prompts), "attention_backend": backend}
@@ -233,9 +228,7 @@ def _generate(
         if proof.never_waits:
             stepper.capture_where_it_pays()
         first = torch.stack([last_logits[at] for at in tokens.live])
-        _decode(stepper, cache, tokens, first, streamer, records=prefix_caching and outlives)
-    if streamer is not None:
-        streamer.end()
+        _decode(stepper, cache, tokens, first, records=prefix_caching and outlives)
     return tokens
 
 
@@ -321,20 +314,12 @@ def find_leaders(prompts: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]
 
 
 def _decode(
-    stepper: Stepper,
-    cache: RaggedCache,
-    tokens: Tokens,
-    logits: torch.Tensor,
-    streamer: Any,
-    *,
-    records: bool,
+    stepper: Stepper, cache: RaggedCache, tokens: Tokens, logits: torch.Tensor, *, records: bool
 ) -> None:
     """Generate a token for every live sequence, until all have ended."""
     num_sequences = len(logits)
     while True:
         chosen = tokens.choose(logits)
-        if streamer is not None:
-            streamer.put(chosen.cpu())
         ended = tokens.stop()
         if ended and records:
             for at, generated in zip(ended, tokens.generated(ended), strict=True):
@@ -555,11 +540,6 @@ class RaggedCache(StoreOwner):
         """End a sequence; its rows are parked for the next one, on every device."""
         for sequence in self._sequences.pop(sequence_id):
             sequence.close()
-
-    def close(self) -> None:
-        """Free everything. Idempotent."""
-        self._sequences.clear()
-        super().close()
 
 
 def _open(core: KVCache, num_tokens: int, prompt: Sequence[int] | None, tenant: str | None) -> Row:

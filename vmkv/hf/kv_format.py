@@ -27,8 +27,6 @@ _FORMAT, _VERSION = "vmkv kv scales", 1
 #: Other texts may exceed the measured values. In floating point, headroom costs nothing, while
 #: values that do not fit are clipped.
 _HEADROOM = 2.0
-#: More than the scales of any model need.
-_FILE_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,7 @@ class KVScales:
             OSError: It cannot be read.
         """
         where = os.fspath(path)
-        with open(where, "rb") as file:
-            data = file.read(_FILE_BYTES_MAX)
+        data = Path(path).read_bytes()
         try:
             values = json.loads(data)
             if (values["format"], values["version"]) != (_FORMAT, _VERSION):

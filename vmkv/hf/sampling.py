@@ -220,10 +220,12 @@ class Tokens:
     """The tokens of all sequences so far.
 
     `ids` are `[B, T + new]`: left-padded prompts `[B, T]`, generated tokens, and padding where a
-    sequence has ended. `live` lists the sequences that have not.
+    sequence has ended. `live` lists the sequences that have not. `streamer` may be None.
     """
 
-    def __init__(self, ids: torch.Tensor, lengths: Sequence[int], groups: Sequence[Group]):
+    def __init__(
+        self, ids: torch.Tensor, lengths: Sequence[int], groups: Sequence[Group], streamer: Any
+    ):
         self.ids = ids
         self.live = list(range(len(lengths)))
         self._live_at: torch.Tensor | None = None  # `live` on the device; None while all live.
@@ -234,6 +236,9 @@ class Tokens:
         self._rows = [torch.tensor(each.rows, device=ids.device) for each in groups]
         self._do_sample = bool(groups[0].config.do_sample)
         self._pad_token = compat.pad_token(groups[0].config)
+        self._streamer = streamer
+        if streamer is not None:
+            streamer.put(ids.cpu())
 
     @property
     def max_tokens(self) -> int | None:
@@ -269,6 +274,8 @@ class Tokens:
             every = torch.full_like(self.ids[:, 0], self._pad_token)
             tokens = every.index_copy_(0, live_at, tokens)
         self.ids = torch.cat([self.ids, tokens[:, None]], 1)
+        if self._streamer is not None:
+            self._streamer.put(tokens.cpu())
         return tokens
 
     def stop(self) -> list[int]:
@@ -295,6 +302,8 @@ class Tokens:
                 self._ends[row] = self.ids.shape[1]
             self.live = [row for row in self.live if not is_done[row]]
             self._live_at = torch.tensor(self.live, device=self.ids.device)
+        if self._streamer is not None and not self.live:
+            self._streamer.end()
         return ended
 
     def _applies_to_all(self, rule: Any) -> bool:

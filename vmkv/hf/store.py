@@ -142,10 +142,10 @@ class Store:
         _close_orphans()
         self.options = options
         self._decoder_config = compat.text_config(config)
-        self._past_stated = past_stated
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-        if options.max_tokens is None:
-            default_max_tokens(self._decoder_config)
+        self._max_tokens = options.max_tokens or default_max_tokens(
+            self._decoder_config, past_stated=past_stated
+        )
         self._num_spare_rows = num_spare_rows
         self.windows = windows
         self._fp8_layers, self.kv_scales = layers_in_fp8(config, options, windows)
@@ -279,10 +279,9 @@ class Store:
                 )
             num_values = math.prod(signature.k_shape) + math.prod(signature.v_shape)
             token_bytes = num_values * signature.dtype.itemsize * len(self.windows)
-            most_tokens = options.max_tokens or default_max_tokens(
-                self._decoder_config, past_stated=self._past_stated
+            num_rows, max_tokens = rows_and_tokens(
+                batch_size, token_bytes, options, self._max_tokens
             )
-            num_rows, max_tokens = rows_and_tokens(batch_size, token_bytes, options, most_tokens)
             if device.type == "cuda":
                 wanted_rows = num_rows + self._num_spare_rows
                 num_rows = max(num_rows, fitting_rows(token_bytes, max_tokens, wanted_rows))
