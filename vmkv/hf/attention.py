@@ -16,7 +16,6 @@ See DESIGN.md, Note [Masks that are not tensors].
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch.nn import functional
 from ..attention.sdpa import plain_attention, visible_keys
 from ..core.cache.fp8 import FP8
 from ..errors import ConfigError
-from ..step.model_guard import PACKED, attending_through, register_attention
+from ..step.model_guard import PACKED, register_attention
 from ..step.row_attention import LayerCall
 from . import compat
 from .configuration import UnservableError
@@ -195,9 +194,3 @@ def _explicit_mask(asked: LayerCall, causal: bool) -> torch.Tensor | None:
 def register() -> None:
     """Register `"vmkv"` with transformers, as attention and as mask. Idempotent."""
     register_attention(PACKED, vmkv_attention, vmkv_mask)
-
-
-def attending_in_place(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Make the model attend through `"vmkv"` inside a `with` block."""
-    register()
-    return attending_through(model, PACKED)

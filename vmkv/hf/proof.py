@@ -31,7 +31,7 @@ from ..step.model_guard import PACKED, chosen_attention, refusing_waits
 from ..step.piece import packing_order
 from ..step.row_attention import LayerCall
 from . import compat
-from .attention import attend_to_tensors, attending_in_place
+from .attention import attend_to_tensors
 from .configuration import UnservableError, layer_windows
 from .store import CacheOptions, Signature, Store
 
@@ -181,7 +181,7 @@ def _packed_passes(
     differences: list[_Difference] = []
     with (
         contextlib.closing(Store(model.config, options, windows)) as memory,
-        attending_in_place(model),
+        attending_through(model, PACKED),
     ):
         memory.bind_all(signatures)
         rows = [[core.open(row=at) for at in range(_NUM_SEQUENCES)] for core in memory.cores]
@@ -422,7 +422,7 @@ def _layer_signatures(
     placeholder = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=token_ids.device)
     placeholder._vmkv_placeholder = True  # type: ignore[attr-defined]
     positions = torch.arange(len(token_ids), device=token_ids.device)[None]
-    with attending_in_place(model):
+    with attending_through(model, PACKED):
         given = {"position_ids": positions, "attention_mask": placeholder, "vmkv_batch": hear}
         _run(model, token_ids[None], "it does not run on packed tokens", **given)
     missing = windows.keys() - signatures.keys()
@@ -443,7 +443,7 @@ def _check_windows(model: Any, windows: Mapping[int, int | None], token_ids: tor
             heard[int(vars(module)["layer_idx"])] = (asked.window, recipe.window)
         return attend_to_tensors(asked, causal=getattr(module, "is_causal", True))
 
-    with attending_in_place(model):
+    with attending_through(model, PACKED):
         _run(model, token_ids[None], _NOT_PLAIN, vmkv_batch=hear)
     for index, window in windows.items():
         given, masked = heard.get(index, (None, window))
