@@ -268,22 +268,22 @@ class CapturedDecoding:
         backend, device = store.options.attention_backend, store.cores[0].device
         if (backend, device) in self._unproven:
             return None
-        reason = proof = None
         try:
             proof = prove(model, backend)
-        except (ConfigError, CapacityError, torch.OutOfMemoryError) as error:
-            reason = one_line(error)
-        else:
-            if device.type == "cuda" and not proof.never_waits:
+            if proof.never_waits or device.type != "cuda":
+                if store.signatures == proof.signatures:
+                    return proof
+                reason = "it caches something else than the keys and values it attends to"
+            else:
+                self._unproven.add((backend, device))
                 reason = "its steps wait for the device"
-        if reason is not None:
+        except (ConfigError, CapacityError, torch.OutOfMemoryError) as error:
             self._unproven.add((backend, device))
-        elif proof is not None and store.signatures != proof.signatures:
-            reason = "it caches something else than the keys and values it attends to"
-        if reason is not None and reason not in self.refusals:
+            reason = one_line(error)
+        if reason not in self.refusals:
             self.refusals.append(reason)
             _LOG.warning("decode steps of %s are not captured: %s", type(model).__name__, reason)
-        return proof if reason is None else None
+        return None
 
 
 def _forward_of_class(model: Any) -> Any:
@@ -376,7 +376,7 @@ class CapturedSteps:
         # declined for its mask.
         self._next = (-1, -1)
         self._was_declined = False
-        store.add_reader(self)
+        store.readers.add(self)
 
     def fits(self, store: Store, batch_size: int) -> bool:
         """Whether the cache's layers are where they were, in a batch of the same size."""

@@ -104,7 +104,8 @@ def generate(
     rows = [_as_list(prompt, at) for at, prompt in enumerate(prompts)]
     if not rows:
         raise ConfigError("no prompts: pass at least one list of token ids")
-    if cache is not None and (pool, budget_bytes, attention_backend) != (None, None, None):
+    own = {"pool": pool, "budget_bytes": budget_bytes, "attention_backend": attention_backend}
+    if cache is not None and any(value is not None for value in own.values()):
         raise ConfigError("a cache has its own pool, budget and kernels; leave those out")
     _check(model, rows, cache, max_num_batched_tokens)
     groups = prepare(model, rows, options)
@@ -119,9 +120,7 @@ def generate(
         tenant=tenant,
         prefix_caching=prefix_caching,
         max_num_batched_tokens=max_num_batched_tokens,
-        pool=pool,
-        budget_bytes=budget_bytes,
-        attention_backend=attention_backend,
+        **own,
     ).as_lists()
 
 
@@ -196,18 +195,18 @@ def _generate(
     tenant: str | None,
     prefix_caching: bool,
     max_num_batched_tokens: int,
-    attention_backend: str | None = None,
-    **memory: Any,
+    **own: Any,
 ) -> Tokens:
-    """Continue `prompts` to their ends, in `cache` or in one made with the options `memory`."""
-    outlives = cache is not None
-    backend = attention_backend if cache is None else cache.store.options.attention_backend
+    """Continue `prompts` to their ends, in `cache` or in one made with the options `own`."""
+    outlives, backend = cache is not None, own.get("attention_backend")
+    if cache is not None:
+        backend = cache.store.options.attention_backend
     proof = prove(model, backend)
     check_length(model.config, tokens.max_tokens)
     with contextlib.ExitStack() as stack:
         if cache is None:
-            memory |= {"max_batch_size": len(prompts), "attention_backend": backend}
-            cache = stack.enter_context(RaggedCache(model.config, **memory))
+            cache = RaggedCache(model.config, max_batch_size=len(prompts), **own)
+            stack.enter_context(cache)
         stack.enter_context(cache.serving(model, proof.signatures, len(prompts), tenant))
         cores = cache.store.cores
         layers = compiled_layers_of(model) if len(cores) == 1 else None
@@ -317,7 +316,6 @@ def _decode(
     stepper: Stepper, cache: RaggedCache, tokens: Tokens, logits: torch.Tensor, *, records: bool
 ) -> None:
     """Generate a token for every live sequence, until all have ended."""
-    num_sequences = len(logits)
     while True:
         chosen = tokens.choose(logits)
         ended = tokens.stop()
@@ -328,7 +326,7 @@ def _decode(
             cache.end(at)
         if not tokens.live:
             return
-        stepper.last_tokens[:num_sequences].copy_(chosen)
+        stepper.last_tokens[: len(chosen)].copy_(chosen)
         pieces = [
             Piece(at, cache.row(at), tokens.num_tokens(at) - 1, 1, None) for at in tokens.live
         ]

@@ -160,7 +160,8 @@ class Store:
         self._has_gaps = False
         self.num_layouts = 0
         self.num_batches = 0
-        self._readers: weakref.WeakSet[CapturedSteps] = weakref.WeakSet()
+        #: Steps that read the rows, closed before these are.
+        self.readers: weakref.WeakSet[CapturedSteps] = weakref.WeakSet()
 
     # ---- binding --------------------------------------------------------------------------
 
@@ -173,11 +174,6 @@ class Store:
         bound.
         """
         self.check_open()
-        if index not in self.windows:
-            raise ConfigError(
-                f"layer {index} is none of those this cache holds, {sorted(self.windows)}; was it "
-                "made from another model's configuration?"
-            )
         signature = Signature.of(keys, values)
         if self.signatures.get(index) != signature:
             self._bind_alike(index, signature, keys.shape[0])
@@ -348,7 +344,7 @@ class Store:
         twin = copy.copy(self)
         twin.rows, twin.cores, twin.places = {}, [], {}
         twin.signatures, twin._seen = dict(self.signatures), set(self._seen)
-        twin._readers = weakref.WeakSet()
+        twin.readers = weakref.WeakSet()
         try:
             for device, rows in self.rows.items():
                 core = KVCache(
@@ -394,12 +390,8 @@ class Store:
 
     # ---- the whole ------------------------------------------------------------------------
 
-    def add_reader(self, reader: CapturedSteps) -> None:
-        """Have steps that read the rows closed before these are; they are not kept alive."""
-        self._readers.add(reader)
-
     def _end_readers(self) -> None:
-        for reader in list(self._readers):
+        for reader in list(self.readers):
             reader.close()
 
     def has_outside_views(self) -> bool:
