@@ -199,11 +199,9 @@ class GroupStep:
 
     def forget(self) -> None:
         """Drop the tensors; the next update makes new ones."""
-        self.start = self.end = self.batch_size = -1
+        self.start = self.end = self.batch_size = self.first = -1
         self.keys: Sequence_[torch.Tensor] = ()
         self.values: Sequence_[torch.Tensor] = ()
-        self._new_keys: Sequence_[torch.Tensor] = ()
-        self._new_values: Sequence_[torch.Tensor] = ()
         self._all_rows: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._batch: tuple[torch.Tensor | None, AttentionBatch] | None = None
 
@@ -225,12 +223,9 @@ class GroupStep:
             v = views.values[:, :batch_size]
             self.keys = k[:, :, :, first:end].unbind(0)
             self.values = v[:, :, :, first:end].unbind(0)
-            if not self._is_cuda:
-                self._new_keys = k[:, :, :, start:end].unbind(0)
-                self._new_values = v[:, :, :, start:end].unbind(0)
         self.key_shape = torch.Size((batch_size, shape.num_k_heads, end - start, shape.k_dim))
         self.value_shape = torch.Size((batch_size, shape.num_v_heads, end - start, shape.v_dim))
-        self.batch_size, self.start, self.end = batch_size, start, end
+        self.batch_size, self.first, self.start, self.end = batch_size, first, start, end
         self._batch = None
 
     def write(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -244,8 +239,8 @@ class GroupStep:
             keys = encode(keys, scales and scales.inverse_keys, heads_at=-3)
             values = encode(values, scales and scales.inverse_values, heads_at=-3)
         with torch.no_grad():
-            self._new_keys[place].copy_(keys)
-            self._new_values[place].copy_(values)
+            self.keys[place][:, :, self.start - self.first :].copy_(keys)
+            self.values[place][:, :, self.start - self.first :].copy_(values)
 
     def decoded(self, place: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `keys` and `values` of the layer at `place`, decoded into new tensors."""
