@@ -652,7 +652,7 @@ def test_parameters_that_moved_are_noticed(
     model, _ = captured()
     inputs, cache = prompt("llama"), new_cache(model.config)
     generate(model, inputs, cache)
-    known = model.forward.capture._caches[cache].steps
+    known = model.forward._caches[cache].steps
     model.lm_head.weight.data = model.lm_head.weight.data * -1
     cache.reset()
     expected = generate(model, inputs, dynamic_cache(model.config))

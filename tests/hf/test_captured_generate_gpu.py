@@ -95,7 +95,7 @@ def _check(output: Any, inputs: dict[str, Any], plain: Any, exact: Any) -> None:
 
 def _graphs(model: Any, cache: Any) -> Any:
     """The graphs of a cache."""
-    return model.forward.capture._caches[cache].steps._graphs
+    return model.forward._caches[cache].steps._graphs
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "sampling"])
@@ -121,7 +121,7 @@ def test_replayed_steps_compute_what_the_model_does(
         assert torch.equal(replayed[0].sequences, replayed[1].sequences)
         cache.check()
     assert [1, 1] == count  # The prompts: graphs were there.
-    assert 3 * (NEW_TOKENS - 1) == model.forward.capture.num_steps
+    assert 3 * (NEW_TOKENS - 1) == model.forward.num_steps
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
@@ -155,7 +155,7 @@ def test_replayed_steps_never_wait(model: Any) -> None:
                 step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert 304 == model.forward.capture.num_steps
+        assert 304 == model.forward.num_steps
         cache.check()
 
 
@@ -179,7 +179,7 @@ def test_eager_and_replayed_steps_mix(plain: Any, exact: Any, model: Any) -> Non
             if "num_beams" not in options:  # What logits are of is not told.
                 _check(output, one, plain, exact)
             cache.check()
-    assert model.forward.capture.num_steps > 6 + 3 + 8
+    assert model.forward.num_steps > 6 + 3 + 8
 
 
 def test_what_cannot_be_captured_runs_as_before(model: Any, plain: Any) -> None:
@@ -189,7 +189,7 @@ def test_what_cannot_be_captured_runs_as_before(model: Any, plain: Any) -> None:
         expected = _generate(plain, inputs, cache)
     with VMKVCache(model.config, attention_backend="sdpa") as cache:
         assert torch.equal(expected.sequences, _generate(model, inputs, cache).sequences)
-    assert 0 == model.forward.capture.num_steps
+    assert 0 == model.forward.num_steps
     assert torch.cuda.get_sync_debug_mode() == 0
     assert torch.rand(3, device="cuda").shape == (3,)
 
@@ -210,7 +210,7 @@ def test_memory_comes_back_with_the_cache(model: Any) -> None:
     assert before == torch.cuda.memory_allocated()
     cache = VMKVCache(model.config)
     _generate(model, inputs, cache)
-    model.forward.capture.close()
+    model.forward.close()
     cache.reset()
     _generate(model, inputs, cache)
     cache.close()

@@ -452,6 +452,8 @@ def test_a_closed_cache_is_refused(new_cache: NewCache) -> None:
     cache.close()
     with pytest.raises(ClosedError, match="this RaggedCache is closed"):
         _generate(model, PROMPTS[:1], cache=cache)
+    with pytest.raises(ClosedError, match="this RaggedCache is closed"):
+        cache.trim()
 
 
 @pytest.mark.parametrize(
@@ -484,7 +486,7 @@ def test_a_cache_that_is_dropped_warns_and_is_freed_by_the_next(pool: ExtentPool
     _generate(model, PROMPTS[:1], cache=cache)
     caches = [cache]
     del cache
-    with pytest.warns(ResourceWarning, match="never closed"):
+    with pytest.warns(ResourceWarning, match="a RaggedCache was never closed"):
         caches.clear()
     gc.collect()
     RaggedCache(model.config, pool=pool).close()

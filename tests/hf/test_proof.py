@@ -326,7 +326,7 @@ def test_proving_leaves_no_trace(spoil: Any, monkeypatch: pytest.MonkeyPatch) ->
     """Random generators, modes, hooks, attention and memory are as before, refused or not."""
     backends: list[HostBackend] = []
     monkeypatch.setattr(
-        store, "_backend_for", lambda device: backends.append(HostBackend(4 * KiB)) or backends[-1]
+        store, "open_backend", lambda device: backends.append(HostBackend(4 * KiB)) or backends[-1]
     )
     model = _model()
     if spoil is not None:

@@ -24,11 +24,11 @@ import transformers
 from helpers.tiny_models import VERSION
 
 from vmkv.attention import AttentionSpec, why_not
-from vmkv.hf.attention import attending_in_place
-from vmkv.hf.configuration import layer_kinds
+from vmkv.hf.configuration import layer_windows
 from vmkv.hf.proof import prove
 from vmkv.hf.store import CacheOptions, Store
 from vmkv.step import Piece, Stepper
+from vmkv.step.model_guard import PACKED, attending_through
 
 DIM = 64
 PROMPT_TOKENS = (1, 130, 17, 64, 300)
@@ -128,8 +128,8 @@ def _ragged(
     )
     signatures = prove(model, backend).signatures
     with (
-        contextlib.closing(Store(model.config, options, layer_kinds(model.config))) as memory,
-        attending_in_place(model),
+        contextlib.closing(Store(model.config, options, layer_windows(model.config))) as memory,
+        attending_through(model, PACKED),
     ):
         memory.bind_all(signatures)
         (core,) = memory.cores

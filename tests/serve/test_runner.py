@@ -54,7 +54,7 @@ def cache_for(model, max_tokens: int = 200) -> KVCache:
     config = compat.text_config(model.config)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = KVCache("host", max_tokens=max_tokens, max_sequences=SLOTS + 2)
-    for layer, default in enumerate(compat.default_layers(model.config)):
+    for layer, default in enumerate(compat.default_cache(model.config).layers):
         cache.add_layers(
             [layer],
             num_kv_heads=config.num_key_value_heads,

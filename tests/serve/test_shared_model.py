@@ -15,11 +15,11 @@ from transformers import AttentionInterface
 import vmkv
 from vmkv import Engine, SamplingParams, VMKVCache
 from vmkv.errors import ConfigError
-from vmkv.hf.attention import attending_in_place, vmkv_attention
+from vmkv.hf.attention import vmkv_attention
 from vmkv.hf.proof import prove
 from vmkv.serve.runner import RunnerOptions
-from vmkv.step import Stepper, attending_through
-from vmkv.step.model_guard import has_users
+from vmkv.step import Stepper
+from vmkv.step.model_guard import PACKED, attending_through, has_users
 
 PROMPT, GREEDY = list(range(5, 30)), SamplingParams(temperature=0, max_tokens=8)
 EAGER: dict[str, Any] = {"runner": "eager"}
@@ -127,7 +127,7 @@ def test_caches_and_calls_over_one_model_end_in_any_order(
 ) -> None:
     """A user that begins before an engine and ends before it; and a call while one lives."""
     wanted = expected(model)
-    with attending_in_place(model):
+    with attending_through(model, PACKED):
         engine = make(EAGER)
     assert wanted == said_by(engine)
     assert wanted == vmkv.generate(model, [PROMPT], max_new_tokens=8)[0][len(PROMPT) :]

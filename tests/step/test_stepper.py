@@ -20,11 +20,11 @@ from helpers.tiny_models import VOCABULARY, tiny_model
 import vmkv
 from vmkv import ConfigError, KVCache, Sequence
 from vmkv.hf import proof
-from vmkv.hf.attention import attending_in_place
-from vmkv.hf.configuration import layer_kinds
+from vmkv.hf.configuration import layer_windows
 from vmkv.hf.proof import prove
 from vmkv.hf.store import CacheOptions, Store
 from vmkv.step import Piece, Stepper
+from vmkv.step.model_guard import PACKED, attending_through
 from vmkv.step.piece import packing_order
 
 SLOTS = 5
@@ -70,11 +70,11 @@ def make() -> Iterator[Callable[..., Place]]:
             options = CacheOptions(max_tokens=300, max_batch_size=num_rows)
             signatures = prove(model).signatures
             memory = stack.enter_context(
-                contextlib.closing(Store(model.config, options, layer_kinds(model.config)))
+                contextlib.closing(Store(model.config, options, layer_windows(model.config)))
             )
             memory.bind_all(signatures)
             (cache,) = memory.cores
-            stack.enter_context(attending_in_place(model))
+            stack.enter_context(attending_through(model, PACKED))
             stepper = stack.enter_context(contextlib.closing(Stepper(model, [cache], SLOTS)))
             if padded_tokens:
                 stepper.make_graphs(VOCABULARY, torch.float32, padded_tokens)

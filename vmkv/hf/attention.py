@@ -16,7 +16,7 @@ See DESIGN.md, Note [Masks that are not tensors].
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.nn import functional
 from ..attention.sdpa import plain_attention, visible_keys
 from ..core.cache.fp8 import FP8
 from ..errors import ConfigError
-from ..step.model_guard import PACKED, attending_through, register_attention
+from ..step.model_guard import PACKED, register_attention
 from ..step.row_attention import LayerCall
 from . import compat
 from .configuration import UnservableError
@@ -77,40 +77,28 @@ def vmkv_attention(
         if in_place is not None:
             return in_place, None
     if key.dtype == FP8:
-        key, value = _decoded(layer)
+        if layer is None:
+            raise ConfigError(
+                "keys or values in eight bits have been changed on their way to attention, which "
+                'then cannot tell their scale; use another attention than "vmkv" with this model, '
+                'or leave kv_dtype at "auto"'
+            )
+        key, value = layer.decoded()
         asked = asked._replace(key=key, value=value)
     return attend_to_tensors(asked, causal=causal, dropout=dropout), None
 
 
 def _in_place(layer: VirtualLayer, asked: LayerCall) -> torch.Tensor | None:
     """Attend to the layer's rows in place; None where the mask does not allow it."""
-    query, recipe = asked.query, _recipe_of(asked.mask)
-    batch = layer.attention_batch(query.shape[2], asked.mask if recipe is None else recipe.padding)
-    if batch is None:
-        return None
+    recipe, kept = _recipe_of(asked.mask), layer.window_tokens
     sees_all = recipe is not None and recipe.window is None and asked.window is None
-    kept = layer.window_tokens
-    if sees_all and kept is not None and query.shape[2] > 1 and asked.key.shape[2] > kept:
+    if sees_all and kept is not None and asked.query.shape[2] > 1 and asked.key.shape[2] > kept:
         return None  # The mask sees more of these tokens than the layer's configured window.
     # Some models state their window only in the mask.
     windows = (asked.window, None if recipe is None else recipe.window, kept)
-    out = layer.attend(
-        query.transpose(1, 2).reshape(-1, query.shape[1], query.shape[3]),
-        batch,
-        asked._replace(window=min((each for each in windows if each is not None), default=None)),
-    )
-    return out.view(query.shape[0], query.shape[2], query.shape[1], -1)
-
-
-def _decoded(layer: VirtualLayer | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode keys and values stored in eight bits for attention that cannot read them."""
-    if layer is None:
-        raise ConfigError(
-            "keys or values in eight bits have been changed on their way to attention, which then "
-            'cannot tell their scale; use another attention than "vmkv" with this model, or leave '
-            'kv_dtype at "auto"'
-        )
-    return layer.decoded()
+    window = min((each for each in windows if each is not None), default=None)
+    padding = asked.mask if recipe is None else recipe.padding
+    return layer.attend(asked._replace(window=window), padding)
 
 
 class _Recipe:
@@ -120,15 +108,14 @@ class _Recipe:
         self.window = window
         self.padding: torch.Tensor | None = arguments.get("attention_mask")
         self._arguments = arguments
-        self._mask: torch.Tensor | None = None
 
-    def build(self) -> torch.Tensor:
-        """Return the mask `[B, 1, Tq, T]`, built once for all layers that share it."""
-        if self._mask is None:
-            # A skipped mask (None) would not tell which cached tokens the queries see.
-            self._mask = compat.sdpa_mask(**self._arguments | {"allow_is_causal_skip": False})
-        assert self._mask is not None  # Only a mask that may be skipped can be None.
-        return self._mask
+    @functools.cached_property
+    def mask(self) -> torch.Tensor:
+        """The mask `[B, 1, Tq, T]`, built once for all layers that share it."""
+        # A skipped mask (None) would not tell which cached tokens the queries see.
+        mask = compat.sdpa_mask(**self._arguments | {"allow_is_causal_skip": False})
+        assert mask is not None  # Only a mask that may be skipped can be None.
+        return mask
 
 
 def _recipe_of(mask: torch.Tensor | None) -> _Recipe | None:
@@ -163,7 +150,7 @@ def attend_to_tensors(asked: LayerCall, *, causal: bool, dropout: float = 0.0) -
     query, key, value, mask, bias = asked.query, asked.key, asked.value, asked.mask, asked.bias
     recipe = _recipe_of(mask)
     if recipe is not None:
-        mask = recipe.build()
+        mask = recipe.mask
     elif mask is None or mask.ndim != 4:
         mask = _explicit_mask(asked, causal)
     if bias is not None:
@@ -207,9 +194,3 @@ def _explicit_mask(asked: LayerCall, causal: bool) -> torch.Tensor | None:
 def register() -> None:
     """Register `"vmkv"` with transformers, as attention and as mask. Idempotent."""
     register_attention(PACKED, vmkv_attention, vmkv_mask)
-
-
-def attending_in_place(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Make the model attend through `"vmkv"` inside a `with` block."""
-    register()
-    return attending_through(model, PACKED)

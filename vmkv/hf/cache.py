@@ -5,6 +5,7 @@ model.generate(**inputs, past_key_values=VMKVCache(config=model.config))
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -12,8 +13,6 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..errors import ConfigError
 from . import compat
-from . import store as orphans
-from .configuration import LayerKind
 from .layers import VirtualLayer, VMKVFullLayer, VMKVSlidingLayer, past_is_lost
 from .store import CacheOptions, Store, StoreOwner
 
@@ -42,24 +41,16 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
     def __init__(self, config: Any, *, offloading: bool = False, **options: Any):
         if offloading:
             raise ConfigError("VMKVCache does not offload; use DynamicCache(offloading=True)")
-        orphans.collect()
-        self._begin(config, CacheOptions(**options))
+        layers = compat.default_cache(config).layers
+        kinds = map(compat.window_of, layers)
+        windows = {index: window for index, (is_ours, window) in enumerate(kinds) if is_ours}
+        self._own(Store(config, CacheOptions(**options), windows))
+        for index, window in windows.items():
+            layer_class = VMKVFullLayer if window is None else VMKVSlidingLayer
+            layers[index] = layer_class(index, self._store, window, layers[index])
+        self._take(layers)
 
-    def _begin(self, config: Any, options: CacheOptions) -> None:
-        originals = compat.default_layers(config)
-        kinds = []
-        for index, layer in enumerate(originals):
-            is_ours, window = compat.window_of(layer)
-            if is_ours:
-                kinds.append(LayerKind(index, window))
-        self._config = config
-        self._own(Store(config, options, kinds))
-        layers = list(originals)
-        for kind in kinds:
-            layer_class = VMKVFullLayer if kind.window_tokens is None else VMKVSlidingLayer
-            layers[kind.index] = layer_class(
-                kind.index, self._store, kind.window_tokens, originals[kind.index]
-            )
+    def _take(self, layers: list[Any]) -> None:
         Cache.__init__(self, layers=layers)
         self._virtual_layers = [layer for layer in layers if isinstance(layer, VirtualLayer)]
 
@@ -80,18 +71,15 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
 
         Decode steps may then bypass the layers, between `begin_step` and `end_step`.
         """
-        layers = self._virtual_layers
-        if not layers or len(layers) != len(self.layers):
-            return False
-        store, num_tokens = self._store, layers[0]._length
+        layers, store = self._virtual_layers, self._store
+        num_tokens = max([layer._length for layer in layers], default=0)
         return (
             num_tokens > 0
+            and len(layers) == len(self.layers)
             and not store.is_closed
             and store.has_seen_all
             and len(store.cores) == 1
-            and all(
-                layer._length == num_tokens and layer._batch_size == batch_size for layer in layers
-            )
+            and {(each._length, each._batch_size) for each in layers} == {(num_tokens, batch_size)}
         )
 
     def begin_step(self, batch_size: int) -> int:
@@ -182,34 +170,19 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
     # ---- copies ---------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VMKVCache:
-        """Copy the cache within its pool, each batch entry a fork; neither sees the other's writes.
-
-        Contents are copied where the two cannot share memory: a model spread over devices, or
-        layers that lie elsewhere.
-        """
-        import copy
-        from dataclasses import replace
-
-        self._store.check_open()
-        # Scales are not read from their file again.
-        options = replace(self._store.options, kv_scales=self._store.kv_format.scales)
-        cores = self._store.cores
-        if len(cores) == 1:
-            options = replace(options, pool=cores[0].pool, backend=None, budget_bytes=None)
+        """Copy the cache within its pools: each entry a fork; neither sees the other's writes."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin._begin(self._config, options)
-        if self._store.keeps_past:
-            twin._store.keep_past()
+        twin._own(self._store.fork())
         try:
-            for index, layer in enumerate(self.layers):
-                if isinstance(layer, VirtualLayer):
-                    layer.bind_alike(twin.layers[index])
-                else:
-                    twin.layers[index] = copy.deepcopy(layer, memo)
-            if not twin._store.fork_from(self._store):
-                for layer, other in zip(self._virtual_layers, twin._virtual_layers, strict=True):
-                    layer.copy_into(other)
+            twin._take(
+                [
+                    layer.copied_to(twin._store)
+                    if isinstance(layer, VirtualLayer)
+                    else copy.deepcopy(layer, memo)
+                    for layer in self.layers
+                ]
+            )
         except BaseException:
             twin.close()
             raise

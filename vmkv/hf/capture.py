@@ -16,7 +16,7 @@ import logging
 import types
 import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,7 +25,6 @@ from ..step import Stepper
 from ..step.compiled_layers import CompiledLayers
 from ..step.model_guard import chosen_attention
 from ..step.stepper import has_hooks
-from . import compat
 from .cache import VMKVCache
 from .group_step import LeftPadding
 from .proof import Proof, prove
@@ -75,14 +74,14 @@ def capture_decoding(
         could be captured, a proof (see `vmkv.generate`). A mask is read once per prompt, and later
         ones are checked without waiting.
     """
-    forward = vars(model).get("forward")
-    if isinstance(forward, _Forward):
-        if (forward.capture.layers is not None) != compile_layers:
+    capture = vars(model).get("forward")
+    if isinstance(capture, CapturedDecoding):
+        if (capture.layers is not None) != compile_layers:
             raise ConfigError(
                 "decode steps of this model are captured already, with another compile_layers; "
                 "close that first"
             )
-        return forward.capture
+        return capture
     if model.config.is_encoder_decoder:
         raise ConfigError(
             "decode steps of encoder-decoders cannot be captured; generate with "
@@ -97,16 +96,8 @@ def capture_decoding(
 
 def compiled_layers_of(model: Any) -> CompiledLayers | None:
     """Return the layers that `capture_decoding` has compiled for the model, or None."""
-    forward = vars(model).get("forward")
-    return forward.capture.layers if isinstance(forward, _Forward) else None
-
-
-class _Step(NamedTuple):
-    """A call with one token of every row; tensors as `CapturedSteps` takes them."""
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor | None
-    mask: torch.Tensor | None
+    capture = vars(model).get("forward")
+    return capture.layers if isinstance(capture, CapturedDecoding) else None
 
 
 class _OfCache:
@@ -116,12 +107,8 @@ class _OfCache:
     weights since the last prompt, and `runs_plainly` that its steps cannot be captured.
     """
 
-    def __init__(self, output: Any):
-        self.steps: CapturedSteps | None = None
-        self.note(output)
-
-    def note(self, output: Any) -> None:
-        """Reset after the model itself has run over a prompt."""
+    def __init__(self, output: Any, steps: CapturedSteps | None):
+        self.steps = steps
         self.logits = output.logits.new_empty((0, output.logits.shape[-1]))
         self.output_type = type(output)
         self.is_checked = self.runs_plainly = False
@@ -129,6 +116,8 @@ class _OfCache:
 
 class CapturedDecoding:
     """The captured decode steps of one model, over any number of caches; see `capture_decoding`.
+
+    It replaces the model's `forward`, and tries a captured step first.
 
     Attributes:
         layers: The compiled layers, which `close` ends; None without `compile_layers`.
@@ -146,8 +135,11 @@ class CapturedDecoding:
         self._caches: weakref.WeakKeyDictionary[VMKVCache, _OfCache] = weakref.WeakKeyDictionary()
         self._stream: torch.cuda.Stream | None = None
         self._is_closed = False
-        self._forward = _Forward(self, model)
-        model.forward = self._forward
+        self.__signature__ = inspect.signature(model.forward)  # transformers looks at it.
+        self._names = tuple(self.__signature__.parameters)
+        # A `forward` that was set on the instance, e.g. by accelerate; mostly None.
+        self._before: Any = vars(model).get("forward")
+        model.forward = self
 
     def close(self) -> None:
         """Drop all graphs and restore the model's `forward`. Idempotent."""
@@ -159,8 +151,10 @@ class CapturedDecoding:
         if self.layers is not None:
             self.layers.close()
         model = self._model()
-        if model is not None and vars(model).get("forward") is self._forward:
-            self._forward.restore(model)
+        if model is not None and vars(model).get("forward") is self:
+            del model.forward
+            if self._before is not None:
+                model.forward = self._before
 
     def __enter__(self) -> CapturedDecoding:
         return self
@@ -168,41 +162,73 @@ class CapturedDecoding:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Give a copied model its class's `forward`: it has no captured steps."""
+        if self._before is not None:
+            return copy.deepcopy(self._before, memo)
+        return _forward_of_class(memo[id(self._model())])
+
+    def __reduce__(self) -> Any:
+        # An unpickled model has its class's `forward` only.
+        return getattr, (self._model(), "forward")
+
     # ---- a call ---------------------------------------------------------------------------
 
-    def serve(self, model: Any, cache: VMKVCache, given: Mapping[str, Any]) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's output."""
+        model = self._model()
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        cache = given.get("past_key_values")
+        output = None
+        if isinstance(cache, VMKVCache):
+            output = self._serve(model, cache, given)
+        if output is None:
+            output = (self._before or _forward_of_class(model))(*args, **kwargs)
+            if isinstance(cache, VMKVCache):
+                self._note(cache, given, output)
+        return output
+
+    def _serve(self, model: Any, cache: VMKVCache, given: Mapping[str, Any]) -> Any:
         """Compute the model's output by a captured step; None where the model must run itself."""
         known = self._caches.get(cache)
-        if self._is_closed or known is None or known.runs_plainly:
+        if self._is_closed or known is None or known.runs_plainly or not _is_step(model, given):
             return None
-        step = self._forward.as_step(model, given)
-        if step is None or not cache.is_uniform(step.token_ids.shape[0]):
+        token_ids, mask = given["input_ids"], given.get("attention_mask")
+        if not cache.is_uniform(token_ids.shape[0]):
             return None
-        steps = self._steps(model, cache, known, step.token_ids)
+        steps = self._steps(model, cache, known, token_ids)
         num_past_tokens = cache.get_seq_length()
-        if steps is None or not steps.is_current or not _fit(step, num_past_tokens):
+        if steps is None or not steps.is_current:
             return None
-        if not steps.takes(step.mask, num_past_tokens, cache._store.num_batches):
+        positions = given.get("position_ids")
+        has_positions = positions is not None
+        if not has_positions and "cache_position" in self._names:
+            positions = given.get("cache_position")  # 4.57 uses these then.
+            positions = None if positions is None else positions[None]
+        device, batch_size = token_ids.device, steps.batch_size
+        fit = _fits(mask, device, (batch_size, num_past_tokens + 1))
+        if not fit or not _fits(positions, device, (batch_size, 1), (1, 1)):
             return None
-        if steps.is_padded and given.get("position_ids") is None:
+        if not steps.takes(mask, num_past_tokens, cache._store.num_batches):
+            return None
+        if steps.is_padded and not has_positions:
             return None  # Models derive missing positions from the mask or from the cache.
         cache.begin_step(steps.batch_size)
-        logits = steps.run(step.token_ids, step.positions, num_past_tokens)
+        logits = steps.run(token_ids, positions, num_past_tokens)
         if logits is None:
             return None
         cache.end_step()
         self.num_steps += 1
         return known.output_type(logits=logits, past_key_values=cache)
 
-    def note(self, cache: VMKVCache, given: Mapping[str, Any], output: Any) -> None:
+    def _note(self, cache: VMKVCache, given: Mapping[str, Any], output: Any) -> None:
         """Record an output that the model itself computed over `cache`."""
         if self._is_closed or not isinstance(getattr(output, "logits", None), torch.Tensor):
             return
         known, token_ids = self._caches.get(cache), given.get("input_ids")
-        if known is None:
-            self._caches[cache] = _OfCache(output)
-        elif token_ids is None or token_ids.shape[1] > 1 or cache.get_seq_length() == 1:
-            known.note(output)  # A prompt, not a decode step.
+        is_prompt = token_ids is None or token_ids.shape[1] > 1 or cache.get_seq_length() == 1
+        if known is None or is_prompt:
+            self._caches[cache] = _OfCache(output, None if known is None else known.steps)
 
     def _steps(
         self, model: Any, cache: VMKVCache, known: _OfCache, token_ids: torch.Tensor
@@ -224,14 +250,9 @@ class CapturedDecoding:
             proof = self._proof(model, store)
             known.runs_plainly = proof is None
             if proof is not None:
+                batch_size, stream = token_ids.shape[0], self._stream_on(token_ids.device)
                 known.steps = steps = CapturedSteps(
-                    model,
-                    store,
-                    token_ids.shape[0],
-                    known.logits,
-                    self.layers,
-                    self._stream_on(token_ids.device),
-                    proof.calls,
+                    model, store, batch_size, known.logits, self.layers, stream, proof.calls
                 )
         return steps
 
@@ -247,130 +268,66 @@ class CapturedDecoding:
         backend, device = store.options.attention_backend, store.cores[0].device
         if (backend, device) in self._unproven:
             return None
-        reason = proof = None
         try:
             proof = prove(model, backend)
-        except (ConfigError, CapacityError, torch.OutOfMemoryError) as error:
-            reason = one_line(error)
-        else:
-            if device.type == "cuda" and not proof.never_waits:
+            if proof.never_waits or device.type != "cuda":
+                if store.signatures == proof.signatures:
+                    return proof
+                reason = "it caches something else than the keys and values it attends to"
+            else:
+                self._unproven.add((backend, device))
                 reason = "its steps wait for the device"
-        if reason is not None:
+        except (ConfigError, CapacityError, torch.OutOfMemoryError) as error:
             self._unproven.add((backend, device))
-        elif proof is not None and store.signatures != proof.signatures:
-            reason = "it caches something else than the keys and values it attends to"
-        if reason is not None and reason not in self.refusals:
+            reason = one_line(error)
+        if reason not in self.refusals:
             self.refusals.append(reason)
             _LOG.warning("decode steps of %s are not captured: %s", type(model).__name__, reason)
-        return proof if reason is None else None
+        return None
 
 
-class _Forward:
-    """A replacement for a model's `forward` that tries a captured step first."""
-
-    def __init__(self, capture: CapturedDecoding, model: Any):
-        self.capture = capture
-        self.__signature__ = inspect.signature(model.forward)  # transformers looks at it.
-        self._names = tuple(self.__signature__.parameters)
-        self._model = weakref.ref(model)
-        # A `forward` that was set on the instance, e.g. by accelerate; mostly None.
-        self._before: Any = vars(model).get("forward")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self._model()
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        cache = given.get("past_key_values")
-        output = None
-        if isinstance(cache, VMKVCache):
-            output = self.capture.serve(model, cache, given)
-        if output is None:
-            output = (self._before or self._of_class(model))(*args, **kwargs)
-            if isinstance(cache, VMKVCache):
-                self.capture.note(cache, given, output)
-        return output
-
-    @staticmethod
-    def _of_class(model: Any) -> Any:
-        return types.MethodType(type(model).forward, model)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Give a copied model its class's `forward`: it has no captured steps."""
-        if self._before is not None:
-            return copy.deepcopy(self._before, memo)
-        copied = memo[id(self._model())]
-        return self._of_class(copied)
-
-    def __reduce__(self) -> Any:
-        # An unpickled model has its class's `forward` only.
-        return getattr, (self._model(), "forward")
-
-    def restore(self, model: Any) -> None:
-        if self._before is None:
-            del model.forward
-        else:
-            model.forward = self._before
-
-    def as_step(self, model: Any, given: Mapping[str, Any]) -> _Step | None:
-        """Return the call as a step; None where it asks for anything else."""
-        token_ids, config = given.get("input_ids"), model.config
-        if (
-            not isinstance(token_ids, torch.Tensor)
-            or token_ids.ndim != 2
-            or token_ids.shape[1] != 1
-            or any(
-                value is not None and value is not False
-                for name, value in given.items()
-                if name not in _KNOWN
-            )
-            or not _is_on(given.get("use_cache"), getattr(config, "use_cache", True))
-            or not _is_on(given.get("return_dict"), getattr(config, "return_dict", True))
-            or not _keeps_last(given.get("logits_to_keep", 0))
-            or any(getattr(config, name, False) for name in _OUTPUTS)
-            or model.training
-            or torch.is_grad_enabled()
-            or torch.is_autocast_enabled(token_ids.device.type)
-        ):
-            return None
-        positions = given.get("position_ids")
-        if positions is None and "cache_position" in self._names:
-            positions = given.get("cache_position")  # 4.57 uses these then.
-            positions = None if positions is None else positions[None]
-        return _Step(token_ids, positions, given.get("attention_mask"))
+def _forward_of_class(model: Any) -> Any:
+    return types.MethodType(type(model).forward, model)
 
 
-def _is_on(given: Any, default: Any) -> bool:
-    return bool(default if given is None else given)
+def _is_step(model: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a call gives one token of every row and asks for nothing but logits."""
+    token_ids, config = given.get("input_ids"), model.config
+    return (
+        isinstance(token_ids, torch.Tensor)
+        and token_ids.ndim == 2
+        and token_ids.shape[1] == 1
+        and all(given[name] is None or given[name] is False for name in given.keys() - _KNOWN)
+        and all(_is_on(name, given, config) for name in ("use_cache", "return_dict"))
+        and _keeps_last(given.get("logits_to_keep", 0))
+        and not any(getattr(config, name, False) for name in _OUTPUTS)
+        and not (model.training or torch.is_grad_enabled())
+        and not torch.is_autocast_enabled(token_ids.device.type)
+    )
+
+
+def _is_on(name: str, given: Mapping[str, Any], config: Any) -> bool:
+    value = given.get(name)
+    return bool(getattr(config, name, True) if value is None else value)
 
 
 def _keeps_last(logits_to_keep: Any) -> bool:
     return isinstance(logits_to_keep, int) and logits_to_keep in (0, 1)
 
 
-def _fit(step: _Step, num_past_tokens: int) -> bool:
-    """Whether captured steps support the forms of mask and positions."""
-    batch_size, device = step.token_ids.shape[0], step.token_ids.device
-    mask, positions = step.mask, step.positions
-    return (
-        mask is None
-        or (
-            isinstance(mask, torch.Tensor)
-            and mask.shape == (batch_size, num_past_tokens + 1)
-            and mask.device == device
-        )
-    ) and (
-        positions is None
-        or (
-            isinstance(positions, torch.Tensor)
-            and positions.shape in ((batch_size, 1), (1, 1))
-            and not positions.is_floating_point()
-            and positions.device == device
-        )
+def _fits(given: Any, device: torch.device, *shapes: tuple[int, int]) -> bool:
+    """Whether a mask or positions are None, or integers in one of the shapes on the device."""
+    return given is None or (
+        isinstance(given, torch.Tensor)
+        and given.shape in shapes
+        and given.device == device
+        and not given.is_floating_point()
     )
 
 
 def _is_divided_or_adapted(model: Any) -> bool:
     """Whether the model is divided over processes, or has adapters that may be switched off."""
-    return compat.num_parts(model) > 1 or any(
+    return (getattr(model, "tp_size", None) or 1) > 1 or any(
         type(each).__module__.partition(".")[0] == "peft" for each in model.modules()
     )
 
@@ -391,9 +348,9 @@ class CapturedSteps:
         store: Store,
         batch_size: int,
         logits: torch.Tensor,
-        layers: CompiledLayers | None = None,
-        stream: torch.cuda.Stream | None = None,
-        calls: tuple[int, ...] | None = None,
+        layers: CompiledLayers | None,
+        stream: torch.cuda.Stream | None,
+        calls: tuple[int, ...],
     ):
         (core,) = store.cores
         self.batch_size = batch_size
@@ -419,7 +376,7 @@ class CapturedSteps:
         # declined for its mask.
         self._next = (-1, -1)
         self._was_declined = False
-        store.add_reader(self)
+        store.readers.add(self)
 
     def fits(self, store: Store, batch_size: int) -> bool:
         """Whether the cache's layers are where they were, in a batch of the same size."""

@@ -19,7 +19,6 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
 )
-from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
 from transformers.utils import generic
 
 from ..errors import ConfigError, one_line
@@ -79,11 +78,6 @@ def rope_limit_tokens(config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def default_layers(config: Any) -> list[Any]:
-    """Return the layers that this release's own `DynamicCache` would use for the model."""
-    return list(default_cache(config).layers)
-
-
 def default_cache(config: Any) -> DynamicCache:
     """Make this release's empty cache for the model; raises `ConfigError` if it has none."""
     decoder = text_config(config)
@@ -110,11 +104,6 @@ def default_cache(config: Any) -> DynamicCache:
         # T5's number of layers is the encoder's.
         del cache.layers[getattr(config, "num_decoder_layers", None) or len(cache.layers) :]
     return cache
-
-
-def has_keys(layer: Any) -> bool:
-    """Whether a layer is made for keys and values, of whatever kind; others keep states."""
-    return isinstance(layer, CacheLayerMixin)
 
 
 def window_of(layer: Any) -> tuple[bool, int | None]:
@@ -153,11 +142,6 @@ def in_parts(num_ranks: int) -> dict[str, Any]:
             f"transformers {transformers.__version__} cannot load a part of a model; upgrade to "
             "transformers>=5.17 for tensor parallelism"
         ) from error
-
-
-def num_parts(model: Any) -> int:
-    """Return over how many processes transformers has divided a model."""
-    return int(getattr(model, "tp_size", None) or 1)
 
 
 class PlainMask(NamedTuple):
@@ -211,31 +195,11 @@ def decoder(tokenizer: Any) -> Callable[[list[int], bool], str]:
     kind, base = type(tokenizer), transformers.PreTrainedTokenizerFast
     is_plain = isinstance(tokenizer, base) and "decode" not in vars(tokenizer)
     if is_plain and (kind.decode, kind._decode) == (base.decode, base._decode):
-        backend = tokenizer.backend_tokenizer
-
-        def decode(token_ids: list[int], skip_special_tokens: bool) -> str:
-            text: str = backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-            return text
-
+        decode: Callable[[list[int], bool], str] = tokenizer.backend_tokenizer.decode
         return decode
-
-    def decode_through_transformers(token_ids: list[int], skip_special_tokens: bool) -> str:
-        text: str = tokenizer.decode(
-            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return text
-
-    return decode_through_transformers
-
-
-def is_length_limit(criterion: Any) -> bool:
-    """Whether a stopping criterion is exactly a `max_length`."""
-    return type(criterion) is MaxLengthCriteria
-
-
-def stop_string_criterion(tokenizer: Any, stop_strings: Any) -> Any:
-    """Make the criterion that ends sequences whose text ends in one of `stop_strings`."""
-    return StopStringCriteria(tokenizer, stop_strings)
+    return lambda token_ids, skips_special: tokenizer.decode(
+        token_ids, skip_special_tokens=skips_special, clean_up_tokenization_spaces=False
+    )
 
 
 def pad_token(generation_config: Any) -> int:

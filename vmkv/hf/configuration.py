@@ -5,12 +5,14 @@ Models that packed batches cannot serve are refused here, as far as the configur
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..core.cache.geometry import check_positive, fitting_rows
+from ..core.cache.geometry import fitting_rows
 from ..errors import ConfigError
 from . import compat
+
+if TYPE_CHECKING:
+    from .store import CacheOptions
 
 # ---- unservable ----------------------------------------------------------------------------------
 
@@ -32,11 +34,9 @@ class UnservableError(ConfigError):
 
     def of(self, model: Any) -> UnservableError:
         """Return this error with the model's name, and an alternative that serves it."""
-        if compat.takes_cache(model):
-            return UnservableError(self.why, type(model).__name__)
-        return UnservableError(
-            self.why, type(model).__name__, "use model.generate without a cache of ours instead"
-        )
+        instead = "use model.generate without a cache of ours instead"
+        alternatives = () if compat.takes_cache(model) else (instead,)
+        return UnservableError(self.why, type(model).__name__, *alternatives)
 
 
 def check_length(config: Any, max_tokens: int | None) -> None:
@@ -50,35 +50,26 @@ def check_length(config: Any, max_tokens: int | None) -> None:
         )
 
 
-# ---- layer kinds ---------------------------------------------------------------------------------
+# ---- layers --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LayerKind:
-    """Properties of a layer that are known before its first update."""
-
-    index: int
-    window_tokens: int | None
-
-
-def layer_kinds(config: Any) -> list[LayerKind]:
-    """Return the layers of a configuration; refuses layers that vmkv cannot hold."""
+def layer_windows(config: Any) -> dict[int, int | None]:
+    """Return the window of each layer in tokens, None for all; refuses layers vmkv cannot hold."""
     decoder = compat.text_config(config)
     if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
         raise UnservableError("it attends in chunks, which no kernel here does")
-    layers = compat.default_layers(config)
+    layers = compat.default_cache(config).layers
     if len(layers) != getattr(decoder, "num_hidden_layers", len(layers)):
         raise UnservableError("layers share keys and values, which only a cache can hand on")
-    kinds = []
+    windows = {}
     for index, layer in enumerate(layers):
-        is_ours, window = compat.window_of(layer)
+        is_ours, windows[index] = compat.window_of(layer)
         if not is_ours:
             raise UnservableError(
                 f"its layer {index} is a {type(layer).__name__}, whose state is not keys and "
                 "values of its own"
             )
-        kinds.append(LayerKind(index, window))
-    return kinds
+    return windows
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
@@ -121,29 +112,22 @@ def stated_max_tokens(decoder_config: Any) -> int | None:
 
 
 def rows_and_tokens(
-    batch_size: int,
-    token_bytes: int,
-    max_batch_size: int | None,
-    max_tokens: int | None,
-    decoder_config: Any,
-    *,
-    past_stated: bool = True,
+    batch_size: int, token_bytes: int, options: CacheOptions, max_tokens: int
 ) -> tuple[int, int]:
-    """Return rows and tokens to reserve: given values stay, the others shrink until both fit."""
-    for name, value in (("max_batch_size", max_batch_size), ("max_tokens", max_tokens)):
-        if value is not None:
-            check_positive(name, value)
-    if max_batch_size is not None and batch_size > max_batch_size:
+    """Return rows and tokens to reserve: given values stay, the others shrink until both fit.
+
+    `max_tokens` is the option, or its default.
+    """
+    rows = options.max_batch_size
+    if rows is None:
+        wanted_rows = max(batch_size, _MAX_BATCH_SIZE)
+        rows = max(batch_size, fitting_rows(token_bytes, max_tokens, wanted_rows))
+    elif batch_size > rows:
         raise ConfigError(
-            f"a batch of {batch_size} does not fit max_batch_size={max_batch_size}; make the "
-            "cache with a larger one"
+            f"a batch of {batch_size} does not fit max_batch_size={rows}; make the cache with a "
+            "larger one"
         )
-    tokens = max_tokens
-    if tokens is None:
-        tokens = default_max_tokens(decoder_config, past_stated=past_stated)
-    rows = max(batch_size, _MAX_BATCH_SIZE) if max_batch_size is None else max_batch_size
-    if max_batch_size is None:
-        rows = max(batch_size, fitting_rows(token_bytes, tokens, rows))
-    while max_tokens is None and tokens > 1 and fitting_rows(token_bytes, tokens, rows) < rows:
-        tokens //= 2
-    return rows, tokens
+    if options.max_tokens is None:
+        while max_tokens > 1 and fitting_rows(token_bytes, max_tokens, rows) < rows:
+            max_tokens //= 2
+    return rows, max_tokens

@@ -42,13 +42,12 @@ from ..core.cache import Sequence as Row
 from ..core.cache.geometry import check_positive
 from ..core.cache.prefix import BLOCK_TOKENS
 from ..core.memory import ExtentPool
-from ..errors import CapacityError, ClosedError, ConfigError
+from ..errors import CapacityError, ConfigError
 from ..step import Piece, Stepper
 from ..step.piece import StepLogits
 from . import compat
-from . import store as orphans
 from .capture import compiled_layers_of
-from .configuration import check_length, layer_kinds
+from .configuration import check_length, layer_windows
 from .group_step import read_left_pad
 from .proof import prove
 from .sampling import Group, Tokens, check_inputs, prepare
@@ -105,7 +104,8 @@ def generate(
     rows = [_as_list(prompt, at) for at, prompt in enumerate(prompts)]
     if not rows:
         raise ConfigError("no prompts: pass at least one list of token ids")
-    if cache is not None and (pool, budget_bytes, attention_backend) != (None, None, None):
+    own = {"pool": pool, "budget_bytes": budget_bytes, "attention_backend": attention_backend}
+    if cache is not None and any(value is not None for value in own.values()):
         raise ConfigError("a cache has its own pool, budget and kernels; leave those out")
     _check(model, rows, cache, max_num_batched_tokens)
     groups = prepare(model, rows, options)
@@ -115,15 +115,12 @@ def generate(
     return _generate(
         model,
         rows,
-        Tokens(input_ids, list(map(len, rows)), groups),
+        Tokens(input_ids, list(map(len, rows)), groups, streamer),
         cache,
         tenant=tenant,
-        streamer=streamer,
         prefix_caching=prefix_caching,
         max_num_batched_tokens=max_num_batched_tokens,
-        pool=pool,
-        budget_bytes=budget_bytes,
-        attention_backend=attention_backend,
+        **own,
     ).as_lists()
 
 
@@ -180,10 +177,9 @@ def ragged_generate(
     return _generate(
         model,
         prompts,
-        Tokens(input_ids, lengths, [group]),
+        Tokens(input_ids, lengths, [group], vmkv_streamer),
         vmkv_cache,
         tenant=vmkv_tenant,
-        streamer=vmkv_streamer,
         prefix_caching=vmkv_prefix_caching,
         max_num_batched_tokens=vmkv_max_num_batched_tokens,
     ).ids
@@ -197,23 +193,20 @@ def _generate(
     cache: RaggedCache | None,
     *,
     tenant: str | None,
-    streamer: Any,
     prefix_caching: bool,
     max_num_batched_tokens: int,
-    attention_backend: str | None = None,
-    **memory: Any,
+    **own: Any,
 ) -> Tokens:
-    """Continue `prompts` to their ends, in `cache` or in one made with the options `memory`."""
-    outlives = cache is not None
-    backend = attention_backend if cache is None else cache.store.options.attention_backend
+    """Continue `prompts` to their ends, in `cache` or in one made with the options `own`."""
+    outlives, backend = cache is not None, own.get("attention_backend")
+    if cache is not None:
+        backend = cache.store.options.attention_backend
     proof = prove(model, backend)
     check_length(model.config, tokens.max_tokens)
-    if streamer is not None:
-        streamer.put(tokens.ids.cpu())
     with contextlib.ExitStack() as stack:
         if cache is None:
-            memory |= {"max_batch_size": len(prompts), "attention_backend": backend}
-            cache = stack.enter_context(RaggedCache(model.config, **memory))
+            cache = RaggedCache(model.config, max_batch_size=len(prompts), **own)
+            stack.enter_context(cache)
         stack.enter_context(cache.serving(model, proof.signatures, len(prompts), tenant))
         cores = cache.store.cores
         layers = compiled_layers_of(model) if len(cores) == 1 else None
@@ -234,9 +227,7 @@ def _generate(
         if proof.never_waits:
             stepper.capture_where_it_pays()
         first = torch.stack([last_logits[at] for at in tokens.live])
-        _decode(stepper, cache, tokens, first, streamer, records=prefix_caching and outlives)
-    if streamer is not None:
-        streamer.end()
+        _decode(stepper, cache, tokens, first, records=prefix_caching and outlives)
     return tokens
 
 
@@ -260,7 +251,11 @@ def prefill_passes(
     unfinished = list(range(len(prompts)))
     while unfinished:
         # Leaders come before their followers, so that the first prompt never waits.
-        waiting = [at for at in unfinished if at not in past and _waits(at, leaders, past)]
+        waiting = [
+            at
+            for at, (leader, shared_tokens) in leaders.items()
+            if at not in past and past.get(leader, 0) < shared_tokens
+        ]
         stops: dict[int, int] = {}
         for leader, shared_tokens in [leaders[at] for at in waiting if cache.has_windows]:
             stops[leader] = min(shared_tokens, stops.get(leader, shared_tokens))
@@ -280,12 +275,6 @@ def prefill_passes(
                 room -= end - start
         yield pieces
         unfinished = [at for at in unfinished if past.get(at, 0) < len(prompts[at])]
-
-
-def _waits(at: int, leaders: Mapping[int, tuple[int, int]], past: Mapping[int, int]) -> bool:
-    """Whether the leader of a prompt has not computed their common beginning yet."""
-    leader, shared_tokens = leaders.get(at, (at, 0))
-    return past.get(leader, 0) < shared_tokens
 
 
 def _leaders_worth_waiting_for(
@@ -324,20 +313,11 @@ def find_leaders(prompts: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]
 
 
 def _decode(
-    stepper: Stepper,
-    cache: RaggedCache,
-    tokens: Tokens,
-    logits: torch.Tensor,
-    streamer: Any,
-    *,
-    records: bool,
+    stepper: Stepper, cache: RaggedCache, tokens: Tokens, logits: torch.Tensor, *, records: bool
 ) -> None:
     """Generate a token for every live sequence, until all have ended."""
-    num_sequences = len(logits)
     while True:
         chosen = tokens.choose(logits)
-        if streamer is not None:
-            streamer.put(chosen.cpu())
         ended = tokens.stop()
         if ended and records:
             for at, generated in zip(ended, tokens.generated(ended), strict=True):
@@ -346,7 +326,7 @@ def _decode(
             cache.end(at)
         if not tokens.live:
             return
-        stepper.last_tokens[:num_sequences].copy_(chosen)
+        stepper.last_tokens[: len(chosen)].copy_(chosen)
         pieces = [
             Piece(at, cache.row(at), tokens.num_tokens(at) - 1, 1, None) for at in tokens.live
         ]
@@ -420,9 +400,8 @@ class RaggedCache(StoreOwner):
     """
 
     def __init__(self, config: Any, **options: Any):
-        orphans.collect()
-        kinds = layer_kinds(config)
-        self._own(Store(config, CacheOptions(**options), kinds, num_spare_rows=1))
+        windows = layer_windows(config)
+        self._own(Store(config, CacheOptions(**options), windows, num_spare_rows=1))
         self.store = self._store  #: The memory of all sequences.
         # Per sequence, its part on each device.
         self._sequences: dict[int, list[Row]] = {}
@@ -433,7 +412,7 @@ class RaggedCache(StoreOwner):
     @property
     def has_windows(self) -> bool:
         """Whether some layers have a sliding window."""
-        return any([kind.window_tokens is not None for kind in self.store.kinds.values()])
+        return any([window is not None for window in self.store.windows.values()])
 
     # ---- a call ---------------------------------------------------------------------------
 
@@ -455,14 +434,14 @@ class RaggedCache(StoreOwner):
             ClosedError: The cache is closed.
             OutOfAddressSpaceError, DriverError: The layers cannot be laid out.
         """
-        if self.store.is_closed:
-            raise ClosedError("this RaggedCache is closed; make a new one")
+        self.store.check_open()
         if self._is_serving:
             raise ConfigError("this cache serves another call of generate; give each its own")
         if tenant is not None and not isinstance(tenant, str):
             raise ConfigError(f"tenant={tenant!r} must be a string, or None")
         self._bind(model, signatures)
-        num_rows = min(map(self.store.num_rows, self.store.cores))
+        num_rows = min([core.max_sequences for core in self.store.cores])
+        num_rows = min(num_rows, self.store.options.max_batch_size or num_rows)  # No spare ones.
         if num_sequences > num_rows:
             raise ConfigError(
                 f"{num_sequences} prompts do not fit the {num_rows} rows of this cache; make it "
@@ -479,7 +458,7 @@ class RaggedCache(StoreOwner):
     def _bind(self, model: Any, signatures: Mapping[int, Signature]) -> None:
         """Lay out the layers of the first model, or check that it is the same, unchanged."""
         if self._model is None:
-            if {kind.index: kind for kind in layer_kinds(model.config)} != self.store.kinds:
+            if layer_windows(model.config) != self.store.windows:
                 raise ConfigError(
                     "this cache was made for a model with other layers than this one's; make it "
                     "with this model's configuration"
@@ -559,11 +538,6 @@ class RaggedCache(StoreOwner):
         """End a sequence; its rows are parked for the next one, on every device."""
         for sequence in self._sequences.pop(sequence_id):
             sequence.close()
-
-    def close(self) -> None:
-        """Free everything. Idempotent."""
-        self._sequences.clear()
-        super().close()
 
 
 def _open(core: KVCache, num_tokens: int, prompt: Sequence[int] | None, tenant: str | None) -> Row:

@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
 
 import torch
 
 from ..attention import AttentionBatch
 from ..attention.append import Place, append_uniform
 from ..core.cache import KVCache, LayerGroup, Sequence
-from ..core.cache.fp8 import FP8, Scales, decode, encode
+from ..core.cache.fp8 import FP8, decode, encode
 from ..errors import ConfigError
 
 # ---- padding -------------------------------------------------------------------------------------
@@ -98,30 +97,21 @@ class DeviceRows:
         if batch_size <= num_rows and num_tokens <= self.sequences[0].num_tokens:
             return
         try:
-            if batch_size > num_rows:
-                self._open_rows(batch_size)
+            if batch_size > self.core.max_sequences:
+                raise self._too_large(batch_size)
+            for row in range(num_rows, batch_size):
+                self.sequences.append(self.core.open(row=row))
             self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
             self.paddings.clear()
         except BaseException:
             self.keep_rows(num_rows)
             raise
 
-    def _open_rows(self, batch_size: int) -> None:
-        if batch_size > self.core.max_sequences:
-            raise self._too_large(batch_size)
-        for row in range(len(self.sequences), batch_size):
-            self.sequences.append(self.core.open(row=row))
-
     def _too_large(self, batch_size: int) -> ConfigError:
         return ConfigError(
             f"a batch of {batch_size} does not fit the {self.core.max_sequences} rows of this "
             "cache; make it with a larger max_batch_size"
         )
-
-    def keep_resident(self, overread_tokens: int) -> None:
-        """Keep `overread_tokens` past every row's length mapped, from now on."""
-        if overread_tokens > self.core.overread_tokens:
-            self.core.keep_resident(overread_tokens)
 
     def left_pad(self, padding: torch.Tensor, num_tokens: int) -> tuple[bool, torch.Tensor | None]:
         """Whether `padding [B, T]` is left padding, and how much: `[B] int32`; read once."""
@@ -154,19 +144,6 @@ class DeviceRows:
             self.keep_rows(before)
             raise
         self.keep_rows(len(sources))
-
-    def fork_from(self, other: DeviceRows) -> None:
-        """Fork the sequences of `other`; after an error, some rows are open and must be ended."""
-        for row, sequence in enumerate(other.sequences):
-            self.sequences.append(self.core.fork(sequence, sequence.num_tokens, row=row))
-
-    def begin_at(self, batch_size: int, num_tokens: int) -> None:
-        """Open rows that count `num_tokens` as seen, for a copy of another cache."""
-        self._open_rows(batch_size)
-        for sequence in self.sequences:
-            # Before growing, so that tokens behind the windows are not mapped.
-            sequence.num_tokens = max(sequence.num_tokens, num_tokens)
-        self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
 
     def keeps(self, num_tokens: int) -> bool:
         """Whether every row can be truncated to `num_tokens`."""
@@ -225,8 +202,6 @@ class GroupStep:
         self.start = self.end = self.batch_size = self.first = -1
         self.keys: Sequence_[torch.Tensor] = ()
         self.values: Sequence_[torch.Tensor] = ()
-        self._new_keys: Sequence_[torch.Tensor] = ()
-        self._new_values: Sequence_[torch.Tensor] = ()
         self._all_rows: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._batch: tuple[torch.Tensor | None, AttentionBatch] | None = None
 
@@ -248,9 +223,6 @@ class GroupStep:
             v = views.values[:, :batch_size]
             self.keys = k[:, :, :, first:end].unbind(0)
             self.values = v[:, :, :, first:end].unbind(0)
-            if not self._is_cuda:
-                self._new_keys = k[:, :, :, start:end].unbind(0)
-                self._new_values = v[:, :, :, start:end].unbind(0)
         self.key_shape = torch.Size((batch_size, shape.num_k_heads, end - start, shape.k_dim))
         self.value_shape = torch.Size((batch_size, shape.num_v_heads, end - start, shape.v_dim))
         self.batch_size, self.first, self.start, self.end = batch_size, first, start, end
@@ -263,20 +235,16 @@ class GroupStep:
             append_uniform(keys, values, self._appended[place], self.start, stream)
             return
         if self.is_fp8:
-            scales = self.scales(place)
+            scales = self.group.scales_at(place)
             keys = encode(keys, scales and scales.inverse_keys, heads_at=-3)
             values = encode(values, scales and scales.inverse_values, heads_at=-3)
         with torch.no_grad():
-            self._new_keys[place].copy_(keys)
-            self._new_values[place].copy_(values)
-
-    def scales(self, place: int) -> Scales | None:
-        """Return the scales of the layer at `place`; None for 1."""
-        return self.group.scales_at(place)
+            self.keys[place][:, :, self.start - self.first :].copy_(keys)
+            self.values[place][:, :, self.start - self.first :].copy_(values)
 
     def decoded(self, place: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `keys` and `values` of the layer at `place`, decoded into new tensors."""
-        scales = self.scales(place)
+        scales = self.group.scales_at(place)
         with torch.no_grad():
             return (
                 decode(self.keys[place], scales and scales.keys, dtype, heads_at=-3),
@@ -325,11 +293,3 @@ class GroupStep:
                 count = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
                 self._uniform = ((batch_size, num_queries), count[:-1], count * num_queries)
         return self._uniform[1:]
-
-
-@dataclass
-class LayerPlace:
-    """A layer's index in its group, and the group's step tensors."""
-
-    step: GroupStep
-    index: int

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import DynamicCache
 
 from ..core.cache.disk import whole_file
-from ..core.cache.fp8 import FP8, FP8_MAX, LayerScales
+from ..core.cache.fp8 import FP8_MAX, LayerScales
 from ..errors import ConfigError
 from . import compat
+
+if TYPE_CHECKING:
+    from .store import CacheOptions
 
 # ---- kv scales -----------------------------------------------------------------------------------
 
@@ -24,8 +27,6 @@ _FORMAT, _VERSION = "vmkv kv scales", 1
 #: Other texts may exceed the measured values. In floating point, headroom costs nothing, while
 #: values that do not fit are clipped.
 _HEADROOM = 2.0
-#: More than the scales of any model need.
-_FILE_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,7 @@ class KVScales:
         Raises:
             OSError: The file cannot be written. An earlier file of this name is kept.
         """
-        values = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "model": self.model,
-            "layers": [
-                {"keys": each.as_values()[0], "values": each.as_values()[1]} for each in self.layers
-            ],
-        }
+        values = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
         with whole_file(Path(path)) as file:
             file.write((json.dumps(values, indent=1) + "\n").encode())
 
@@ -66,8 +60,7 @@ class KVScales:
             OSError: It cannot be read.
         """
         where = os.fspath(path)
-        with open(where, "rb") as file:
-            data = file.read(_FILE_BYTES_MAX)
+        data = Path(path).read_bytes()
         try:
             values = json.loads(data)
             if (values["format"], values["version"]) != (_FORMAT, _VERSION):
@@ -104,58 +97,40 @@ def calibrate_kv_scales(model: Any, token_ids: Iterable[Sequence[int]]) -> KVSca
 
     Cost: a forward pass over each text.
     """
-    reach = _Reach(compat.default_layers(model.config))
+    layers = compat.default_cache(model.config).layers
+    for index, layer in enumerate(layers):
+        if not compat.window_of(layer)[0]:
+            raise ConfigError(
+                f"layer {index} is a {type(layer).__name__}, whose state is not keys and values"
+            )
     device = model.get_input_embeddings().weight.device
+    largest: dict[int, list[torch.Tensor]] = {}  # Of each head of a layer's keys and values.
     with torch.inference_mode():
         for tokens in token_ids:
-            cache = compat.default_cache(model.config)
-            reach.watch(cache)
+            cache = DynamicCache()  # Without a configuration, it keeps tokens behind windows too.
             model(
                 input_ids=torch.tensor([list(tokens)], device=device),
                 past_key_values=cache,
                 use_cache=True,
             )
-    return KVScales(model_name(model.config), reach.scales())
-
-
-class _Reach:
-    """The largest absolute keys and values of each head of each layer."""
-
-    def __init__(self, layers: Sequence[Any]):
-        self._num_layers = len(layers)
-        for index, layer in enumerate(layers):
-            if not compat.window_of(layer)[0]:
-                raise ConfigError(
-                    f"layer {index} is a {type(layer).__name__}, whose state is not keys and values"
-                )
-        self._largest: dict[int, list[torch.Tensor]] = {}
-
-    def watch(self, cache: DynamicCache) -> None:
-        """Record everything that `cache` is given from now on."""
-        for index, layer in enumerate(cache.layers):
-            layer.update = self._looking(index, layer.update)
-
-    def _looking(self, index: int, update: Any) -> Any:
-        def look(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            new = [each.float().abs().amax(dim=(0, 2, 3)).cpu() for each in (keys, values)]
-            known = self._largest.get(index, new)
-            self._largest[index] = [torch.maximum(*pair) for pair in zip(known, new, strict=True)]
-            return update(keys, values, *args, **kwargs)
-
-        return look
-
-    def scales(self) -> tuple[LayerScales, ...]:
-        """Return scales that fit all recorded values."""
-        missing = set(range(self._num_layers)) - self._largest.keys()
-        if missing:
-            raise ConfigError(
-                f"layers {sorted(missing)} were given no keys: pass some texts, of a model whose "
-                "layers have keys of their own"
-            )
-        return tuple(
-            LayerScales(*(tuple(map(_scale, each.tolist())) for each in self._largest[index]))
-            for index in range(self._num_layers)
+            for index, layer in enumerate(cache.layers):
+                if layer.is_initialized:
+                    both = layer.keys, layer.values
+                    new = [each.float().abs().amax(dim=(0, 2, 3)).cpu() for each in both]
+                    largest[index] = list(map(torch.maximum, largest.get(index, new), new))
+    missing = [index for index in range(len(layers)) if index not in largest]
+    if missing:
+        raise ConfigError(
+            f"layers {missing} were given no keys: pass some texts, of a model whose layers have "
+            "keys of their own"
         )
+    return KVScales(
+        model_name(model.config),
+        tuple(
+            LayerScales(*(tuple(map(_scale, each.tolist())) for each in largest[index]))
+            for index in range(len(layers))
+        ),
+    )
 
 
 def _scale(largest: float) -> float:
@@ -175,74 +150,44 @@ _SLIDING = "sliding"
 SkipLayers = Collection[int | str] | str
 
 
-@dataclass(frozen=True)
-class KVFormat:
-    """The stored types and scales of a cache's layers.
+def layers_in_fp8(
+    config: Any, options: CacheOptions, windows: Mapping[int, int | None]
+) -> tuple[frozenset[int], KVScales | None]:
+    """Return the layers to store in eight bits, and their scales, None for 1; may read a file.
 
-    Without `scales` they are 1. Layers in `skipped`, and with `skips_sliding` those with a sliding
-    window, stay in the model's type.
+    `windows` has the window of every layer of the cache, None without one. Raises `ConfigError` for
+    options that are invalid, or made for another model.
     """
-
-    is_fp8: bool = False
-    scales: KVScales | None = None
-    skipped: frozenset[int] = frozenset()
-    skips_sliding: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        config: Any,
-        kv_dtype: str,
-        kv_scales: KVScales | str | os.PathLike[str] | None,
-        skip_layers: SkipLayers,
-    ) -> KVFormat:
-        """Make the format that the arguments of `VMKVCache` describe, reading a file of scales."""
-        if kv_dtype not in KV_DTYPES:
-            names = " and ".join(f'"{each}"' for each in KV_DTYPES)
-            raise ConfigError(f"kv_dtype={kv_dtype!r} is none of {names}")
-        skipped = {skip_layers} if isinstance(skip_layers, str) else set(skip_layers)
-        if kv_dtype == "auto":
-            if kv_scales is not None or skipped:
-                raise ConfigError('kv_scales and skip_layers are for kv_dtype="fp8"')
-            return cls()
-        for each in skipped:
-            is_index = isinstance(each, int) and not isinstance(each, bool) and each >= 0
-            if not is_index and each != _SLIDING:
-                raise ConfigError(
-                    f'skip_layers names {each!r}; a layer is its number, from 0 on, or "{_SLIDING}"'
-                )
-        if kv_scales is not None and not isinstance(kv_scales, KVScales):
-            kv_scales = KVScales.load(kv_scales)
-        if kv_scales is not None and kv_scales.model != model_name(config):
+    scales, skipped = options.kv_scales, options.skip_layers
+    skipped = [skipped] if isinstance(skipped, str) else list(skipped)
+    if options.kv_dtype not in KV_DTYPES:
+        names = " and ".join(f'"{each}"' for each in KV_DTYPES)
+        raise ConfigError(f"kv_dtype={options.kv_dtype!r} is none of {names}")
+    if options.kv_dtype == "auto":
+        if scales is not None or skipped:
+            raise ConfigError('kv_scales and skip_layers are for kv_dtype="fp8"')
+        return frozenset(), None
+    known = {*windows, _SLIDING}
+    unknown = [each for each in skipped if isinstance(each, bool) or each not in known]
+    if unknown:
+        raise ConfigError(
+            f'skip_layers names {unknown}; a layer is its number or "{_SLIDING}", and the cache '
+            f"holds layers {sorted(windows)}"
+        )
+    if scales is not None and not isinstance(scales, KVScales):
+        scales = KVScales.load(scales)
+    if scales is not None:
+        if scales.model != model_name(config):
             raise ConfigError(
-                f"the scales are of {kv_scales.model}, and the model is {model_name(config)}: "
+                f"the scales are of {scales.model}, and the model is {model_name(config)}: "
                 "calibrate this one"
             )
-        indices = frozenset(each for each in skipped if isinstance(each, int))
-        return cls(True, kv_scales, indices, _SLIDING in skipped)
-
-    def check(self, layers: Iterable[int]) -> None:
-        """Raise `ConfigError` if skipped layers or scales do not match the indices `layers`."""
-        known = set(layers)
-        if self.skipped - known:
+        num_layers = max(windows, default=-1) + 1
+        if len(scales.layers) != num_layers:
             raise ConfigError(
-                f"skip_layers names {sorted(self.skipped - known)}, and the cache holds layers "
-                f"{sorted(known)}"
+                f"the scales are of {len(scales.layers)} layers, and the model has {num_layers}: "
+                "calibrate this very model"
             )
-        num_layers = max(known, default=-1) + 1
-        if self.scales is not None and len(self.scales.layers) != num_layers:
-            raise ConfigError(
-                f"the scales are of {len(self.scales.layers)} layers, and the model has "
-                f"{num_layers}: calibrate this very model"
-            )
-
-    def stored(self, index: int, window_tokens: int | None, dtype: torch.dtype) -> torch.dtype:
-        """Return the type in which a layer of a model in `dtype` is stored."""
-        is_skipped = index in self.skipped or (self.skips_sliding and window_tokens is not None)
-        return FP8 if self.is_fp8 and not is_skipped else dtype
-
-    def scales_of(self, indices: Iterable[int]) -> list[LayerScales] | None:
-        """Return the scales of the layers `indices`; None for 1."""
-        if self.scales is None:
-            return None
-        return [self.scales.layers[index] for index in indices]
+    skips_windows = _SLIDING in skipped
+    stored = {at for at, window in windows.items() if window is None or not skips_windows}
+    return frozenset(stored.difference(skipped)), scales

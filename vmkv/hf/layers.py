@@ -7,6 +7,7 @@ because models and transformers read them as attributes.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import weakref
@@ -15,11 +16,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..attention import AttentionBackend, AttentionBatch, Call, select
+from ..attention import AttentionBackend, Call, select
 from ..errors import ConfigError
 from ..step.row_attention import LayerCall
 from . import compat
-from .group_step import GroupStep, LayerPlace
+from .group_step import GroupStep
 from .store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -44,7 +45,6 @@ class VirtualLayer:
         self._length = 0
         self._first_kept = 0
         self._batch_size = 0
-        self._place: LayerPlace | None = None
         # The kernel, and the request that it was chosen for.
         self._kernel: tuple[tuple[object, ...], AttentionBackend] | None = None
         self._tag = weakref.ref(self)  # Weak, so that tensor and layer form no cycle.
@@ -56,8 +56,8 @@ class VirtualLayer:
         values = value_states[0] if value_states else key_states
         self._bind(key_states, values)
 
-    def _bind(self, keys: torch.Tensor, values: torch.Tensor, num_past_tokens: int = 0) -> None:
-        self._place = self._store.bind(self._index, keys, values, num_past_tokens)
+    def _bind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._store.bind(self._index, keys, values)
         self._kernel = None
         self._batch_size = keys.shape[0]
         self.dtype, self.device = keys.dtype, keys.device
@@ -101,13 +101,11 @@ class VirtualLayer:
                 "keys require gradients, which cannot flow through a virtual-memory cache; "
                 "run the model under torch.no_grad() or torch.inference_mode()"
             )
-        place = self._place
-        assert place is not None  # Bound above, or by an earlier update.
-        step, index = place.step, place.index
+        step, index = self._store.places[self._index]
         start = self._length
         end = start + key_states.shape[-2]
         if step.start != start or step.end != end or step.batch_size != self._batch_size:
-            step, index = self._begin_step(place, key_states, value_states)
+            step, index = self._begin_step(step, key_states, value_states)
         elif key_states.shape != step.key_shape or value_states.shape != step.value_shape:
             raise self._mismatch(key_states, value_states)
         step.write(index, key_states, value_states)
@@ -124,16 +122,16 @@ class VirtualLayer:
 
     def decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tensors of the last `update`, decoded to the model's type."""
-        assert self._place is not None  # Set by `update`.
-        return self._place.step.decoded(self._place.index, self.dtype)
+        step, index = self._store.places[self._index]
+        return step.decoded(index, self.dtype)
 
     def _begin_step(
-        self, place: LayerPlace, keys: torch.Tensor, values: torch.Tensor
+        self, step: GroupStep, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[GroupStep, int]:
         """Begin the step for all layers of the group, of which this one is the first."""
         self._store.check_open()
         start, num_tokens = self._length, keys.shape[-2]
-        shape = place.step.group.geometry.shape
+        shape = step.group.geometry.shape
         if keys.shape != (self._batch_size, shape.num_k_heads, num_tokens, shape.k_dim) or (
             values.shape != (self._batch_size, shape.num_v_heads, num_tokens, shape.v_dim)
         ):
@@ -146,9 +144,10 @@ class VirtualLayer:
                     "VMKVCache.for_encoder_decoder(config) as past_key_values"
                 )
             self._store.close_gaps()
+        step, index = self._store.places[self._index]
         first = 0 if self.window_tokens is None else self._visible_from(start)
-        place.step.advance(self._batch_size, first, start, start + num_tokens)
-        return place.step, place.index
+        step.advance(self._batch_size, first, start, start + num_tokens)
+        return step, index
 
     def _visible_from(self, start: int) -> int:
         """Return the first token that a query at position `start` of a sliding layer sees."""
@@ -162,8 +161,8 @@ class VirtualLayer:
             self._first_kept = self._visible_from(self._length)
 
     def _mismatch(self, keys: torch.Tensor, values: torch.Tensor) -> ConfigError:
-        assert self._place is not None
-        shape = self._place.step.group.geometry.shape
+        step, _ = self._store.places[self._index]
+        shape = step.group.geometry.shape
         return ConfigError(
             f"layer {self._index} holds a batch of {self._batch_size} with {shape.num_k_heads} "
             f"heads of {shape.k_dim} (values {shape.num_v_heads} of {shape.v_dim}), {self.dtype} "
@@ -173,37 +172,32 @@ class VirtualLayer:
 
     # ---- attention in place -----------------------------------------------------------------
 
-    def attention_batch(
-        self, num_queries: int, padding: torch.Tensor | None
-    ) -> AttentionBatch | None:
-        """Return the step's attention batch; None if the mask is not this step's left padding."""
-        assert self._place is not None
-        step = self._place.step
+    def attend(self, asked: LayerCall, padding: torch.Tensor | None) -> torch.Tensor | None:
+        """Attend to the layer's rows: `[B, Tq, Hq, Dv]`; None unless `padding` is left padding."""
+        step, index = self._store.places[self._index]
+        batch_size, num_heads, num_queries, dim = asked.query.shape
         if step.end != self._length or num_queries != step.end - step.start:
             return None
-        return step.attention_batch(padding)
-
-    def attend(self, query: torch.Tensor, batch: AttentionBatch, asked: LayerCall) -> torch.Tensor:
-        """Attend from packed queries `[Tq, Hq, D]` to the layer's rows: `[Tq, Hq, Dv]`."""
-        assert self._place is not None  # Only updated layers attend.
-        step, index = self._place.step, self._place.index
+        batch = step.attention_batch(padding)
+        if batch is None:
+            return None
         call = Call(
-            query,
+            asked.query.transpose(1, 2).reshape(-1, num_heads, dim),
             *step.all_rows(index),
             batch,
             asked.scale,
             asked.window,
             asked.softcap,
             asked.sinks,
-            step.scales(index),
+            step.group.scales_at(index),
         )
         kind = call.kind
         if self._kernel is None or self._kernel[0] != kind:
             spec = call.spec(step.rows.core.max_tokens)
             backend = select(spec, self._store.options.attention_backend)
-            step.rows.keep_resident(backend.overread_tokens(spec))
+            step.rows.core.keep_resident(backend.overread_tokens(spec))
             self._kernel = (kind, backend)
-        return self._kernel[1].attend(call)
+        return self._kernel[1].attend(call).view(batch_size, num_queries, num_heads, -1)
 
     # ---- contents -------------------------------------------------------------------------
 
@@ -214,8 +208,8 @@ class VirtualLayer:
 
     def _views(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._store.check_open()
-        assert self._place is not None  # Only bound layers have views.
-        views, index = self._place.step.group.views, self._place.index
+        step, index = self._store.places[self._index]
+        views = step.group.views
         with torch.inference_mode(mode=False), torch.no_grad():
             return (
                 views.keys[index, : self._batch_size, :, first:end],
@@ -243,13 +237,28 @@ class VirtualLayer:
     # ---- changes --------------------------------------------------------------------------
 
     def crop(self, argument: int) -> None:
-        """Remove the last tokens; `argument` as in the installed transformers release."""
+        """Remove the last tokens, and forget recorded ones that have left the window."""
+        was_beyond_window = self._is_beyond_window
         self._length = self.cropped_length(int(argument))
+        if was_beyond_window:
+            self._first_kept = max(self._first_kept, self._visible_from(self._length))
 
     def cropped_length(self, argument: int) -> int:
-        """Return how many tokens `crop(argument)` would leave; raises what it would raise."""
+        """Return how many tokens `crop(argument)` would leave, or raise what it would raise."""
         self._store.check_open()
+        if self._is_beyond_window:
+            if not self.record_past:
+                raise past_is_lost()
+            if argument > 0:
+                raise RuntimeError(
+                    "a sliding-window layer beyond its window is cropped by a negative number "
+                    "of tokens to remove"
+                )
         return compat.cropped_length(self._length, argument)
+
+    @property
+    def _is_beyond_window(self) -> bool:
+        return self.window_tokens is not None and self._length >= self.window_tokens
 
     def reset(self) -> None:
         """Forget all tokens; memory stays for the next batch, which may be of another size."""
@@ -257,34 +266,11 @@ class VirtualLayer:
         self._length = self._first_kept = self._batch_size = 0
         self.is_initialized = False
 
-    # ---- copies ---------------------------------------------------------------------------
-
-    def bind_alike(self, other: VirtualLayer) -> None:
-        """Give `other`, a fresh layer of another store, this one's state without contents."""
-        other.record_past = self.record_past
-        if not self.is_initialized:
-            return
-        # In the model's type, also where rows are stored in eight bits.
-        keys, values = (
-            each.new_empty((), dtype=self.dtype).expand(each.shape)
-            for each in self._views(self._first_kept, self._length)
-        )
-        other._bind(keys, values, self._length)
-        other._length, other._first_kept = self._length, self._first_kept
-
-    def copy_into(self, other: VirtualLayer) -> None:
-        """Copy the contents into the memory of `other`, which was bound alike."""
-        if not self.is_initialized:
-            return
-        assert other._place is not None
-        other._place.step.rows.begin_at(self._batch_size, self._length)
-        with torch.no_grad():
-            for new, old in zip(
-                other._views(self._first_kept, self._length),
-                self._views(self._first_kept, self._length),
-                strict=True,
-            ):
-                new.copy_(old)
+    def copied_to(self, store: Store) -> VirtualLayer:
+        """Return this layer over a fork of its store."""
+        twin = copy.copy(self)
+        twin._store, twin._kernel, twin._tag = store, None, weakref.ref(twin)
+        return twin
 
 
 @functools.cache
@@ -319,26 +305,6 @@ class VMKVSlidingLayer(VirtualLayer, DynamicSlidingWindowLayer):  # type: ignore
         """Keep tokens that leave the window until the next `crop`, so that it can go back."""
         self.record_past = True
         self._store.keep_past()
-
-    def cropped_length(self, argument: int) -> int:
-        """Return how many tokens `crop` would leave; past the window it needs recorded tokens."""
-        self._store.check_open()
-        if self._length >= self.sliding_window:
-            if not self.record_past:
-                raise past_is_lost()
-            if argument > 0:
-                raise RuntimeError(
-                    "a sliding-window layer beyond its window is cropped by a negative number "
-                    "of tokens to remove"
-                )
-        return compat.cropped_length(self._length, argument)
-
-    def crop(self, argument: int) -> None:
-        """Remove the last tokens, and forget recorded ones that have left the window."""
-        was_beyond_window = self._length >= self.sliding_window
-        self._length = self.cropped_length(int(argument))
-        if was_beyond_window:
-            self._first_kept = max(self._first_kept, self._visible_from(self._length))
 
 
 def past_is_lost() -> Exception:

@@ -70,8 +70,9 @@ def kept_layers(model: Any) -> list[KeptLayer]:
             f"{name} models take no key-value cache of transformers: what they keep of a text, if "
             "anything, is a state of their own"
         )
-    layers = compat.default_layers(model.config)
-    before = _run(model, _SHORT_TOKENS) if any(map(compat.has_keys, layers)) else []
+    layers = compat.default_cache(model.config).layers
+    has_keys = any(isinstance(each, cache_utils.CacheLayerMixin) for each in layers)
+    before = _run(model, _SHORT_TOKENS) if has_keys else []
     if not any(isinstance(getattr(layer, "keys", None), torch.Tensor) for layer in before):
         raise ConfigError(f"no layer of this {name} model keeps keys and values")
     if all(compat.window_of(layer)[0] for layer in before):

@@ -31,8 +31,8 @@ from ..step.model_guard import PACKED, chosen_attention, refusing_waits
 from ..step.piece import packing_order
 from ..step.row_attention import LayerCall
 from . import compat
-from .attention import attend_to_tensors, attending_in_place
-from .configuration import LayerKind, UnservableError, layer_kinds
+from .attention import attend_to_tensors
+from .configuration import UnservableError, layer_windows
 from .store import CacheOptions, Signature, Store
 
 #: Tokens of each sequence: more than the windows of models that are made for tests.
@@ -95,36 +95,38 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
         autocast = torch.get_autocast_dtype(weight.device.type)
     served_as = (weight.device, weight.dtype, autocast, attention_backend)
     try:
-        kinds = layer_kinds(model.config)
+        windows = layer_windows(model.config)
         made_of, proofs = _proven.get(model, ((), {}))
-        if made_of != _made_of(model, kinds):
+        if made_of != _made_of(model, windows):
             proofs = {}
         if served_as not in proofs:
             with torch.no_grad(), _undisturbed(model):
-                proof = _check_passes(model, kinds, attention_backend)
-                _check_windows(model, kinds, _token_ids(model, 0)[0, :2])
-            _proven[model] = _made_of(model, kinds), proofs | {served_as: proof}
+                proof = _check_passes(model, windows, attention_backend)
+                _check_windows(model, windows, _token_ids(model, 0)[0, :2])
+            _proven[model] = _made_of(model, windows), proofs | {served_as: proof}
     except UnservableError as error:
         raise error.of(model) from error.__cause__
     return _proven[model][1][served_as]
 
 
-def _made_of(model: Any, kinds: Sequence[LayerKind]) -> tuple[object, ...]:
+def _made_of(model: Any, windows: Mapping[int, int | None]) -> tuple[object, ...]:
     """Return the subject of a proof: layers, modules, and hooks of modules."""
     modules = [
         (id(each), *each._forward_pre_hooks, *each._forward_hooks) for each in model.modules()
     ]
-    return (*kinds, *modules)
+    return (*windows.items(), *modules)
 
 
-def _check_passes(model: Any, kinds: Sequence[LayerKind], attention_backend: str | None) -> Proof:
+def _check_passes(
+    model: Any, windows: Mapping[int, int | None], attention_backend: str | None
+) -> Proof:
     """Compare packed passes with a plain one; refuse if they differ for all tokens tried."""
     differences: list[_Difference] = []
     signatures: dict[int, Signature] = {}
     for attempt in range(_NUM_ATTEMPTS):
         plain = _plain_pass(model, _token_ids(model, attempt))
-        signatures = signatures or _layer_signatures(model, kinds, plain.token_ids[:2])
-        proof, differences = _packed_passes(model, kinds, signatures, attention_backend, plain)
+        signatures = signatures or _layer_signatures(model, windows, plain.token_ids[:2])
+        proof, differences = _packed_passes(model, windows, signatures, attention_backend, plain)
         if not differences:
             return proof
     raise UnservableError(_why_different(model, max(differences)))
@@ -164,7 +166,7 @@ def _plain_pass(model: Any, token_ids: torch.Tensor) -> _PlainPass:
 
 def _packed_passes(
     model: Any,
-    kinds: Sequence[LayerKind],
+    windows: Mapping[int, int | None],
     signatures: Mapping[int, Signature],
     attention_backend: str | None,
     plain: _PlainPass,
@@ -178,8 +180,8 @@ def _packed_passes(
     eps = _eps(model)
     differences: list[_Difference] = []
     with (
-        contextlib.closing(Store(model.config, options, kinds)) as memory,
-        attending_in_place(model),
+        contextlib.closing(Store(model.config, options, windows)) as memory,
+        attending_through(model, PACKED),
     ):
         memory.bind_all(signatures)
         rows = [[core.open(row=at) for at in range(_NUM_SEQUENCES)] for core in memory.cores]
@@ -397,7 +399,7 @@ def _before_layers(
 
 
 def _layer_signatures(
-    model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tensor
+    model: Any, windows: Mapping[int, int | None], token_ids: torch.Tensor
 ) -> dict[int, Signature]:
     """Return all layers' key and value signatures, from a packed pass over `[T]` tokens."""
     signatures: dict[int, Signature] = {}
@@ -420,10 +422,10 @@ def _layer_signatures(
     placeholder = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=token_ids.device)
     placeholder._vmkv_placeholder = True  # type: ignore[attr-defined]
     positions = torch.arange(len(token_ids), device=token_ids.device)[None]
-    with attending_in_place(model):
+    with attending_through(model, PACKED):
         given = {"position_ids": positions, "attention_mask": placeholder, "vmkv_batch": hear}
         _run(model, token_ids[None], "it does not run on packed tokens", **given)
-    missing = {kind.index for kind in kinds} - signatures.keys()
+    missing = windows.keys() - signatures.keys()
     if missing:
         raise UnservableError(
             f"its layers {sorted(missing)} do not attend through transformers' attention interface"
@@ -431,24 +433,24 @@ def _layer_signatures(
     return signatures
 
 
-def _check_windows(model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tensor) -> None:
+def _check_windows(model: Any, windows: Mapping[int, int | None], token_ids: torch.Tensor) -> None:
     """Refuse a model whose masks have windows of other lengths than its rows."""
-    windows: dict[int, tuple[int | None, int | None]] = {}
+    heard: dict[int, tuple[int | None, int | None]] = {}
 
     def hear(module: torch.nn.Module, asked: LayerCall) -> torch.Tensor:
         recipe = getattr(asked.mask, "_vmkv_recipe", None)
         if recipe is not None:
-            windows[int(vars(module)["layer_idx"])] = (asked.window, recipe.window)
+            heard[int(vars(module)["layer_idx"])] = (asked.window, recipe.window)
         return attend_to_tensors(asked, causal=getattr(module, "is_causal", True))
 
-    with attending_in_place(model):
+    with attending_through(model, PACKED):
         _run(model, token_ids[None], _NOT_PLAIN, vmkv_batch=hear)
-    for kind in kinds:
-        given, masked = windows.get(kind.index, (None, kind.window_tokens))
-        kept = kind.window_tokens if given is None else given
+    for index, window in windows.items():
+        given, masked = heard.get(index, (None, window))
+        kept = window if given is None else given
         if kept != masked:
             raise UnservableError(
-                f"its layer {kind.index} is to see {_window(kept)} by its configuration, and "
+                f"its layer {index} is to see {_window(kept)} by its configuration, and "
                 f"{_window(masked)} by its mask"
             )
 

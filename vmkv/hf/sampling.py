@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
 
 from ..errors import ConfigError
 from . import compat
@@ -59,8 +60,8 @@ class Group:
     ) -> Group:
         """Make a group of what transformers has prepared; refuses ways of decoding."""
         _check_config(config)
-        limits = [int(each.max_length) for each in filter(compat.is_length_limit, criteria)]
-        rest = [each for each in criteria if not compat.is_length_limit(each)]
+        limits = [int(each.max_length) for each in criteria if type(each) is MaxLengthCriteria]
+        rest = [each for each in criteria if type(each) is not MaxLengthCriteria]
         return cls(tuple(rows), num_tokens, processors, rest, min(limits, default=None), config)
 
 
@@ -89,7 +90,7 @@ def prepare(
     groups, new_tokens = [first], first.config.max_new_tokens
     depends_on_prompt = any(map(compat.reads_prompt, (*first.processors, *first.criteria)))
     criteria = options.get("stopping_criteria") or ()
-    has_limit = any(map(compat.is_length_limit, criteria))  # In place of `max_new_tokens`.
+    has_limit = MaxLengthCriteria in map(type, criteria)  # In place of `max_new_tokens`.
     for length in lengths:
         rows = by_length[length]
         if depends_on_prompt or new_tokens is None:
@@ -152,7 +153,7 @@ def _replace_stop_strings(model: Any, options: dict[str, Any]) -> None:
         return
     if tokenizer is None:
         raise ConfigError("stop_strings need the model's tokenizer: pass tokenizer=…")
-    criterion = compat.stop_string_criterion(tokenizer, strings)
+    criterion = StopStringCriteria(tokenizer, strings)
     options["stop_strings"] = None
     options["stopping_criteria"] = [*(options.get("stopping_criteria") or ()), criterion]
 
@@ -219,10 +220,12 @@ class Tokens:
     """The tokens of all sequences so far.
 
     `ids` are `[B, T + new]`: left-padded prompts `[B, T]`, generated tokens, and padding where a
-    sequence has ended. `live` lists the sequences that have not.
+    sequence has ended. `live` lists the sequences that have not. `streamer` may be None.
     """
 
-    def __init__(self, ids: torch.Tensor, lengths: Sequence[int], groups: Sequence[Group]):
+    def __init__(
+        self, ids: torch.Tensor, lengths: Sequence[int], groups: Sequence[Group], streamer: Any
+    ):
         self.ids = ids
         self.live = list(range(len(lengths)))
         self._live_at: torch.Tensor | None = None  # `live` on the device; None while all live.
@@ -233,6 +236,9 @@ class Tokens:
         self._rows = [torch.tensor(each.rows, device=ids.device) for each in groups]
         self._do_sample = bool(groups[0].config.do_sample)
         self._pad_token = compat.pad_token(groups[0].config)
+        self._streamer = streamer
+        if streamer is not None:
+            streamer.put(ids.cpu())
 
     @property
     def max_tokens(self) -> int | None:
@@ -268,6 +274,8 @@ class Tokens:
             every = torch.full_like(self.ids[:, 0], self._pad_token)
             tokens = every.index_copy_(0, live_at, tokens)
         self.ids = torch.cat([self.ids, tokens[:, None]], 1)
+        if self._streamer is not None:
+            self._streamer.put(tokens.cpu())
         return tokens
 
     def stop(self) -> list[int]:
@@ -294,6 +302,8 @@ class Tokens:
                 self._ends[row] = self.ids.shape[1]
             self.live = [row for row in self.live if not is_done[row]]
             self._live_at = torch.tensor(self.live, device=self.ids.device)
+        if self._streamer is not None and not self.live:
+            self._streamer.end()
         return ended
 
     def _applies_to_all(self, rule: Any) -> bool:

@@ -14,6 +14,8 @@ Note [An unclosed cache is closed later].
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 import os
 import threading
@@ -28,7 +30,7 @@ import torch
 
 from ..attention import get as get_attention_backend
 from ..attention.append import why_not_fp8
-from ..core.backend import Backend, HostBackend, open_backend
+from ..core.backend import Backend, open_backend
 from ..core.cache import CacheStats, KVCache
 from ..core.cache.fp8 import FP8
 from ..core.cache.geometry import check_positive, fitting_rows
@@ -36,9 +38,9 @@ from ..core.cache.stats import add_stats
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ClosedError, ConfigError
 from . import compat
-from .configuration import LayerKind, default_max_tokens, rows_and_tokens
-from .group_step import DeviceRows, GroupStep, LayerPlace
-from .kv_format import KVFormat, KVScales, SkipLayers
+from .configuration import default_max_tokens, rows_and_tokens
+from .group_step import DeviceRows, GroupStep
+from .kv_format import KVScales, SkipLayers, layers_in_fp8
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -126,46 +128,45 @@ class Store:
     `past_stated` see `default_max_tokens`. `ConfigError` for what the first update would refuse.
     """
 
+    owner = "cache"  #: What messages call the cache.
+
     def __init__(
         self,
         config: Any,
         options: CacheOptions,
-        kinds: Sequence[LayerKind],
+        windows: Mapping[int, int | None],
         *,
         num_spare_rows: int = 0,
         past_stated: bool = True,
     ):
+        _close_orphans()
         self.options = options
         self._decoder_config = compat.text_config(config)
-        self._past_stated = past_stated
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-        self.kv_format = KVFormat.of(
-            config, options.kv_dtype, options.kv_scales, options.skip_layers
+        self._max_tokens = options.max_tokens or default_max_tokens(
+            self._decoder_config, past_stated=past_stated
         )
-        if options.max_tokens is None:
-            default_max_tokens(self._decoder_config)
         self._num_spare_rows = num_spare_rows
-        self._num_spare: dict[torch.device, int] = {}
-        self.kinds = {kind.index: kind for kind in kinds}
-        self.kv_format.check(self.kinds)
+        self.windows = windows
+        self._fp8_layers, self.kv_scales = layers_in_fp8(config, options, windows)
         self.is_closed = False
         self.keeps_past = False
         self.rows: dict[torch.device, DeviceRows] = {}  #: The batch's rows.
         self.cores: list[KVCache] = []  #: The caches, one per device.
-        self._places: dict[int, LayerPlace] = {}
+        #: Of bound layers, their group's step and their index in the group.
+        self.places: dict[int, tuple[GroupStep, int]] = {}
         self.signatures: dict[int, Signature] = {}  #: Of bound layers.
         self._seen: set[int] = set()  # Layers whose shape is known rather than guessed.
         self._has_gaps = False
         self.num_layouts = 0
         self.num_batches = 0
-        self._readers: weakref.WeakSet[CapturedSteps] = weakref.WeakSet()
+        #: Steps that read the rows, closed before these are.
+        self.readers: weakref.WeakSet[CapturedSteps] = weakref.WeakSet()
 
     # ---- binding --------------------------------------------------------------------------
 
-    def bind(
-        self, index: int, keys: torch.Tensor, values: torch.Tensor, num_past_tokens: int = 0
-    ) -> LayerPlace:
-        """Return the place of layer `index`, given its first keys and values.
+    def bind(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Give layer `index` a place, by its first keys and values.
 
         Unseen layers of the same kind are expected to have the same shapes and are laid beside it.
         A layer that differs forms a new group with those after it, and `close_gaps` later takes
@@ -173,42 +174,32 @@ class Store:
         bound.
         """
         self.check_open()
-        if index not in self.kinds:
-            raise ConfigError(
-                f"layer {index} is none of those this cache holds, {sorted(self.kinds)}; was it "
-                "made from another model's configuration?"
-            )
         signature = Signature.of(keys, values)
         if self.signatures.get(index) != signature:
-            self._bind_alike(index, signature, keys.shape[0], num_past_tokens)
+            self._bind_alike(index, signature, keys.shape[0])
         self._seen.add(index)
-        return self._places[index]
 
-    def _bind_alike(
-        self, index: int, signature: Signature, batch_size: int, num_past_tokens: int = 0
-    ) -> None:
+    def _bind_alike(self, index: int, signature: Signature, batch_size: int) -> None:
         rows = self._rows_on(signature, batch_size)
-        window = self.kinds[index].window_tokens
+        window, scales = self.windows[index], self.kv_scales
         stored = self._stored(index, signature)
         alike = [
             other
-            for other, kind in self.kinds.items()
+            for other, its_window in self.windows.items()
             if other == index
             or (
-                kind.window_tokens == window
+                its_window == window
                 and other > index
                 and other not in self._seen
                 and self._stored(other, signature) == stored
             )
         ]
         for other in alike:
-            before = self._places.pop(other, None)
-            self.signatures.pop(other, None)
-            if before is not None:
-                before.step.forget()
-                before.step.rows.core.drop_layers([other])
+            if self.signatures.pop(other, None) is not None:
+                step, _ = self.places.pop(other)
+                step.rows.core.drop_layers([other])
                 self._has_gaps = True
-        groups = rows.core.add_layers(
+        rows.core.add_layers(
             alike,
             num_kv_heads=signature.k_shape[0],
             head_dim=signature.k_shape[1],
@@ -216,25 +207,20 @@ class Store:
             v_head_dim=signature.v_shape[1],
             dtype=stored,
             window_tokens=window,
-            num_past_tokens=num_past_tokens,
-            scales=self.kv_format.scales_of(alike) if stored == FP8 else None,
+            scales=[scales.layers[at] for at in alike] if stored == FP8 and scales else None,
         )
-        self.num_layouts += 1
-        steps = {id(group): GroupStep(rows, group) for group in groups}
-        for other in alike:
-            group, at = rows.core.place(other)
-            self._places[other] = LayerPlace(steps[id(group)], at)
-            self.signatures[other] = signature
+        self.signatures |= dict.fromkeys(alike, signature)
+        self._follow(rows)
 
     def _stored(self, index: int, signature: Signature) -> torch.dtype:
         """Return the type that a layer is stored in; refused if the device cannot convert to it."""
-        window = self.kinds[index].window_tokens
-        stored = self.kv_format.stored(index, window, signature.dtype)
-        if stored == FP8 and signature.device.type == "cuda":
+        if index not in self._fp8_layers:
+            return signature.dtype
+        if signature.device.type == "cuda":
             reason = why_not_fp8(signature.device, signature.dtype)
             if reason is not None:
                 raise ConfigError(reason)
-        return stored
+        return FP8
 
     def bind_all(self, signatures: Mapping[int, Signature]) -> None:
         """Bind every layer, where all signatures are known before the first update."""
@@ -258,26 +244,28 @@ class Store:
                 self._follow(rows)
 
     def _follow(self, rows: DeviceRows) -> None:
-        """Update the places of layers after a move."""
+        """Set the places of layers that are new or have moved."""
         self.num_layouts += 1
-        steps: dict[int, GroupStep] = {}
-        for layer, place in self._places.items():
-            if place.step.rows is rows:
-                group, at = rows.core.place(layer)
-                if place.step.group is not group:
-                    place.step.forget()
-                    place.step = steps.setdefault(id(group), GroupStep(rows, group))
-                    place.index = at
+        steps = {step.group: step for step, _ in self.places.values()}
+        for layer, (group, at) in rows.core.places.items():
+            if group not in steps:
+                steps[group] = GroupStep(rows, group)
+            self.places[layer] = steps[group], at
 
     @property
     def has_seen_all(self) -> bool:
         """Whether every layer has been updated since the beginning, or the last reset."""
-        return len(self._seen) == len(self.kinds)
+        return len(self._seen) == len(self.windows)
 
     def _rows_on(self, signature: Signature, batch_size: int) -> DeviceRows:
         """Return the rows on a layer's device, made on first use."""
         device = signature.device
         if device not in self.rows:
+            if device.type not in ("cpu", "cuda"):
+                raise ConfigError(
+                    f"vmkv has no backend for device {device}; it runs on CUDA and on the CPU: use "
+                    "DynamicCache there"
+                )
             options = self.options
             memory = options.backend if options.pool is None else options.pool
             if self.rows and memory is not None:
@@ -286,22 +274,17 @@ class Store:
                     f"({next(iter(self.rows))}); leave backend out for models spread over several"
                 )
             num_values = math.prod(signature.k_shape) + math.prod(signature.v_shape)
-            token_bytes = num_values * signature.dtype.itemsize * len(self.kinds)
+            token_bytes = num_values * signature.dtype.itemsize * len(self.windows)
             num_rows, max_tokens = rows_and_tokens(
-                batch_size,
-                token_bytes,
-                options.max_batch_size,
-                options.max_tokens,
-                self._decoder_config,
-                past_stated=self._past_stated,
+                batch_size, token_bytes, options, self._max_tokens
             )
-            spare = self._num_spare_rows if device.type == "cuda" else 0
-            if fitting_rows(token_bytes, max_tokens, num_rows + spare) < num_rows + spare:
-                spare = 0
+            if device.type == "cuda":
+                wanted_rows = num_rows + self._num_spare_rows
+                num_rows = max(num_rows, fitting_rows(token_bytes, max_tokens, wanted_rows))
             core = KVCache(
-                memory if memory is not None else _backend_for(device),
+                memory if memory is not None else open_backend(str(device)),
                 max_tokens=max_tokens,
-                max_sequences=num_rows + spare,
+                max_sequences=num_rows,
                 budget_bytes=options.budget_bytes,
                 layers_per_group=options.layers_per_group,
             )
@@ -314,17 +297,12 @@ class Store:
             core.keeps_past = self.keeps_past
             self.rows[device] = DeviceRows(core)
             self.cores.append(core)
-            self._num_spare[device] = spare
         return self.rows[device]
 
     @property
     def attends_in_place(self) -> bool:
         """Whether the model reads rows themselves rather than the tensors that updates return."""
         return getattr(self._decoder_config, "_attn_implementation", None) == "vmkv"
-
-    def num_rows(self, core: KVCache) -> int:
-        """Return how many sequences a cache takes, spare rows excluded."""
-        return core.max_sequences - self._num_spare[core.device]
 
     def keep_past(self) -> None:
         """Keep tokens that leave sliding windows, so that they can be rolled back to."""
@@ -335,8 +313,8 @@ class Store:
     # ---- the batch ------------------------------------------------------------------------
 
     def _forget_steps(self) -> None:
-        for place in self._places.values():
-            place.step.forget()
+        for step, _ in self.places.values():
+            step.forget()
 
     def settle(self, batch_size: int, num_tokens: int) -> None:
         """End rows and truncate them, after layers have changed their batch or length."""
@@ -360,20 +338,46 @@ class Store:
         for rows in self.rows.values():
             rows.take_over(sources)
 
-    def fork_from(self, other: Store) -> bool:
-        """Share the contents of `other`, bound alike; False if pools or layouts differ."""
-        if not any(rows.sequences for rows in other.rows.values()):
-            return True
-        if self.rows.keys() != other.rows.keys() or any(
-            mine.core.pool is not theirs.core.pool
-            or [each.layout for each in mine.core.groups]
-            != [each.layout for each in theirs.core.groups]
-            for mine, theirs in zip(self.rows.values(), other.rows.values(), strict=True)
-        ):
-            return False
-        for mine, theirs in zip(self.rows.values(), other.rows.values(), strict=True):
-            mine.fork_from(theirs)
-        return True
+    def fork(self) -> Store:
+        """Return a store of the same layers, in the same pools, whose rows are forks of these."""
+        self.check_open()
+        twin = copy.copy(self)
+        twin.rows, twin.cores, twin.places = {}, [], {}
+        twin.signatures, twin._seen = dict(self.signatures), set(self._seen)
+        twin.readers = weakref.WeakSet()
+        try:
+            for device, rows in self.rows.items():
+                core = KVCache(
+                    rows.core.pool,
+                    max_tokens=rows.core.max_tokens,
+                    max_sequences=rows.core.max_sequences,
+                    layers_per_group=rows.core.layers_per_group,
+                )
+                core.keeps_past = self.keeps_past
+                twin.cores.append(core)
+                twin.rows[device] = DeviceRows(core)
+                for group in rows.core.groups:
+                    members = dict(rows.core.members(group))
+                    # Gaps stay gaps, because only equal groups share memory.
+                    layers = [members.get(at, ~at) for at in range(group.geometry.num_layers)]
+                    core.add_layers(
+                        layers,
+                        num_kv_heads=group.geometry.shape.num_k_heads,
+                        head_dim=group.geometry.shape.k_dim,
+                        num_v_heads=group.geometry.shape.num_v_heads,
+                        v_head_dim=group.geometry.shape.v_dim,
+                        dtype=group.dtype,
+                        window_tokens=group.window_tokens,
+                        scales=group.scales,
+                    )
+                    core.drop_layers([layer for layer in layers if layer < 0])
+                twin._follow(twin.rows[device])
+                for row, each in enumerate(rows.sequences):
+                    twin.rows[device].sequences.append(core.fork(each, each.num_tokens, row=row))
+        except BaseException:
+            twin.close()
+            raise
+        return twin
 
     def keeps(self, num_tokens: int) -> bool:
         """Whether the batch can go back to `num_tokens`: its windows still hold their tokens."""
@@ -386,12 +390,8 @@ class Store:
 
     # ---- the whole ------------------------------------------------------------------------
 
-    def add_reader(self, reader: CapturedSteps) -> None:
-        """Have steps that read the rows closed before these are; they are not kept alive."""
-        self._readers.add(reader)
-
     def _end_readers(self) -> None:
-        for reader in list(self._readers):
+        for reader in list(self.readers):
             reader.close()
 
     def has_outside_views(self) -> bool:
@@ -413,18 +413,25 @@ class Store:
     def check_open(self) -> None:
         """Raise `ClosedError` if the store is closed."""
         if self.is_closed:
-            raise ClosedError("this VMKVCache is closed; make a new one")
+            raise ClosedError(f"this {self.owner} is closed; make a new one")
+
+
+_CONFIG = inspect.Parameter("config", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_OPTIONS = inspect.signature(CacheOptions)
 
 
 class StoreOwner:
     """A cache over a store: its memory, its end, and its finalizer."""
 
     _store: Store
+    # For `help`, which would show `**options`.
+    __signature__ = inspect.Signature([_CONFIG, *_OPTIONS.parameters.values()])
 
     def _own(self, store: Store) -> None:
         """Keep `store`, which does not refer to the cache, so that it can outlive it as orphan."""
         self._store = store
-        self._finalizer = weakref.finalize(self, add, store)
+        store.owner = type(self).__name__
+        self._finalizer = weakref.finalize(self, _keep_orphan, store)
         self._finalizer.atexit = False
 
     def stats(self) -> CacheStats:
@@ -468,37 +475,26 @@ class StoreOwner:
         self.close()
 
 
-def _backend_for(device: torch.device) -> Backend:
-    if device.type == "cpu":
-        return HostBackend()
-    if device.type == "cuda":
-        return open_backend(f"cuda:{device.index or 0}")
-    raise ConfigError(
-        f"vmkv has no backend for device {device}; it runs on CUDA and on the CPU: use "
-        "DynamicCache there"
-    )
-
-
 # ---- orphans -------------------------------------------------------------------------------------
 
 _orphans: deque[Store] = deque()
 _collecting = threading.Lock()
 
 
-def add(store: Store) -> None:
+def _keep_orphan(store: Store) -> None:
     """Keep the open store of a garbage-collected cache as an orphan, with a ResourceWarning."""
     if store.is_closed:
         return
     _orphans.append(store)
     warnings.warn(
-        "a VMKVCache was never closed; its memory is given back when the next one is made. Use "
-        "`with VMKVCache(...) as cache:` or cache.close()",
+        f"a {store.owner} was never closed; its memory is given back when the next cache is made. "
+        f"Use `with {store.owner}(...) as cache:` or cache.close()",
         ResourceWarning,
         stacklevel=2,
     )
 
 
-def collect() -> None:
+def _close_orphans() -> None:
     """Close the orphans that no tensor points into any more."""
     with _collecting:
         for _ in range(len(_orphans)):

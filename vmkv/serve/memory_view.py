@@ -22,7 +22,7 @@ from ..core.cache.growing import lacking_room, surplus_bytes
 from ..core.cache.layer_group import UNDERREAD_TOKENS
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ConfigError, DriverError
-from ..hf.configuration import check_length, layer_kinds
+from ..hf.configuration import check_length, layer_windows
 from ..hf.proof import prove
 from ..hf.store import CacheOptions, Store
 from ..options import EngineOptions
@@ -92,7 +92,7 @@ def make_store(config: Any, options: EngineOptions, pool: ExtentPool | None = No
         kv_scales=options.kv_scales,
         skip_layers=options.skip_layers,
     )
-    return Store(config, its, layer_kinds(config), past_stated=False)
+    return Store(config, its, layer_windows(config), past_stated=False)
 
 
 def pool_beside(

@@ -18,7 +18,6 @@ import torch
 from ..core.cache import KVCache
 from ..errors import ClosedError, ConfigError, VMKVError
 from ..hf import compat as vocabulary
-from ..hf.attention import attending_in_place
 from ..options import EngineOptions
 from ..step import Piece, Stepper
 from ..step.piece import HeadInParts, StepLogits
@@ -231,7 +230,7 @@ class ModelRunner:
             )
             undo.callback(self.stepper.close)
             if not self.stepper.uses_operator:
-                undo.enter_context(attending_in_place(model))
+                undo.enter_context(self.stepper.attending())
             if self._wants(self._options.capture):
                 largest = min(self._options.max_graph_tokens, max_num_batched_tokens)
                 dtype = model.get_output_embeddings().weight.dtype
