@@ -6,6 +6,7 @@ The `make_engine` fixture checks the books when a test is over.
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from vmkv import ConfigError, HostBackend
 from vmkv.cli.arguments import Commands
 from vmkv.serve import AsyncEngine, Engine, SamplingParams
 from vmkv.serve import engine as engine_module
-from vmkv.serve.engine_loop import Cancel
+from vmkv.serve.engine_loop import Cancel, Command
 from vmkv.testing.faults import FaultInjectingBackend
 from vmkv.units import GiB, Handle, KiB
 
@@ -150,22 +151,24 @@ def test_a_negative_watermark_is_refused(make_engine: MakeEngine) -> None:
 # ---- an engine in a thread --------------------------------------------------------------------
 
 
-class Waits(threading.Condition):
-    """A condition that notes who waits on it, and how."""
+class Waits(queue.SimpleQueue[Command]):
+    """A queue that notes how long its reader is willing to wait, and how often it was woken."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.timeouts: list[float | None] = []
         self.num_wakeups = 0
         self.is_waiting = threading.Event()
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def get(self, block: bool = True, timeout: float | None = None) -> Command:
+        if not block:
+            return super().get(block)
         self.timeouts.append(timeout)
         self.is_waiting.set()
-        is_notified = super().wait(timeout)
-        self.is_waiting.clear()
-        self.num_wakeups += 1
-        return is_notified
+        try:
+            return super().get(block, timeout)
+        finally:
+            self.is_waiting.clear()
+            self.num_wakeups += 1
 
 
 async def idle(watch: Watch) -> None:
@@ -184,9 +187,7 @@ def test_an_idle_thread_never_wakes_up(
     waits, watch = Waits(), Watch()
     engine = make_engine(observer=watch, watermark_bytes=0)
     with monkeypatch.context() as patch:
-        real = threading.Condition
-        # The one without a lock of its own is the engine's; a thread has others.
-        patch.setattr(threading, "Condition", lambda *lock: real(*lock) if lock else waits)
+        patch.setattr(queue, "SimpleQueue", lambda: waits)
         it = AsyncEngine(engine)
 
     async def main() -> None:
@@ -255,7 +256,7 @@ def test_a_request_that_comes_meanwhile_is_served_first(
         assert not watch.is_idle
         monkeypatch.setattr(engine, "add", add)
         late = asyncio.create_task(last(it.stream(prompt, GREEDY)))
-        while not it._link._commands:
+        while it._link.commands.empty():
             await asyncio.sleep(0)
         posted.set()
         check_said([prompt], [await late])
