@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .params import SamplingParams
 
@@ -127,6 +128,12 @@ class Request:
     `num_unread` counts sampled tokens that were not read; `is_on_device` is whether its slot holds
     the last token, `is_set` whether it holds its parameters. Times are `time.perf_counter`, 0.0
     until reached.
+
+    `sequence` is its sequence in the cache, if it has one, with the keys and values of
+    `num_submitted` tokens by submitted steps; its length grows before the submission. `last_step`
+    is the number of the step that it was last grown for; None if other work on it was submitted
+    since, such as copies: a request that ends by length is not in the step that runs when its last
+    token is read.
     """
 
     request_id: int
@@ -154,6 +161,9 @@ class Request:
     num_unread: int = 0
     is_on_device: bool = False
     is_set: bool = False
+    sequence: Any = None
+    num_submitted: int = 0
+    last_step: int | None = None
 
     @property
     def num_known(self) -> int:
