@@ -27,7 +27,7 @@ from ..errors import CapacityError, ClosedError, ConfigError, DriverError
 from ..interrupts import uninterrupted
 from ..options import EngineOptions
 from ..units import GiB, format_bytes
-from .detokenize import Detokenizer
+from .detokenize import detokenizer_of
 from .memory_view import MemoryView, open_rows, pool_beside
 from .observer import EngineObserver, FirstToken, Idle, RequestAdded, RequestRecord
 from .params import SamplingParams
@@ -92,7 +92,6 @@ class Engine:
         self._random = random.Random(given.seed)
         self._num_requests = 0
         self._handles: dict[int, RequestHandle] = {}
-        self._detokenizers: dict[int, Detokenizer] = {}
         self._end_tokens = end_tokens(model)
         self.on_update: Callable[[RequestHandle], None] | None = None
         pool = pool_beside(model, pool, given)
@@ -185,19 +184,17 @@ class Engine:
                 request = Request(number, tokens, resolved, priority, max_total, tenant, leader)
                 request.arrived_s = time.perf_counter()
                 requests.append(request)
-                if self.tokenizer is not None and params.detokenize:
-                    self._detokenizers[number] = Detokenizer(self.tokenizer, tokens, resolved)
+                request.detokenizer = detokenizer_of(self.tokenizer, tokens, resolved)
                 self._loop.add(request)
                 self._num_requests += 1
         except BaseException:
             for request in requests:
                 self._loop.end(request, FinishReason.CANCELLED)
-                self._detokenizers.pop(request.request_id, None)
             raise
         return self._follow(requests, text)
 
     def _follow(self, requests: Sequence[Request], text: str | None) -> RequestHandle:
-        handle = RequestHandle(requests, text, step=self.step, cancel=self.cancel)
+        handle = RequestHandle(requests, text, self)
         for request in requests:
             self._handles[request.request_id] = handle
             if self._observer is not None:
@@ -258,12 +255,11 @@ class Engine:
                     # The text of a stop token is not part of the output.
                     request.stop_reason = None if token_id in self._end_tokens else token_id
                     reason = FinishReason.STOP
-                elif (detokenizer := self._detokenizers.get(request.request_id)) is not None:
-                    stop = detokenizer.append(token_id)
-                    request.texts.append(detokenizer.take_text())
-                    if stop is not None:
-                        request.stop_reason = stop
+                elif request.detokenizer is not None:
+                    if request.detokenizer.append(token_id) is not None:
+                        request.stop_reason = request.detokenizer.stop
                         reason = FinishReason.STOP
+                    request.texts.append(request.detokenizer.take_text())
                 if reason is None and num_tokens == params.max_tokens:
                     reason = FinishReason.LENGTH
                 if self.on_update is not None and request.request_id in self._handles:
@@ -277,13 +273,12 @@ class Engine:
 
     def _ended(self, request: Request, reason: FinishReason, error: Exception | None) -> None:
         """Record the end of a request that holds no memory any more."""
-        detokenizer = self._detokenizers.pop(request.request_id, None)
-        if detokenizer is not None:
+        if request.detokenizer is not None:
             try:
-                detokenizer.finish()
+                request.detokenizer.finish()
             except Exception as late:  # noqa: BLE001  # a tokenizer's, for this request alone
                 reason, error = FinishReason.ERROR, error or late
-            request.texts.append(detokenizer.take_text())
+            request.texts.append(request.detokenizer.take_text())
         request.error = error
         request.finish_reason = reason  # Last: other threads take it as the end.
         handle = self._handles.pop(request.request_id, None)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .detokenize import Detokenizer
 from .params import SamplingParams
 
 # ---- request -------------------------------------------------------------------------------------
@@ -121,9 +122,12 @@ def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
 class Request:
     """A sample of a prompt, as the engine tracks it. Changed by the engine's thread only.
 
+    A client has its own of each sample, with the output that was not taken yet.
+
     `request_id` ascends in order of arrival. `leader` is the number of the first sample of the same
     prompt, None for that one itself. `prompt_token_ids` are packed (see `packed_prompt`)
-    and `params` resolved. `rank` is the place in the schedule, smallest first, and never changes.
+    and `params` resolved. `detokenizer` makes `texts`, if they are wanted. `rank` is the place in
+    the schedule, smallest first, and never changes.
     `num_computed` counts tokens whose keys and values are computed, or will be by submitted steps;
     `num_unread` counts sampled tokens that were not read; `is_on_device` is whether its slot holds
     the last token, `is_set` whether it holds its parameters. Times are `time.perf_counter`, 0.0
@@ -143,6 +147,7 @@ class Request:
     max_total_tokens: int = 0
     tenant: str | None = None
     leader: int | None = None
+    detokenizer: Detokenizer | None = None
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -199,17 +204,9 @@ class RequestHandle:
     Iterating runs the engine and yields outputs as they grow, the last one finished.
     """
 
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        prompt: str | None,
-        *,
-        step: Callable[[], None],
-        cancel: Callable[[RequestHandle], None],
-    ):
+    def __init__(self, requests: Sequence[Request], prompt: str | None, engine: Any = None):
         self._prompt = prompt
-        self._step = step
-        self._cancel = cancel
+        self._engine = engine
         self.requests = tuple(requests)
 
     @property
@@ -237,7 +234,7 @@ class RequestHandle:
 
     def cancel(self) -> None:
         """End the request. Idempotent. From the engine's thread only."""
-        self._cancel(self)
+        self._engine.cancel(self)
 
     def __iter__(self) -> Iterator[RequestOutput]:
         seen = -1
@@ -250,7 +247,7 @@ class RequestHandle:
                     yield self.output()
             if is_finished:
                 return
-            self._step()
+            self._engine.step()
 
     def __repr__(self) -> str:
         states = ", ".join(str(each.finish_reason or "unfinished") for each in self.requests)
