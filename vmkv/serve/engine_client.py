@@ -100,6 +100,9 @@ class EngineClient(abc.ABC):
     and sends no news for `silence_max_s` seconds of `clock` is reported by `failure`.
     """
 
+    _worker: Any  # The engine's thread or process.
+    _end_notice = "the engine's process has ended"
+
     def __init__(
         self,
         tokenizer: Any = None,
@@ -186,12 +189,16 @@ class EngineClient(abc.ABC):
         is silent. In the latter two cases requests are still accepted, and a step that succeeds
         clears it.
         """
-        if self._death is None and self._num_failed_steps >= FAILED_STEPS_MAX:
+        if self._death is not None:
+            return self._death
+        if not self._worker.is_alive():  # It may have ended while no event loop was running.
+            return self._end_notice
+        if self._num_failed_steps >= FAILED_STEPS_MAX:
             return f"the last {self._num_failed_steps} steps have failed"
         silent_s = self._clock() - self._heard_s
-        if self._death is None and self.has_work and silent_s > self._silence_max_s:
+        if self.has_work and silent_s > self._silence_max_s:
             return f"the engine has work and has said nothing for {silent_s:.0f} s"
-        return self._death
+        return None
 
     async def __aenter__(self) -> Self:
         await self._connect()

@@ -144,8 +144,6 @@ class EngineLoop:
         self._keys: dict[RequestHandle, int] = {}
         self._refused: list[Refused] = []
         self._updated: dict[RequestHandle, None] = {}
-        #: Number of sent tokens of each sample.
-        self._sent: dict[int, int] = {}
         engine.on_update = self._note_update
         engine.when_lost(link.wake)
 
@@ -232,8 +230,9 @@ class EngineLoop:
             return
         self._to_add.discard(asked.key)
         try:
-            prompt, params, priority = asked.prompt, asked.params, asked.priority
-            handle = self._engine.add(prompt, params, priority, tenant=asked.tenant)
+            handle = self._engine.add(
+                asked.prompt, asked.params, asked.priority, tenant=asked.tenant
+            )
         except Exception as error:  # noqa: BLE001  # reported to the client
             self._refused.append(Refused(asked.key, error))
             return
@@ -253,8 +252,6 @@ class EngineLoop:
     def _forget(self, handle: RequestHandle) -> None:
         del self._handles[self._keys.pop(handle)]
         self._updated.pop(handle, None)
-        for request in handle.requests:
-            self._sent.pop(request.request_id, None)
 
     # ---- what is new ----------------------------------------------------------------------
 
@@ -280,11 +277,11 @@ class EngineLoop:
         return updates
 
     def _update(self, key: int, sample: int, request: Request) -> Update | None:
-        num_sent = self._sent.get(request.request_id, 0)
+        num_sent = request.num_sent
         token_ids = request.output_token_ids[num_sent:]
         if not token_ids and request.finish_reason is None:
             return None
-        self._sent[request.request_id] = num_sent + len(token_ids)
+        request.num_sent += len(token_ids)
         return Update(
             key,
             sample,

@@ -137,7 +137,7 @@ class Request:
     `num_submitted` tokens by submitted steps; its length grows before the submission. `last_step`
     is the number of the step that it was last grown for; None if other work on it was submitted
     since, such as copies: a request that ends by length is not in the step that runs when its last
-    token is read.
+    token is read. `num_sent` output tokens were sent to a client.
     """
 
     request_id: int
@@ -169,6 +169,7 @@ class Request:
     sequence: Any = None
     num_submitted: int = 0
     last_step: int | None = None
+    num_sent: int = 0
 
     @property
     def num_known(self) -> int:
