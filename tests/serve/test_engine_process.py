@@ -185,13 +185,15 @@ def test_an_engine_whose_device_is_gone_ends(make_engine: MakeEngine) -> None:
 
 
 def test_what_cannot_travel_is_refused(make_engine: MakeEngine) -> None:
-    """A function of this process in a request's parameters, for instance; others are served."""
+    """A function, a number of more than 64 bits, half a character; others are served."""
 
     async def main() -> None:
         it = hosted(make_engine())
         params = SamplingParams(logits_processors=[lambda ids, scores: scores])
-        with pytest.raises(ConfigError, match="cannot be sent"):
-            await outputs(it.stream([1, 2], params))
+        for options in ({"params": params}, {"priority": 1 << 70}, {"tenant": "\ud800"}):
+            with pytest.raises(ConfigError, match="cannot be sent"):
+                async for _ in it.stream([1, 2], **options):
+                    pass
         assert (await outputs(it.stream([1, 2], None)))[-1].is_finished
         await it.shutdown()
 

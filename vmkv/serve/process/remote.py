@@ -141,7 +141,7 @@ class EngineProcess(EngineClient):
     def _send(self, command: Command) -> None:
         try:
             data = packed(command)
-        except TypeError as error:
+        except Exception as error:  # A function, a number of more than 64 bits, half a character.
             raise ConfigError(f"the request cannot be sent to a process: {error}") from error
         if self._transport is not None and self._death is None:
             self._transport.write(data)
