@@ -185,15 +185,12 @@ class Engine:
                 request.arrived_s = time.perf_counter()
                 requests.append(request)
                 request.detokenizer = detokenizer_of(self.tokenizer, tokens, resolved)
-                self._loop.add(request)
+                self._scheduler.add(request, self.cache.pool.arbiter.arrival())
                 self._num_requests += 1
         except BaseException:
             for request in requests:
                 self._loop.end(request, FinishReason.CANCELLED)
             raise
-        return self._follow(requests, text)
-
-    def _follow(self, requests: Sequence[Request], text: str | None) -> RequestHandle:
         handle = RequestHandle(requests, text, self)
         for request in requests:
             self._handles[request.request_id] = handle

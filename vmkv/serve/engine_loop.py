@@ -64,13 +64,6 @@ Command = Add | Cancel | Finish | Stop | Look
 # ---- from the engine --------------------------------------------------------------------------
 
 
-class Refused(NamedTuple):
-    """A request that was not accepted."""
-
-    key: int
-    error: Exception
-
-
 class Update(NamedTuple):
     """New tokens of one sample of a request, and its end; fields as in `Request`."""
 
@@ -87,10 +80,11 @@ class Update(NamedTuple):
 class News(NamedTuple):
     """Everything new since the last news.
 
-    `events`, pickled, and `stats` are for an observer at the client; a link adds them.
+    `refused` are the keys of requests that were not accepted, and why. `events`, pickled, and
+    `stats` are for an observer at the client; a link adds them.
     """
 
-    refused: Sequence[Refused]
+    refused: Sequence[tuple[int, Exception]]
     updates: Sequence[Update]
     num_failed_steps: int
     events: bytes = b""
@@ -142,7 +136,7 @@ class EngineLoop:
         self._to_add: set[int] = set()
         self._handles: dict[int, RequestHandle] = {}
         self._keys: dict[RequestHandle, int] = {}
-        self._refused: list[Refused] = []
+        self._refused: list[tuple[int, Exception]] = []
         self._updated: dict[RequestHandle, None] = {}
         engine.on_update = self._note_update
         engine.when_lost(link.wake)
@@ -209,10 +203,13 @@ class EngineLoop:
             command = self._commands.popleft()
             if isinstance(command, Add):
                 self._add(command)
-            elif isinstance(command, Cancel):
-                self._cancel(command.key)
-            elif isinstance(command, Finish):
-                self._finish(command)
+            elif isinstance(command, Cancel | Finish) and command.key in self._handles:
+                handle = self._handles[command.key]
+                if isinstance(command, Finish):
+                    self._engine.finish(handle, command.sample)
+                else:
+                    self._forget(handle)
+                    self._engine.cancel(handle)
             elif isinstance(command, Stop) and not command.drain:
                 self._engine.cancel_all()
             if time.monotonic() - start_s >= most_s:
@@ -234,20 +231,9 @@ class EngineLoop:
                 asked.prompt, asked.params, asked.priority, tenant=asked.tenant
             )
         except Exception as error:  # noqa: BLE001  # reported to the client
-            self._refused.append(Refused(asked.key, error))
+            self._refused.append((asked.key, error))
             return
         self._handles[asked.key], self._keys[handle] = handle, asked.key
-
-    def _cancel(self, key: int) -> None:
-        handle = self._handles.get(key)
-        if handle is not None:
-            self._forget(handle)
-            self._engine.cancel(handle)
-
-    def _finish(self, command: Finish) -> None:
-        handle = self._handles.get(command.key)
-        if handle is not None:
-            self._engine.finish(handle, command.sample)
 
     def _forget(self, handle: RequestHandle) -> None:
         del self._handles[self._keys.pop(handle)]

@@ -215,10 +215,6 @@ class StepLoop:
 
     # ---- requests -------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Add a request that fits the cache alone; see `Scheduler.add`."""
-        self._scheduler.add(request, self._arbiter.arrival())
-
     def end(
         self,
         request: Request,
@@ -298,12 +294,12 @@ class StepLoop:
             )
             record.plan_s += time.perf_counter() - start_s
             start_s, fence_waited_s = time.perf_counter(), reclaimer.waited_s
-            chunks = list(plan.chunks)
+            chunks = plan.chunks
             try:
-                self._carry_out(plan, chunks)
+                self._carry_out(plan)
             except CapacityError as error:
                 self._shortage = error
-                self._give_up(plan, chunks)
+                self._give_up(plan)
                 lacking_bytes = 1
                 if isinstance(error, OutOfPagesError):
                     lacking_bytes = max(1, error.needed_bytes - error.free_bytes)
@@ -314,7 +310,7 @@ class StepLoop:
                 self._withheld_pages = max(2 * self._withheld_pages, missing_pages)
                 continue
             except BaseException as error:  # An interrupt, for instance.
-                self._give_up(plan, chunks)
+                self._give_up(plan)
                 if not isinstance(error, DriverError):
                     raise
                 self.num_failed_steps += 1
@@ -342,11 +338,10 @@ class StepLoop:
             return submitted, plan
         return None, StepPlan([], [], [], [])
 
-    def _carry_out(self, plan: StepPlan, chunks: list[PlannedChunk]) -> None:
+    def _carry_out(self, plan: StepPlan) -> None:
         """Preempt, resume, admit and grow as planned; on errors, call `_give_up`.
 
-        Chunks of requests that began with another number of tokens than planned are replaced in
-        `chunks`.
+        Chunks of requests that began with another number of tokens than planned are replaced.
         """
         view = self._view
         for request, method in plan.preempted:
@@ -357,10 +352,10 @@ class StepLoop:
             num_past = view.begin(request)
             if not request.num_preemptions:
                 request.started_s = request.started_s or time.perf_counter()
-            for at, chunk in enumerate(chunks):
+            for at, chunk in enumerate(plan.chunks):
                 if chunk.request is request and num_past != chunk.num_past_tokens:
-                    chunks[at] = self._scheduler.rebase(chunk, num_past)
-        view.grow(chunks)
+                    plan.chunks[at] = self._scheduler.rebase(chunk, num_past)
+        view.grow(plan.chunks)
 
     def _preempt(self, request: Request, method: PreemptionMethod) -> None:
         request.num_preemptions += 1
@@ -391,9 +386,9 @@ class StepLoop:
             _LOG.debug("no memory could be made ready", exc_info=True)
         self._num_in_vain = 0 if is_ready and is_tried else num_in_vain + 1
 
-    def _give_up(self, plan: StepPlan, chunks: Sequence[PlannedChunk]) -> None:
+    def _give_up(self, plan: StepPlan) -> None:
         """Undo a plan that failed: requests that were to begin wait again."""
-        self._scheduler.undo(chunks)
+        self._scheduler.undo(plan.chunks)
         for request in plan.admitted:
             self._view.end(request)
             self._scheduler.requeue(request, PreemptionMethod.RECOMPUTE)

@@ -250,17 +250,13 @@ class LockstepRunner:
                 raise self._lockstep.group.fail(error) from error
             self._shortage = self._shortage or error
 
-    def _agree_on_slots(self) -> None:
-        """Raise an out-of-memory error of one rank on all of them."""
+    def submit(self, pieces: Sequence[Piece]) -> _LockstepStep:
+        """Submit a step. Cost: some 100 µs more after `set_slot`, for the ranks to agree."""
+        self._lockstep.group.check()
         has_set, shortage = self._has_set, self._shortage
         self._has_set, self._shortage = False, None
         if has_set and self._lockstep.group.max(int(shortage is not None)):
             raise shortage or torch.OutOfMemoryError("another rank has no memory left for a slot")
-
-    def submit(self, pieces: Sequence[Piece]) -> _LockstepStep:
-        """Submit a step. Cost: some 100 µs more after `set_slot`, for the ranks to agree."""
-        self._lockstep.group.check()
-        self._agree_on_slots()
         pending = self._lockstep.or_end(partial(self._runner.submit, pieces))
         self._lockstep.driver.num_submitted += 1
         return _LockstepStep(pending, self._lockstep.driver.num_submitted, self._lockstep)
