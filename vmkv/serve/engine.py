@@ -57,6 +57,7 @@ class Engine:
 
     Attributes:
         cache: The keys and values.
+        loop: Runs the steps.
         on_update: Called with each handle that has new output, its end included.
 
     Raises:
@@ -111,7 +112,7 @@ class Engine:
             undo.callback(self._runner.close)
             self._view.fitting_tokens()  # Checks that one token fits, with the over-read.
             self._undo = undo.pop_all()
-        self._loop = StepLoop(
+        self.loop = StepLoop(
             self._scheduler,
             self._view,
             self._runner,
@@ -180,7 +181,7 @@ class Engine:
                     self._vocab_size,
                 )
                 number = self._num_requests
-                leader = number - index if index else None
+                leader = requests[0] if requests else None
                 request = Request(number, tokens, resolved, priority, max_total, tenant, leader)
                 request.arrived_s = time.perf_counter()
                 requests.append(request)
@@ -189,7 +190,7 @@ class Engine:
                 self._num_requests += 1
         except BaseException:
             for request in requests:
-                self._loop.end(request, FinishReason.CANCELLED)
+                self.loop.end(request, FinishReason.CANCELLED)
             raise
         handle = RequestHandle(requests, text, self)
         for request in requests:
@@ -214,14 +215,14 @@ class Engine:
         request = self._scheduler.requests.get(request_id)
         if request is not None:
             self._announce("_end", request_id, reason)
-            self._loop.end(request, reason)
+            self.loop.end(request, reason)
 
     @uninterrupted
     def cancel_all(self, error: Exception | None = None) -> None:
         """Cancel every request, or fail them all with `error`."""
         if error is not None:
             self._announce("cancel_all", RuntimeError(str(error)))
-            self._loop.end_all(error)
+            self.loop.end_all(error)
         for handle in tuple(self._handles.values()):
             self.cancel(handle)
 
@@ -300,17 +301,12 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether requests or unread steps are left."""
-        return self._loop.has_work
+        return self.loop.has_work
 
     @property
     def num_failed_steps(self) -> int:
         """Consecutive failed steps, without failures of single requests and memory shortages."""
-        return self._loop.num_failed_steps
-
-    @property
-    def spare_s(self) -> float:
-        """Seconds that the next step may wait for new requests; ask again then."""
-        return self._loop.spare_s
+        return self.loop.num_failed_steps
 
     def step(self) -> None:
         """Run one step and update the handles; with nothing left to do, call `fall_idle`.
@@ -324,7 +320,7 @@ class Engine:
     def advance(self) -> bool:
         """Run one step, if there is work; returns whether more is left. Raises as `step`."""
         self._check_open()
-        return self._loop.has_work and self._loop.step()
+        return self.loop.has_work and self.loop.step()
 
     @uninterrupted
     def fall_idle(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
@@ -339,7 +335,7 @@ class Engine:
         Cost: some 10 µs with nothing above the watermark, else some 3 ms per GiB.
         """
         self._check_open()
-        if self._is_idle or self._loop.has_work or not self._give_back(is_wanted):
+        if self._is_idle or self.loop.has_work or not self._give_back(is_wanted):
             return
         self._is_idle = True
         if self._observer is not None:
@@ -430,8 +426,8 @@ class Engine:
         if self._is_closed:
             return
         self.cancel_all()
-        if self._loop.has_work:
-            self._loop.step()
+        if self.loop.has_work:
+            self.loop.step()
         self._is_closed = True
         self._undo.close()
 

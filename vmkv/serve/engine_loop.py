@@ -217,7 +217,7 @@ class EngineLoop:
 
     def _hold(self) -> None:
         """Accept new requests while the device is busy anyway; they join the next step."""
-        while not self._is_stopping and (spare_s := self._engine.spare_s) > 0:
+        while not self._is_stopping and (spare_s := self._engine.loop.spare_s) > 0:
             if not self._commands:
                 self._is_wanted(spare_s)
             self._obey(min(spare_s, _COMMANDS_S))

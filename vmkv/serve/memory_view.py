@@ -280,17 +280,18 @@ class MemoryView:
 
     def _leader(self, request: Request) -> CacheSequence | None:
         """Live sequence of the sibling that has computed the whole prompt, for a fork; or None."""
-        leader, num_prompt = self._unfinished_leader(request), len(request.prompt_token_ids)
-        if leader is None or leader.sequence is None or not leader.sequence.is_resident:
+        leader, num_prompt = request.leader, len(request.prompt_token_ids)
+        if (
+            leader is None
+            or not self._prefix_caching
+            or leader.sequence is None
+            or not leader.sequence.is_resident
+        ):
             return None
         # Windows of the leader may have moved on.
         has_windows = any(group.window_tokens is not None for group in self.cache.groups)
         has_prompt = leader.num_submitted >= num_prompt > 1
         return leader.sequence if has_prompt and not has_windows else None
-
-    def _unfinished_leader(self, request: Request) -> Request | None:
-        number = request.leader if self._prefix_caching else None
-        return None if number is None else self._requests.get(number)
 
     # ---- host memory ----------------------------------------------------------------------
 
@@ -407,8 +408,8 @@ class MemoryView:
 
     def is_ready(self, request: Request) -> bool:
         """Whether the request may begin; false while its leader computes the shared prompt."""
-        leader = self._unfinished_leader(request)
-        if leader is None or leader.output_token_ids:
+        leader = request.leader if self._prefix_caching else None
+        if leader is None or leader.output_token_ids or leader.finish_reason is not None:
             return True
         has_prompt = leader.num_submitted >= len(leader.prompt_token_ids)
         return leader.sequence is not None and has_prompt

@@ -124,8 +124,8 @@ class Request:
 
     A client has its own of each sample, with the output that was not taken yet.
 
-    `request_id` ascends in order of arrival. `leader` is the number of the first sample of the same
-    prompt, None for that one itself. `prompt_token_ids` are packed (see `packed_prompt`)
+    `request_id` ascends in order of arrival. `leader` is the first sample of the same prompt, None
+    for that one itself. `prompt_token_ids` are packed (see `packed_prompt`)
     and `params` resolved. `detokenizer` makes `texts`, if they are wanted. `rank` is the place in
     the schedule, smallest first, and never changes.
     `num_computed` counts tokens whose keys and values are computed, or will be by submitted steps;
@@ -146,7 +146,7 @@ class Request:
     priority: int = 0
     max_total_tokens: int = 0
     tenant: str | None = None
-    leader: int | None = None
+    leader: Request | None = None
     detokenizer: Detokenizer | None = None
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -238,14 +238,13 @@ class RequestHandle:
         self._engine.cancel(self)
 
     def __iter__(self) -> Iterator[RequestOutput]:
-        seen = -1
+        seen = 0
         while True:
             is_finished = self.is_finished
             num_tokens = sum(len(each.output_token_ids) for each in self.requests)
             if num_tokens > seen or is_finished:
                 seen = num_tokens
-                if num_tokens or is_finished:
-                    yield self.output()
+                yield self.output()
             if is_finished:
                 return
             self._engine.step()

@@ -208,7 +208,7 @@ class StepLoop:
 
     @property
     def spare_s(self) -> float:
-        """Seconds that the next step may wait, to be asked again; 0 for none."""
+        """Seconds that the next step may wait for new requests, to be asked again; 0 for none."""
         if len(self._pending) != 1:
             return 0.0
         return self._pace.spare_s(self._pending[0], begins=self._scheduler.num_waiting > 0)
