@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from ..core.cache import CacheStats
 from ..errors import RankError
 from .params import SamplingParams
-from .request import FinishReason, Request, RequestHandle, TokenLogprobs
+from .request import FinishReason, RequestHandle, TokenLogprobs
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -251,30 +251,25 @@ class EngineLoop:
     def _take_updates(self) -> list[Update]:
         handles = [handle for handle in self._updated if handle in self._keys]
         self._updated.clear()
-        updates = [
-            update
-            for handle in handles
-            for sample, request in enumerate(handle.requests)
-            if (update := self._update(self._keys[handle], sample, request)) is not None
-        ]
+        updates: list[Update] = []
         for handle in handles:
+            for sample, request in enumerate(handle.requests):
+                num_sent = request.num_sent
+                token_ids = request.output_token_ids[num_sent:]
+                if not token_ids and request.finish_reason is None:
+                    continue
+                request.num_sent += len(token_ids)
+                update = Update(
+                    self._keys[handle],
+                    sample,
+                    token_ids,
+                    request.logprobs[num_sent:],
+                    request.num_cached_tokens,
+                    request.finish_reason,
+                    request.stop_reason,
+                    request.error,
+                )
+                updates.append(update)
             if handle.is_finished:
                 self._forget(handle)
         return updates
-
-    def _update(self, key: int, sample: int, request: Request) -> Update | None:
-        num_sent = request.num_sent
-        token_ids = request.output_token_ids[num_sent:]
-        if not token_ids and request.finish_reason is None:
-            return None
-        request.num_sent += len(token_ids)
-        return Update(
-            key,
-            sample,
-            token_ids,
-            request.logprobs[num_sent:],
-            request.num_cached_tokens,
-            request.finish_reason,
-            request.stop_reason,
-            request.error,
-        )

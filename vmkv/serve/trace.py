@@ -95,13 +95,8 @@ class ChromeTrace:
         arguments = {f"{name}_tokens": number for name, number in tokens.items()}
         arguments |= {"swapped": step.num_swapped, "recomputed": step.num_recomputed}
         self._bar("step", start_s, step.total_s, args=arguments)
-        for name, part_s in (
-            ("plan", step.plan_s),
-            ("map", step.map_s),
-            ("submit", step.submit_s),
-            ("make ready", step.ready_s),
-            ("wait", step.wait_s),
-        ):
+        for name in ("plan", "map", "submit", "ready", "wait"):
+            part_s = getattr(step, f"{name}_s")
             self._bar(name, at_s, part_s)
             at_s += part_s
         self._write("C", "tokens", ts=_us(start_s), args=tokens)

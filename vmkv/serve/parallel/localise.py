@@ -142,12 +142,11 @@ def _localise_parameters(model: torch.nn.Module, plan: Any, share: Share) -> Non
     parts: dict[int, torch.nn.Parameter] = {}  # Keeps tied parameters tied.
     # A tied parameter is visited under each of its names, and replaced under all of them.
     for prefix, module in model.named_modules():
-        for name, parameter in tuple(module._parameters.items()):
-            if parameter is None:
-                continue
+        its = module.named_parameters(prefix, recurse=False, remove_duplicate=False)
+        for full_name, parameter in tuple(its):
+            name = full_name.rpartition(".")[2]
             known = parts.get(id(parameter))
             if known is None:
-                full_name = f"{prefix}.{name}" if prefix else name
                 style = sharding.style_of_parameter(full_name, plan)
                 if isinstance(parameter, DTensor):
                     part = parameter.to_local().detach()
