@@ -138,7 +138,7 @@ class EngineLoop:
         self._keys: dict[RequestHandle, int] = {}
         self._refused: list[tuple[int, Exception]] = []
         self._updated: dict[RequestHandle, None] = {}
-        engine.on_update = self._note_update
+        engine.on_update = lambda handle: self._updated.update({handle: None})
         engine.when_lost(link.wake)
 
     def run(self) -> None:
@@ -240,9 +240,6 @@ class EngineLoop:
         self._updated.pop(handle, None)
 
     # ---- what is new ----------------------------------------------------------------------
-
-    def _note_update(self, handle: RequestHandle) -> None:
-        self._updated[handle] = None
 
     def _publish(self) -> None:
         refused, self._refused = self._refused, []
