@@ -20,7 +20,7 @@ from vmkv import ConfigError, HostBackend
 from vmkv.cli.arguments import Commands
 from vmkv.serve import AsyncEngine, Engine, SamplingParams
 from vmkv.serve import engine as engine_module
-from vmkv.serve.engine_loop import Cancel, Command
+from vmkv.serve.engine_loop import Cancel
 from vmkv.testing.faults import FaultInjectingBackend
 from vmkv.units import GiB, Handle, KiB
 
@@ -151,24 +151,23 @@ def test_a_negative_watermark_is_refused(make_engine: MakeEngine) -> None:
 # ---- an engine in a thread --------------------------------------------------------------------
 
 
-class Waits(queue.SimpleQueue[Command]):
-    """A queue that notes how long its reader is willing to wait, and how often it was woken."""
+class Waits(queue.SimpleQueue):
+    """An engine thread's commands, which notes each wait for one."""
 
     def __init__(self) -> None:
         self.timeouts: list[float | None] = []
         self.num_wakeups = 0
         self.is_waiting = threading.Event()
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Command:
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
         if not block:
             return super().get(block)
         self.timeouts.append(timeout)
         self.is_waiting.set()
-        try:
-            return super().get(block, timeout)
-        finally:
-            self.is_waiting.clear()
-            self.num_wakeups += 1
+        command = super().get(block, timeout)
+        self.is_waiting.clear()
+        self.num_wakeups += 1
+        return command
 
 
 async def idle(watch: Watch) -> None:

@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from vmkv.core.cache.prefix import BLOCK_TOKENS, PrefixIndex, block_hashes
+from vmkv.core.cache.prefix import BLOCK_TOKENS, PrefixIndex, Where, block_hashes
 from vmkv.serve import Engine, SamplingParams
 from vmkv.serve.observer import Idle, StepRecord
 from vmkv.serve.replicas.prefixes import MARKED_LENGTHS, HeldPrefixes, names_of, told_names
@@ -78,7 +78,7 @@ def test_names_of_one_tenant_are_not_anothers() -> None:
             st.tuples(st.just("record"), st.integers(0, 3), st.integers(0, 2), st.integers(1, 300)),
             st.tuples(st.just("truncate"), st.integers(0, 3), st.integers(0, 300)),
             st.tuples(st.just("lose_short"), st.integers(0, 3), st.integers(0, 300)),
-            st.tuples(st.sampled_from(["park", "take", "hide"]), st.integers(0, 3)),
+            st.tuples(st.just("move"), st.integers(0, 3), st.sampled_from(Where)),
         ),
         max_size=12,
     )
