@@ -342,7 +342,7 @@ def serve_alone(engine: Engine, load: Load) -> list[Timing]:
             timings[at].sent_s, theirs[handle] = now_s, timings[at]
             at += 1
         # As `EngineLoop` does: who comes while a step runs is to be in the next one.
-        spare_s = engine.spare_s if engine.has_unfinished else math.inf
+        spare_s = engine.loop.spare_s if engine.has_unfinished else math.inf
         if not spare_s:
             engine.step()
         else:

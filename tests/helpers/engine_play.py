@@ -245,7 +245,6 @@ class EnginePlay(PoolPlay):
                 raise AssertionError(f"the engine does not come to an end: {self.engine!r}")
         assert not self.asked
         assert len(self.guests) == self.cache.stats().num_sequences
-        assert not self.engine._view._sequences
         assert not self.engine._scheduler.requests
 
     # ---- memory ---------------------------------------------------------------------------

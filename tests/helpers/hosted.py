@@ -64,8 +64,8 @@ class hosted(EngineProcess):  # noqa: N801  # called like a function
                 link.end(failed)
                 theirs.close()
 
-        self._process = _Thread(target=run, name="host")
-        self._process.start()
+        self._worker = _Thread(target=run, name="host")
+        self._worker.start()
         pool = engine.cache.pool
         self._use(ours, Ready(engine.max_tokens, pool.page_bytes, engine.cache.stats()))
 

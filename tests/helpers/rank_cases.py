@@ -219,6 +219,12 @@ def loads(folder: str, group: TensorParallel) -> None:
             assert expected == said(engine.generate(PROMPTS, GREEDY))
 
 
+def lacks_a_weight(folder: str, group: TensorParallel) -> None:
+    """A model on disk without one of its weights, which transformers would draw."""
+    with refused(ConfigError, "lacks 1 weights, such as lm_head.weight"):
+        load(folder, group)
+
+
 def has_uneven_parts(group: TensorParallel) -> None:
     """A vocabulary and a width that the number of ranks does not divide; tied embeddings."""
     config = tiny_models.tiny_config("llama")

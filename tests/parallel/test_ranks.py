@@ -61,6 +61,16 @@ def test_each_rank_loads_its_part(pair: cases.Pair, tmp_path: Path) -> None:
     pair.run(partial(cases.loads, str(tmp_path)))
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_weights_that_are_not_on_disk_are_missed(pair: cases.Pair, tmp_path: Path) -> None:
+    """By each rank, instead of serving random ones."""
+    model = tiny_model("llama")
+    weights = model.state_dict()
+    del weights["lm_head.weight"]
+    model.save_pretrained(tmp_path, state_dict=weights)
+    pair.run(partial(cases.lacks_a_weight, str(tmp_path)))
+
+
 def test_a_slow_rank_is_waited_for(pair: cases.Pair, tmp_path: Path) -> None:
     """However long that is, within the time limit."""
     os.mkfifo(tmp_path / "fifo")

@@ -148,7 +148,7 @@ def test_an_engine_ends_with_who_asked(make_engine: MakeEngine) -> None:
         stream = it.stream([1, 2, 3], SamplingParams(max_tokens=4000, ignore_eos=True))
         await anext(stream)
         it._transport.abort()
-        await asyncio.to_thread(it._process.join)
+        await asyncio.to_thread(it._worker.join)
         assert "ended" in str(it.failure)
         with pytest.raises(ClosedError):
             await outputs(stream)
@@ -176,7 +176,7 @@ def test_an_engine_whose_device_is_gone_ends(make_engine: MakeEngine) -> None:
         for _ in range(5):
             failed = joined(await outputs(it.stream([1, 2, 3])))
             assert "gone" in str(failed.error)
-        await asyncio.to_thread(it._process.join)
+        await asyncio.to_thread(it._worker.join)
         await it._gone.wait()
         with pytest.raises(ClosedError, match="the last 5 steps have failed"):
             await outputs(it.stream([1, 2, 3]))
@@ -185,13 +185,15 @@ def test_an_engine_whose_device_is_gone_ends(make_engine: MakeEngine) -> None:
 
 
 def test_what_cannot_travel_is_refused(make_engine: MakeEngine) -> None:
-    """A function of this process in a request's parameters, for instance; others are served."""
+    """A function, a number of more than 64 bits, half a character; others are served."""
 
     async def main() -> None:
         it = hosted(make_engine())
         params = SamplingParams(logits_processors=[lambda ids, scores: scores])
-        with pytest.raises(ConfigError, match="cannot be sent"):
-            await outputs(it.stream([1, 2], params))
+        for options in ({"params": params}, {"priority": 1 << 70}, {"tenant": "\ud800"}):
+            with pytest.raises(ConfigError, match="cannot be sent"):
+                async for _ in it.stream([1, 2], **options):
+                    pass
         assert (await outputs(it.stream([1, 2], None)))[-1].is_finished
         await it.shutdown()
 
@@ -258,7 +260,7 @@ def test_a_process_of_its_own() -> None:
             await anext(stream)
             heard.is_idle.clear()
             heard.idle_stats = None
-            engine._process.kill()
+            engine._worker.kill()
             with pytest.raises(ClosedError):
                 await outputs(stream)
             assert "ended" in str(engine.failure)
@@ -274,7 +276,7 @@ def test_a_process_of_its_own() -> None:
 
     run(main())
     assert sum(isinstance(each, RequestRecord) for each in heard.events) == 8
-    assert not engine._process.is_alive()
+    assert not engine._worker.is_alive()
     with pytest.raises(ConfigError, match="max_tokens"):
         EngineProcess(functools.partial(_tiny_engine, -1))
 
@@ -289,7 +291,7 @@ def test_an_engine_that_hangs_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> Non
         async with engine:
             stream = engine.stream([5], SamplingParams(max_tokens=63, ignore_eos=True))
             await anext(stream)
-            os.kill(engine._process.pid, signal.SIGSTOP)
+            os.kill(engine._worker.pid, signal.SIGSTOP)
             draining = asyncio.create_task(engine.shutdown())
             await asyncio.wait_for(engine.shutdown(drain=False), PATIENCE_S)
             with pytest.raises(ClosedError):
@@ -297,7 +299,7 @@ def test_an_engine_that_hangs_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> Non
             await draining
 
     run(main())
-    assert not engine._process.is_alive()
+    assert not engine._worker.is_alive()
 
 
 class FailsAfterwards:
@@ -320,9 +322,9 @@ def test_an_engine_that_cannot_be_started_anew_says_why(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with engine:
-            engine._process.kill()
+            engine._worker.kill()
             while "no room" not in str(engine.failure):
-                await asyncio.to_thread(engine._process.join)
+                await asyncio.to_thread(engine._worker.join)
 
     run(main())
-    assert not engine._process.is_alive()
+    assert not engine._worker.is_alive()

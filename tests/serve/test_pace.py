@@ -118,7 +118,7 @@ class Host:
             self.idle_s += max(0.0, self.now_s - self._end_s)
         self._end_s = max(self.now_s, self._end_s) + step_s
         ids = range(1 if num_requests is None else num_requests)
-        step = SubmittedStep(Work(self, self._end_s), ids, ids, num_tokens, self.now_s)
+        step = SubmittedStep(Work(self, self._end_s), ids, num_tokens, self.now_s)
         self.pace.submitted(step, before, start_s, begins=begins)
         self.now_s += ready_s
         if before is not None:
@@ -316,7 +316,7 @@ def test_an_engine_tells_its_pace_what_becomes_of_steps(
     clock = Host(holds=False)
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now_s)
     engine = make_engine(max_tokens=64)
-    submit = engine._loop._runner.submit
+    submit = engine.loop._runner.submit
     fails = [False]
 
     class Timed(Work):
@@ -336,36 +336,36 @@ def test_an_engine_tells_its_pace_what_becomes_of_steps(
         clock._end_s = max(clock._end_s, clock.now_s) + 0.03
         return Timed(inner, clock._end_s)
 
-    engine._loop._runner.submit = timed
+    engine.loop._runner.submit = timed
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     handle = engine.add([3, 4, 5, 6], params)
-    assert engine.spare_s == 0  # Nothing runs.
+    assert engine.loop.spare_s == 0  # Nothing runs.
     spares = []
     for _ in range(12):
         engine.step()
-        spares.append(engine.spare_s)
+        spares.append(engine.loop.spare_s)
     assert spares[:3] == [0, 0, 0]
     assert 0 < min(spares[4:]) <= max(spares) <= 0.002
     start_s, num_steps = clock.now_s, 0
-    while engine.spare_s:
-        clock.now_s += engine.spare_s
+    while engine.loop.spare_s:
+        clock.now_s += engine.loop.spare_s
         num_steps += 1
     assert clock.now_s - start_s > 0.02
     assert num_steps > 10
     clock.now_s = clock._end_s  # It has ended.
-    assert engine.spare_s == 0
+    assert engine.loop.spare_s == 0
     fails[0] = True
     engine.step()
     assert handle.requests[0].finish_reason is FinishReason.ERROR
-    assert engine.spare_s == 0
+    assert engine.loop.spare_s == 0
     fails[0] = False
     again = engine.add([3, 4, 5, 6], params)
     for _ in range(3):
         engine.step()
-        assert engine.spare_s == 0
+        assert engine.loop.spare_s == 0
     engine.cancel_all(RuntimeError("nobody wants it"))
     assert again.requests[0].finish_reason is FinishReason.ERROR
-    assert engine.spare_s == 0
+    assert engine.loop.spare_s == 0
 
 
 class Script:

@@ -55,45 +55,45 @@ class ModelView:
         free_pages = self.total_pages - sum(self.resident.values())
         return free_pages - self.free_pages() - self.evictable_pages(free_pages)
 
-    def is_ready(self, request_id: int) -> bool:
+    def is_ready(self, request: Request) -> bool:
         return True
 
     def peak_pages(self, num_tokens: int) -> int:
         return self.pages(num_tokens)
 
-    def pages_to_begin(self, request_id: int, num_tokens: int) -> int:
+    def pages_to_begin(self, request: Request, num_tokens: int) -> int:
         return self.pages(num_tokens)
 
-    def lacking(self, wanted: Sequence[tuple[int, int]]) -> dict[int, int]:
-        found = {each: self.pages(to) - self.resident[each] for each, to in wanted}
+    def lacking(self, wanted: Sequence[tuple[Request, int]]) -> dict[Request, int]:
+        found = {each: self.pages(to) - self.resident[each.request_id] for each, to in wanted}
         return {each: pages for each, pages in found.items() if pages > 0}
 
-    def held_pages(self, request_id: int) -> int:
-        return self.resident[request_id]
+    def held_pages(self, request: Request) -> int:
+        return self.resident[request.request_id]
 
-    def cached_tokens(self, request_id: int) -> int:
-        return self.prefixes.get(request_id, 0)
+    def cached_tokens(self, request: Request) -> int:
+        return self.prefixes.get(request.request_id, 0)
 
-    def pages_to_resume(self, request_id: int) -> int:
-        return self.swapped[request_id]
+    def pages_to_resume(self, request: Request) -> int:
+        return self.swapped[request.request_id]
 
-    def can_swap(self, request_id: int) -> bool:
-        return sum(self.swapped.values()) + self.resident[request_id] <= self.host_pages
+    def can_swap(self, request: Request) -> bool:
+        return sum(self.swapped.values()) + self.resident[request.request_id] <= self.host_pages
 
     def carry_out(self, plan: StepPlan) -> None:
-        for request_id, method in plan.preempted:
-            pages = self.resident.pop(request_id)
+        for request, method in plan.preempted:
+            pages = self.resident.pop(request.request_id)
             if method is PreemptionMethod.SWAP:
-                self.swapped[request_id] = pages
+                self.swapped[request.request_id] = pages
                 assert sum(self.swapped.values()) <= self.host_pages
-        for request_id in plan.admitted:
-            self.resident[request_id] = 0
-        for request_id in plan.resumed:
-            self.resident[request_id] = self.swapped.pop(request_id)
+        for request in plan.admitted:
+            self.resident[request.request_id] = 0
+        for request in plan.resumed:
+            self.resident[request.request_id] = self.swapped.pop(request.request_id)
         for chunk in plan.chunks:
             target = chunk.num_past_tokens + chunk.num_new_tokens
-            lacking = self.lacking([(chunk.request_id, target)])
-            self.resident[chunk.request_id] += lacking.get(chunk.request_id, 0)
+            lacking = self.lacking([(chunk.request, target)])
+            self.resident[chunk.request.request_id] += lacking.get(chunk.request, 0)
         assert sum(self.resident.values()) <= self.total_pages, (
             "the plan needs memory that is not there"
         )
@@ -169,7 +169,7 @@ class Trace:
         arrival.max_new_tokens = total - arrival.num_prompt_tokens
 
     def end(self, request_id: int, how: str) -> None:
-        self.scheduler.finish(request_id)
+        self.scheduler.finish(self.scheduler.requests[request_id])
         self.view.forget(request_id)
         self.lives[request_id].ended = how
 
@@ -186,7 +186,7 @@ class Trace:
             self.check(plan)
             self.view.carry_out(plan)
             wanted, num_new_tokens, _ = self.scheduler.upcoming(plan.chunks, self.view)
-            assert {request_id for request_id, _ in wanted} <= set(self.view.resident)
+            assert {request.request_id for request, _ in wanted} <= set(self.view.resident)
             assert 0 <= num_new_tokens
         unread, self.pending = self.pending, plan.chunks
         for chunk in unread:
@@ -212,14 +212,14 @@ class Trace:
 
     def give_up(self, plan: StepPlan) -> None:
         """As the engine does when a growth fails: what was preempted stays so."""
-        for request_id, method in plan.preempted:
-            self.note_preempted(request_id, method)
+        for request, method in plan.preempted:
+            self.note_preempted(request.request_id, method)
         self.view.carry_out(StepPlan(plan.preempted, [], [], []))
         self.scheduler.undo(plan.chunks)
-        for request_id in plan.admitted:
-            self.scheduler.requeue(request_id, PreemptionMethod.RECOMPUTE)
-        for request_id in plan.resumed:
-            self.scheduler.requeue(request_id, PreemptionMethod.SWAP)
+        for request in plan.admitted:
+            self.scheduler.requeue(request, PreemptionMethod.RECOMPUTE)
+        for request in plan.resumed:
+            self.scheduler.requeue(request, PreemptionMethod.SWAP)
         self.scheduler.check()
 
     def note_preempted(self, request_id: int, method: PreemptionMethod) -> None:
@@ -229,24 +229,24 @@ class Trace:
             life.computed = 0
 
     def check(self, plan: StepPlan) -> None:
-        for request_id, method in plan.preempted:
-            self.note_preempted(request_id, method)
+        for request, method in plan.preempted:
+            self.note_preempted(request.request_id, method)
         begun = plan.admitted + plan.resumed
-        assert not set(begun) & {request_id for request_id, _ in plan.preempted}
-        for request_id in plan.admitted:
-            life = self.lives[request_id]
-            life.computed = min(self.view.cached_tokens(request_id), life.tokens - 1)
+        assert not set(begun) & {request for request, _ in plan.preempted}
+        for request in plan.admitted:
+            life = self.lives[request.request_id]
+            life.computed = min(self.view.cached_tokens(request), life.tokens - 1)
             if life.first_step is None:
                 life.first_step = self.num_steps
         assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
-        ids = [chunk.request_id for chunk in plan.chunks]
+        ids = [chunk.request.request_id for chunk in plan.chunks]
         assert len(ids) == len(set(ids)) <= self.scheduler.max_num_seqs
-        assert len({chunk.slot for chunk in plan.chunks}) == len(ids)
+        assert len({chunk.request.slot for chunk in plan.chunks}) == len(ids)
         for chunk in plan.chunks:
             self.check_chunk(chunk)
 
     def check_chunk(self, chunk: PlannedChunk) -> None:
-        life = self.lives[chunk.request_id]
+        life = self.lives[chunk.request.request_id]
         assert not life.ended
         assert chunk.num_past_tokens == life.computed, "chunks are contiguous and in order"
         assert chunk.num_new_tokens > 0
@@ -262,10 +262,10 @@ class Trace:
         life.unread += chunk.samples
 
     def read(self, chunk: PlannedChunk) -> None:
-        life = self.lives[chunk.request_id]
+        life = self.lives[chunk.request.request_id]
         if life.ended or not chunk.samples:
             return
-        request = self.scheduler.requests[chunk.request_id]
+        request = chunk.request
         request.num_unread -= 1
         request.output_token_ids.append(0)
         life.unread -= 1
@@ -273,9 +273,9 @@ class Trace:
         num_new = life.tokens - life.arrival.num_prompt_tokens
         assert num_new <= life.arrival.max_new_tokens
         if num_new == life.arrival.stops_after:
-            self.end(chunk.request_id, "stop")
+            self.end(chunk.request.request_id, "stop")
         elif num_new == life.arrival.max_new_tokens:
-            self.end(chunk.request_id, "length")
+            self.end(chunk.request.request_id, "length")
 
 
 ARRIVALS = st.lists(
@@ -385,9 +385,9 @@ def _prompt_tokens(trace: Trace, prompts: dict[int, int]) -> dict[int, int]:
     """What the next step computes of `prompts`, lengths by number."""
     chunks = trace.step().chunks
     return {
-        each.request_id: each.num_new_tokens
+        each.request.request_id: each.num_new_tokens
         for each in chunks
-        if each.num_past_tokens < prompts.get(each.request_id, 0)
+        if each.num_past_tokens < prompts.get(each.request.request_id, 0)
     }
 
 
@@ -480,7 +480,7 @@ def test_who_overtakes_leaves_the_pages_of_who_decodes(total_pages: int, begins:
     trace.add(1, Arrival(0, 12, 3, 99, 0, None, False))
     trace.step()
     trace.add(2, Arrival(0, 2, 4, 99, -1, None, False))
-    chunks = {chunk.request_id: chunk for chunk in trace.step().chunks}
+    chunks = {chunk.request.request_id: chunk for chunk in trace.step().chunks}
     assert {0: 1, 1: 5} == {each: chunks[each].num_new_tokens for each in (0, 1)}
     assert 4 == chunks[0].num_past_tokens, "its fifth token begins a page"
     assert begins == (2 in chunks)
@@ -514,7 +514,7 @@ def test_decoding_goes_on_beside_a_long_prompt() -> None:
     sizes = []
     while trace.lives[1].computed < 100:
         plan = trace.step()
-        by_request = {chunk.request_id: chunk for chunk in plan.chunks}
+        by_request = {chunk.request.request_id: chunk for chunk in plan.chunks}
         assert 1 == by_request[0].num_new_tokens
         assert by_request[0].samples
         sizes.append(by_request[1].num_new_tokens)
@@ -529,7 +529,9 @@ def test_prompts_get_on_however_many_decode() -> None:
         trace.add(request_id, Arrival(0, 4, 40, 99, 0, None, False))
     trace.step()
     trace.add(6, Arrival(0, 8, 4, 99, 0, None, False))
-    sizes = [{c.request_id: c.num_new_tokens for c in trace.step().chunks} for _ in range(2)]
+    sizes = [
+        {c.request.request_id: c.num_new_tokens for c in trace.step().chunks} for _ in range(2)
+    ]
     assert [2] * 2 == [each[6] for each in sizes]
     assert all(each[request_id] == 1 for each in sizes for request_id in range(6))
 
@@ -576,7 +578,7 @@ def test_long_prompts_are_computed_in_halves(prompts: list[int], expected: list[
     lengths = [0, *prompts]
     for _ in expected:
         chunks = trace.step().chunks
-        parts = [each for each in chunks if each.num_past_tokens < lengths[each.request_id]]
+        parts = [each for each in chunks if each.num_past_tokens < lengths[each.request.request_id]]
         sizes.append(sum(each.num_new_tokens for each in parts))
     assert expected == sizes
 
@@ -599,7 +601,7 @@ def test_the_last_gives_way_and_comes_back(
     methods = []
     while trace.scheduler.requests:
         plan = trace.step()
-        methods += plan.preempted
+        methods += [(request.request_id, how) for request, how in plan.preempted]
         if trace.lives[1].was_preempted and not trace.lives[0].ended:
             waiting = RequestState.WAITING
             state = RequestState.SWAPPED if method is PreemptionMethod.SWAP else waiting
@@ -631,7 +633,9 @@ def test_fixed_chunks_do_not_depend_on_others() -> None:
         trace.add(0, Arrival(0, 50, 4, 9, 0, None, False))
         sizes = []
         while not trace.lives[0].ended:
-            sizes += [each.num_new_tokens for each in trace.step().chunks if not each.request_id]
+            sizes += [
+                each.num_new_tokens for each in trace.step().chunks if not each.request.request_id
+            ]
         return sizes
 
     alone = cuts(0)
@@ -668,6 +672,14 @@ def test_costs_decide_by_bandwidth_against_arithmetic(num_tokens: int) -> None:
     assert PreemptionMethod.RECOMPUTE is tiny.cheaper(num_tokens, pages, 2 << 20)
 
 
+def _upcoming(
+    scheduler: Scheduler, chunks: Sequence[PlannedChunk], view: ModelView
+) -> tuple[list[tuple[int, int]], int, bool]:
+    """What is predicted, with the requests' numbers."""
+    wanted, *others = scheduler.upcoming(chunks, view)
+    return [(request.request_id, to) for request, to in wanted], *others
+
+
 def _stepped(scheduler: Scheduler, view: ModelView) -> tuple[PlannedChunk, ...]:
     plan = scheduler.plan(view)
     view.carry_out(plan)
@@ -682,7 +694,7 @@ def test_what_the_next_steps_take_is_known_from_the_last() -> None:
     chunks = _stepped(scheduler, view)
     assert [4, 3, 9] == [chunk.num_new_tokens for chunk in chunks]
     # Beside two that decode a step has room for 14.
-    assert ([(0, 7), (1, 5), (2, 23)], 0, False) == scheduler.upcoming(chunks, view)
+    assert ([(0, 7), (1, 5), (2, 23)], 0, False) == _upcoming(scheduler, chunks, view)
 
 
 def test_who_waits_for_a_full_step_or_a_slot_takes_its_next_chunk() -> None:
@@ -692,12 +704,12 @@ def test_who_waits_for_a_full_step_or_a_slot_takes_its_next_chunk() -> None:
     scheduler.add(request_of(1, 30, 60))
     view.prefixes[1] = 24
     chunks = _stepped(scheduler, view)
-    assert ([(0, 18)], 6, False) == scheduler.upcoming(chunks, view)
+    assert ([(0, 18)], 6, False) == _upcoming(scheduler, chunks, view)
     chunks = _stepped(scheduler, view)
     scheduler.add(request_of(2, 12, 60))
-    assert ([(0, 21), (1, 33)], 12, True) == scheduler.upcoming(chunks, view)
+    assert ([(0, 21), (1, 33)], 12, True) == _upcoming(scheduler, chunks, view)
     view.prefixes[2] = 8
-    assert ([(0, 21), (1, 33)], 12, True) == scheduler.upcoming(chunks, view)
+    assert ([(0, 21), (1, 33)], 12, True) == _upcoming(scheduler, chunks, view)
 
 
 def test_who_waits_for_memory_is_prepared_for() -> None:

@@ -66,24 +66,9 @@ def load_model(model: str, *, device: str, dtype: str | None) -> Any:
         CapacityError: Its weights do not fit the device.
     """
     check_device(device)
+    loaded = compat.load_causal_lm(model, dtype)
     try:
-        if (Path(model) / "generation_config.json").exists():
-            # transformers ignores a broken file, and texts would then never end.
-            transformers.GenerationConfig.from_pretrained(model)
-        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
-            model, dtype=dtype or "auto", trust_remote_code=False, output_loading_info=True
-        )
-    except Exception as error:  # a folder or the Hub may hold anything
-        raise ConfigError(f"cannot load {model}: {one_line(error)}") from error
-    missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
-    if missing:
-        # transformers only warns, and initialises them randomly.
-        raise ConfigError(
-            f"{model} lacks {len(missing)} weights, such as {missing[0]}: is it a whole causal "
-            "language model?"
-        )
-    try:
-        return loaded.to(device).eval()
+        return loaded.to(device)
     except torch.OutOfMemoryError as error:
         raise CapacityError(
             f"the weights of {model} do not fit {device}: {one_line(error)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from transformers.cache_utils import (
 )
 from transformers.utils import generic
 
-from ..errors import ConfigError, one_line
+from ..errors import CapacityError, ConfigError, one_line
 
 # ---- compat --------------------------------------------------------------------------------------
 
@@ -129,6 +130,38 @@ def cropped_length(length: int, argument: int) -> int:
             "tokens to remove as a negative integer"
         )
     return min(length, argument)
+
+
+def load_causal_lm(name: str, dtype: str | None, **options: Any) -> Any:
+    """Load a model with its weights in eval mode, with further options of `from_pretrained`.
+
+    `name` is a folder or a Hub name; `dtype` is of the weights, by default as saved. Raises
+    `ConfigError` unless it is a causal language model with all its weights, `CapacityError` if they
+    do not fit.
+    """
+    try:
+        if (Path(name) / "generation_config.json").exists():
+            # transformers ignores a broken file, and texts would then never end.
+            transformers.GenerationConfig.from_pretrained(name)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype or "auto",
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
+        )
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(f"the weights of {name} do not fit: {one_line(error)}") from error
+    except Exception as error:  # a folder or the Hub may hold anything
+        raise ConfigError(f"cannot load {name}: {one_line(error)}") from error
+    missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+    if missing:
+        # transformers only warns, and initialises them randomly.
+        raise ConfigError(
+            f"{name} lacks {len(missing)} weights, such as {missing[0]}: is it a whole causal "
+            "language model?"
+        )
+    return model.eval()
 
 
 def in_parts(num_ranks: int) -> dict[str, Any]:

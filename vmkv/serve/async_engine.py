@@ -68,41 +68,31 @@ class AsyncEngine(EngineClient):
         super().__init__(engine.tokenizer, **options)
         self.engine = engine
         self._link = _ThreadLink(self._take)
-        self._end_reason = "it was shut down"
+        self._end_notice = "the engine's thread has ended: it was shut down"
         self._loop = EngineLoop(engine, self._link)
-        self._thread = threading.Thread(target=self._run, name="vmkv-engine", daemon=True)
-        self._thread.start()
+        self._worker = threading.Thread(target=self._run, name="vmkv-engine", daemon=True)
+        self._worker.start()
 
     def _run(self) -> None:
         try:
             self._loop.run()
         except BaseException as error:  # noqa: BLE001  # reported to every client
-            self._end_reason = f"{error!r:.200}"
+            self._end_notice = f"the engine's thread has ended: {error!r:.200}"
             _LOG.critical("the engine's thread has ended", exc_info=error)
         # Streams must not wait for a thread that has ended.
         self._link.call(self._end)
 
     def _end(self) -> None:
-        self._lose(self._death_notice)
-
-    @property
-    def _death_notice(self) -> str:
-        return f"the engine's thread has ended: {self._end_reason}"
-
-    @property
-    def failure(self) -> str | None:
-        """Why no request can be served; None while requests are served. See `EngineClient`."""
-        # The thread may have ended before an event loop was connected.
-        return super().failure if self._thread.is_alive() else self._death_notice
+        self._lose(self._end_notice)
 
     async def _connect(self) -> None:
         self._link.loop = asyncio.get_running_loop()
-        if not self._thread.is_alive():
+        if not self._worker.is_alive():
             self._end()
 
     def _send(self, command: Command) -> None:
         self._link.commands.put(command)
 
     async def _wait_for_end(self) -> None:
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._worker.join)
         self._end()

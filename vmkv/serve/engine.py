@@ -27,7 +27,7 @@ from ..errors import CapacityError, ClosedError, ConfigError, DriverError
 from ..interrupts import uninterrupted
 from ..options import EngineOptions
 from ..units import GiB, format_bytes
-from .detokenize import Detokenizer
+from .detokenize import detokenizer_of
 from .memory_view import MemoryView, open_rows, pool_beside
 from .observer import EngineObserver, FirstToken, Idle, RequestAdded, RequestRecord
 from .params import SamplingParams
@@ -57,6 +57,7 @@ class Engine:
 
     Attributes:
         cache: The keys and values.
+        loop: Runs the steps.
         on_update: Called with each handle that has new output, its end included.
 
     Raises:
@@ -92,7 +93,6 @@ class Engine:
         self._random = random.Random(given.seed)
         self._num_requests = 0
         self._handles: dict[int, RequestHandle] = {}
-        self._detokenizers: dict[int, Detokenizer] = {}
         self._end_tokens = end_tokens(model)
         self.on_update: Callable[[RequestHandle], None] | None = None
         pool = pool_beside(model, pool, given)
@@ -112,7 +112,7 @@ class Engine:
             undo.callback(self._runner.close)
             self._view.fitting_tokens()  # Checks that one token fits, with the over-read.
             self._undo = undo.pop_all()
-        self._loop = StepLoop(
+        self.loop = StepLoop(
             self._scheduler,
             self._view,
             self._runner,
@@ -181,23 +181,18 @@ class Engine:
                     self._vocab_size,
                 )
                 number = self._num_requests
-                leader = number - index if index else None
+                leader = requests[0] if requests else None
                 request = Request(number, tokens, resolved, priority, max_total, tenant, leader)
                 request.arrived_s = time.perf_counter()
                 requests.append(request)
-                if self.tokenizer is not None and params.detokenize:
-                    self._detokenizers[number] = Detokenizer(self.tokenizer, tokens, resolved)
-                self._loop.add(request)
+                request.detokenizer = detokenizer_of(self.tokenizer, tokens, resolved)
+                self._scheduler.add(request, self.cache.pool.arbiter.arrival())
                 self._num_requests += 1
         except BaseException:
             for request in requests:
-                self._loop.end(request, FinishReason.CANCELLED)
-                self._detokenizers.pop(request.request_id, None)
+                self.loop.end(request, FinishReason.CANCELLED)
             raise
-        return self._follow(requests, text)
-
-    def _follow(self, requests: Sequence[Request], text: str | None) -> RequestHandle:
-        handle = RequestHandle(requests, text, step=self.step, cancel=self.cancel)
+        handle = RequestHandle(requests, text, self)
         for request in requests:
             self._handles[request.request_id] = handle
             if self._observer is not None:
@@ -220,14 +215,14 @@ class Engine:
         request = self._scheduler.requests.get(request_id)
         if request is not None:
             self._announce("_end", request_id, reason)
-            self._loop.end(request, reason)
+            self.loop.end(request, reason)
 
     @uninterrupted
     def cancel_all(self, error: Exception | None = None) -> None:
         """Cancel every request, or fail them all with `error`."""
         if error is not None:
             self._announce("cancel_all", RuntimeError(str(error)))
-            self._loop.end_all(error)
+            self.loop.end_all(error)
         for handle in tuple(self._handles.values()):
             self.cancel(handle)
 
@@ -258,12 +253,11 @@ class Engine:
                     # The text of a stop token is not part of the output.
                     request.stop_reason = None if token_id in self._end_tokens else token_id
                     reason = FinishReason.STOP
-                elif (detokenizer := self._detokenizers.get(request.request_id)) is not None:
-                    stop = detokenizer.append(token_id)
-                    request.texts.append(detokenizer.take_text())
-                    if stop is not None:
-                        request.stop_reason = stop
+                elif request.detokenizer is not None:
+                    if request.detokenizer.append(token_id) is not None:
+                        request.stop_reason = request.detokenizer.stop
                         reason = FinishReason.STOP
+                    request.texts.append(request.detokenizer.take_text())
                 if reason is None and num_tokens == params.max_tokens:
                     reason = FinishReason.LENGTH
                 if self.on_update is not None and request.request_id in self._handles:
@@ -277,13 +271,12 @@ class Engine:
 
     def _ended(self, request: Request, reason: FinishReason, error: Exception | None) -> None:
         """Record the end of a request that holds no memory any more."""
-        detokenizer = self._detokenizers.pop(request.request_id, None)
-        if detokenizer is not None:
+        if request.detokenizer is not None:
             try:
-                detokenizer.finish()
+                request.detokenizer.finish()
             except Exception as late:  # noqa: BLE001  # a tokenizer's, for this request alone
                 reason, error = FinishReason.ERROR, error or late
-            request.texts.append(detokenizer.take_text())
+            request.texts.append(request.detokenizer.take_text())
         request.error = error
         request.finish_reason = reason  # Last: other threads take it as the end.
         handle = self._handles.pop(request.request_id, None)
@@ -308,17 +301,12 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether requests or unread steps are left."""
-        return self._loop.has_work
+        return self.loop.has_work
 
     @property
     def num_failed_steps(self) -> int:
         """Consecutive failed steps, without failures of single requests and memory shortages."""
-        return self._loop.num_failed_steps
-
-    @property
-    def spare_s(self) -> float:
-        """Seconds that the next step may wait for new requests; ask again then."""
-        return self._loop.spare_s
+        return self.loop.num_failed_steps
 
     def step(self) -> None:
         """Run one step and update the handles; with nothing left to do, call `fall_idle`.
@@ -332,7 +320,7 @@ class Engine:
     def advance(self) -> bool:
         """Run one step, if there is work; returns whether more is left. Raises as `step`."""
         self._check_open()
-        return self._loop.has_work and self._loop.step()
+        return self.loop.has_work and self.loop.step()
 
     @uninterrupted
     def fall_idle(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
@@ -347,7 +335,7 @@ class Engine:
         Cost: some 10 µs with nothing above the watermark, else some 3 ms per GiB.
         """
         self._check_open()
-        if self._is_idle or self._loop.has_work or not self._give_back(is_wanted):
+        if self._is_idle or self.loop.has_work or not self._give_back(is_wanted):
             return
         self._is_idle = True
         if self._observer is not None:
@@ -438,8 +426,8 @@ class Engine:
         if self._is_closed:
             return
         self.cancel_all()
-        if self._loop.has_work:
-            self._loop.step()
+        if self.loop.has_work:
+            self.loop.step()
         self._is_closed = True
         self._undo.close()
 

@@ -19,11 +19,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ClosedError
-from .detokenize import Detokenizer
+from .detokenize import detokenizer_of
 from .engine_loop import FAILED_STEPS_MAX, Add, Cancel, Command, Finish, News, Stop, Update
 from .params import SamplingParams
 from .prompts import check_tenant, check_text, token_ids_of
-from .request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from .request import FinishReason, Request, RequestHandle, RequestOutput
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,102 +33,64 @@ if TYPE_CHECKING:
 SILENCE_MAX_S = 60.0
 
 
-class _Sample:
-    """Output of one sample that the stream has not taken yet."""
-
-    def __init__(self, index: int, detokenizer: Detokenizer | None, *, has_logprobs: bool):
-        self._index = index
-        self._detokenizer = detokenizer
-        self._has_logprobs = has_logprobs
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._finish_reason: FinishReason | None = None
-        self._stop_reason: int | str | None = None
-        self.error: Exception | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        return self._finish_reason is not None
-
-    def update(self, update: Update) -> bool:
-        """Add new tokens; returns whether the sample ends here and the engine must be told."""
-        if self.is_finished:
-            return False
-        num_tokens = len(update.token_ids)
-        reason, stop, self.error = update.finish_reason, update.stop_reason, update.error
-        if self._detokenizer is not None:
-            # The text of a stop token, always the last, is not part of the output.
-            tokens = update.token_ids[: num_tokens - (reason is FinishReason.STOP)]
-            try:
-                end = self._detokenizer.extend(tokens, is_last=reason is not None)
-            except Exception as error:  # noqa: BLE001  # a tokenizer's, for this request alone
-                reason, self.error = FinishReason.ERROR, self.error or error
-            else:
-                if end is not None:
-                    num_tokens, reason, self.error = end, FinishReason.STOP, None
-                    stop = self._detokenizer.stop
-        self._finish_reason, self._stop_reason = reason, stop
-        self._token_ids += update.token_ids[:num_tokens]
-        self._logprobs += update.logprobs[:num_tokens]
-        return self._finish_reason is not None and update.finish_reason is None
-
-    def take(self) -> CompletionOutput:
-        token_ids, self._token_ids = self._token_ids, []
-        logprobs, self._logprobs = self._logprobs, []
-        return CompletionOutput(
-            index=self._index,
-            token_ids=token_ids,
-            text="" if self._detokenizer is None else self._detokenizer.take_text(),
-            logprobs=logprobs if self._has_logprobs else None,
-            finish_reason=self._finish_reason,
-            stop_reason=self._stop_reason,
-        )
-
-
-class _Stream:
-    """A request and its samples, on the client's side."""
+class _Stream(RequestHandle):
+    """A request on the client's side, with the output that the reader has not taken yet."""
 
     def __init__(self, key: int, prompt: Any, params: SamplingParams, tokenizer: Any):
-        self.key = key
-        self.prompt = token_ids_of(prompt, tokenizer)
+        tokens = token_ids_of(prompt, tokenizer)
         check_text(params, tokenizer)
-        self._text = prompt if isinstance(prompt, str) else None
-        self._num_cached_tokens = 0
-        wants_text = tokenizer is not None and params.detokenize
-        self._samples = [
-            _Sample(
-                index,
-                Detokenizer(tokenizer, self.prompt, params) if wants_text else None,
-                has_logprobs=params.logprobs is not None,
-            )
-            for index in range(params.n)
-        ]
+        super().__init__(
+            [
+                Request(key, tokens, params, detokenizer=detokenizer_of(tokenizer, tokens, params))
+                for _ in range(params.n)
+            ],
+            prompt if isinstance(prompt, str) else None,
+        )
+        self.prompt = tokens
         self.has_news = asyncio.Event()
         self.error: Exception | None = None
 
     @property
     def is_finished(self) -> bool:
-        return self.error is not None or all(each.is_finished for each in self._samples)
+        return self.error is not None or super().is_finished
 
     def update(self, update: Update) -> bool:
-        if not update.sample:
-            self._num_cached_tokens = update.num_cached_tokens
+        """Add new tokens; returns whether the sample ends here and the engine must be told."""
+        request = self.requests[update.sample]
         self.has_news.set()
-        return self._samples[update.sample].update(update)
+        if request.finish_reason is not None:
+            return False
+        num_tokens = len(update.token_ids)
+        reason, stop, error = update.finish_reason, update.stop_reason, update.error
+        if request.detokenizer is not None:
+            # The text of a stop token, always the last, is not part of the output.
+            tokens = update.token_ids[: num_tokens - (reason is FinishReason.STOP)]
+            try:
+                end = request.detokenizer.extend(tokens, is_last=reason is not None)
+            except Exception as failure:  # noqa: BLE001  # a tokenizer's, for this request alone
+                reason, error = FinishReason.ERROR, error or failure
+            else:
+                if end is not None:
+                    num_tokens, reason, error = end, FinishReason.STOP, None
+                    stop = request.detokenizer.stop
+            request.texts.append(request.detokenizer.take_text())
+        request.finish_reason, request.stop_reason, request.error = reason, stop, error
+        request.num_cached_tokens = update.num_cached_tokens
+        request.output_token_ids += update.token_ids[:num_tokens]
+        request.logprobs += update.logprobs[:num_tokens]
+        return reason is not None and update.finish_reason is None
 
     def fail(self, error: Exception) -> None:
         self.error = error
         self.has_news.set()
 
     def take(self) -> RequestOutput:
-        return RequestOutput(
-            request_id=self.key,
-            prompt=self._text,
-            prompt_token_ids=self.prompt,
-            outputs=[each.take() for each in self._samples],
-            num_cached_tokens=self._num_cached_tokens,
-            error=next((each.error for each in self._samples if each.error is not None), None),
-        )
+        """Return the output since the last call."""
+        output = self.output()
+        for request in self.requests:
+            for column in (request.output_token_ids, request.logprobs, request.texts):
+                column.clear()
+        return output
 
 
 class EngineClient(abc.ABC):
@@ -137,6 +99,9 @@ class EngineClient(abc.ABC):
     As an async context manager it drains and shuts down the engine on exit. An engine that has work
     and sends no news for `silence_max_s` seconds of `clock` is reported by `failure`.
     """
+
+    _worker: Any  # The engine's thread or process.
+    _end_notice = "the engine's process has ended"
 
     def __init__(
         self,
@@ -224,12 +189,16 @@ class EngineClient(abc.ABC):
         is silent. In the latter two cases requests are still accepted, and a step that succeeds
         clears it.
         """
-        if self._death is None and self._num_failed_steps >= FAILED_STEPS_MAX:
+        if self._death is not None:
+            return self._death
+        if not self._worker.is_alive():  # It may have ended while no event loop was running.
+            return self._end_notice
+        if self._num_failed_steps >= FAILED_STEPS_MAX:
             return f"the last {self._num_failed_steps} steps have failed"
         silent_s = self._clock() - self._heard_s
-        if self._death is None and self.has_work and silent_s > self._silence_max_s:
+        if self.has_work and silent_s > self._silence_max_s:
             return f"the engine has work and has said nothing for {silent_s:.0f} s"
-        return self._death
+        return None
 
     async def __aenter__(self) -> Self:
         await self._connect()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from ..core.cache import CacheStats
 from ..errors import RankError
 from .params import SamplingParams
-from .request import FinishReason, Request, RequestHandle, TokenLogprobs
+from .request import FinishReason, RequestHandle, TokenLogprobs
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -64,13 +64,6 @@ Command = Add | Cancel | Finish | Stop | Look
 # ---- from the engine --------------------------------------------------------------------------
 
 
-class Refused(NamedTuple):
-    """A request that was not accepted."""
-
-    key: int
-    error: Exception
-
-
 class Update(NamedTuple):
     """New tokens of one sample of a request, and its end; fields as in `Request`."""
 
@@ -87,10 +80,11 @@ class Update(NamedTuple):
 class News(NamedTuple):
     """Everything new since the last news.
 
-    `events`, pickled, and `stats` are for an observer at the client; a link adds them.
+    `refused` are the keys of requests that were not accepted, and why. `events`, pickled, and
+    `stats` are for an observer at the client; a link adds them.
     """
 
-    refused: Sequence[Refused]
+    refused: Sequence[tuple[int, Exception]]
     updates: Sequence[Update]
     num_failed_steps: int
     events: bytes = b""
@@ -142,11 +136,9 @@ class EngineLoop:
         self._to_add: set[int] = set()
         self._handles: dict[int, RequestHandle] = {}
         self._keys: dict[RequestHandle, int] = {}
-        self._refused: list[Refused] = []
+        self._refused: list[tuple[int, Exception]] = []
         self._updated: dict[RequestHandle, None] = {}
-        #: Number of sent tokens of each sample.
-        self._sent: dict[int, int] = {}
-        engine.on_update = self._note_update
+        engine.on_update = lambda handle: self._updated.update({handle: None})
         engine.when_lost(link.wake)
 
     def run(self) -> None:
@@ -211,10 +203,13 @@ class EngineLoop:
             command = self._commands.popleft()
             if isinstance(command, Add):
                 self._add(command)
-            elif isinstance(command, Cancel):
-                self._cancel(command.key)
-            elif isinstance(command, Finish):
-                self._finish(command)
+            elif isinstance(command, Cancel | Finish) and command.key in self._handles:
+                handle = self._handles[command.key]
+                if isinstance(command, Finish):
+                    self._engine.finish(handle, command.sample)
+                else:
+                    self._forget(handle)
+                    self._engine.cancel(handle)
             elif isinstance(command, Stop) and not command.drain:
                 self._engine.cancel_all()
             if time.monotonic() - start_s >= most_s:
@@ -222,7 +217,7 @@ class EngineLoop:
 
     def _hold(self) -> None:
         """Accept new requests while the device is busy anyway; they join the next step."""
-        while not self._is_stopping and (spare_s := self._engine.spare_s) > 0:
+        while not self._is_stopping and (spare_s := self._engine.loop.spare_s) > 0:
             if not self._commands:
                 self._is_wanted(spare_s)
             self._obey(min(spare_s, _COMMANDS_S))
@@ -232,34 +227,19 @@ class EngineLoop:
             return
         self._to_add.discard(asked.key)
         try:
-            prompt, params, priority = asked.prompt, asked.params, asked.priority
-            handle = self._engine.add(prompt, params, priority, tenant=asked.tenant)
+            handle = self._engine.add(
+                asked.prompt, asked.params, asked.priority, tenant=asked.tenant
+            )
         except Exception as error:  # noqa: BLE001  # reported to the client
-            self._refused.append(Refused(asked.key, error))
+            self._refused.append((asked.key, error))
             return
         self._handles[asked.key], self._keys[handle] = handle, asked.key
-
-    def _cancel(self, key: int) -> None:
-        handle = self._handles.get(key)
-        if handle is not None:
-            self._forget(handle)
-            self._engine.cancel(handle)
-
-    def _finish(self, command: Finish) -> None:
-        handle = self._handles.get(command.key)
-        if handle is not None:
-            self._engine.finish(handle, command.sample)
 
     def _forget(self, handle: RequestHandle) -> None:
         del self._handles[self._keys.pop(handle)]
         self._updated.pop(handle, None)
-        for request in handle.requests:
-            self._sent.pop(request.request_id, None)
 
     # ---- what is new ----------------------------------------------------------------------
-
-    def _note_update(self, handle: RequestHandle) -> None:
-        self._updated[handle] = None
 
     def _publish(self) -> None:
         refused, self._refused = self._refused, []
@@ -268,30 +248,25 @@ class EngineLoop:
     def _take_updates(self) -> list[Update]:
         handles = [handle for handle in self._updated if handle in self._keys]
         self._updated.clear()
-        updates = [
-            update
-            for handle in handles
-            for sample, request in enumerate(handle.requests)
-            if (update := self._update(self._keys[handle], sample, request)) is not None
-        ]
+        updates: list[Update] = []
         for handle in handles:
+            for sample, request in enumerate(handle.requests):
+                num_sent = request.num_sent
+                token_ids = request.output_token_ids[num_sent:]
+                if not token_ids and request.finish_reason is None:
+                    continue
+                request.num_sent += len(token_ids)
+                update = Update(
+                    self._keys[handle],
+                    sample,
+                    token_ids,
+                    request.logprobs[num_sent:],
+                    request.num_cached_tokens,
+                    request.finish_reason,
+                    request.stop_reason,
+                    request.error,
+                )
+                updates.append(update)
             if handle.is_finished:
                 self._forget(handle)
         return updates
-
-    def _update(self, key: int, sample: int, request: Request) -> Update | None:
-        num_sent = self._sent.get(request.request_id, 0)
-        token_ids = request.output_token_ids[num_sent:]
-        if not token_ids and request.finish_reason is None:
-            return None
-        self._sent[request.request_id] = num_sent + len(token_ids)
-        return Update(
-            key,
-            sample,
-            token_ids,
-            request.logprobs[num_sent:],
-            request.num_cached_tokens,
-            request.finish_reason,
-            request.stop_reason,
-            request.error,
-        )

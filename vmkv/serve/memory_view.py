@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -141,23 +140,8 @@ def fit_budget(pool: ExtentPool, spare_bytes: int) -> None:
 # ---- the requests' sequences ---------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Held:
-    """A request's sequence, and what is in it.
-
-    `num_computed` counts computed tokens; the sequence's length grows earlier, before the step is
-    submitted. `last_step` is the number of the step that it was last grown for; None if other work
-    on it was submitted since, such as copies: a request that ends by length is not in the step that
-    runs when its last token is read.
-    """
-
-    sequence: CacheSequence
-    num_computed: int
-    last_step: int | None = None
-
-
 class MemoryView:
-    """Sequences of requests in one cache, used by the engine's thread only. Implements `CacheView`.
+    """Sequences of requests in one cache, used by the engine's thread only.
 
     A sequence grows by at most `max_chunk_tokens` per step, and swapped sequences leave
     `num_reserved_rows` rows free. `requests` are the unfinished ones by number.
@@ -178,7 +162,6 @@ class MemoryView:
         self._prefix_caching = prefix_caching
         self._num_reserved_rows = num_reserved_rows
         self._requests = requests
-        self._sequences: dict[int, _Held] = {}
         #: Ended sequences that are still open, and since which submission they are idle.
         self.ending: list[tuple[CacheSequence, int | None]] = []
         self._num_steps = 0
@@ -187,11 +170,9 @@ class MemoryView:
 
     # ---- requests -------------------------------------------------------------------------
 
-    def begin(self, request_id: int) -> int:
+    def begin(self, request: Request) -> int:
         """Open a sequence and return its number of cached tokens; on errors, open none."""
-        if request_id in self._sequences:
-            self.end(request_id)  # Left by an incomplete preemption.
-        request = self._requests[request_id]
+        self.end(request)  # Left by an incomplete preemption.
         leader = self._leader(request)
         if leader is not None:
             sequence = leader.fork(len(request.prompt_token_ids) - 1)
@@ -201,38 +182,32 @@ class MemoryView:
             sequence = self.cache.open(len(tokens) + 1, prompt=prompt, tenant=request.tenant)
         if request.leader is None and not request.num_preemptions:
             request.num_cached_tokens = sequence.num_tokens
-        self._sequences[request_id] = _Held(sequence, sequence.num_tokens)
-        return sequence.num_tokens
-
-    def rows(self, chunks: Iterable[PlannedChunk]) -> list[int]:
-        """Rows of the chunks' sequences."""
-        sequences = self._sequences
-        return [sequences[chunk[0]].sequence.row for chunk in chunks]
+        request.sequence, request.last_step = sequence, None
+        request.num_submitted = sequence.num_tokens
+        return request.num_submitted
 
     def grow(self, chunks: Iterable[PlannedChunk]) -> None:
         """Grow sequences for `chunks`, all of them or, on errors, none."""
         wanted, step = [], self._num_steps + 1
-        for request_id, _, past, new, _, _ in chunks:
-            held = self._sequences[request_id]
-            held.last_step = step  # First: a failed growth may have submitted copies.
-            wanted.append((held.sequence, past + new))
+        for request, past, new, _, _ in chunks:
+            request.last_step = step  # First: a failed growth may have submitted copies.
+            wanted.append((request.sequence, past + new))
         self.cache.grow(wanted)
 
     def make_ready(
         self,
-        wanted: Iterable[tuple[int, int]],
+        wanted: Iterable[tuple[Request, int]],
         num_new_tokens: int = 0,
         *,
         begins_empty: bool = True,
     ) -> bool:
         """Prepare memory for upcoming growth, without blocking; returns whether all is ready.
 
-        `wanted` are `(request_id, num_tokens)` targets; `num_new_tokens` are of a request that
+        `wanted` are `(request, num_tokens)` targets; `num_new_tokens` are of a request that
         begins or resumes next, and `begins_empty` is whether it has no cached tokens. A
         `DriverError` affects parked rows at most.
         """
-        sequences = self._sequences
-        short = lacking_room(self.cache, [(sequences[each].sequence, to) for each, to in wanted])
+        short = lacking_room(self.cache, [(each.sequence, to) for each, to in wanted])
         if not short and not num_new_tokens:
             return True
         is_ready = is_ready_for_short = make_ready(
@@ -251,37 +226,28 @@ class MemoryView:
         # In this order: if an interrupt comes in between, `_idle_since` waits for this step.
         self._submitted_at = (self._submitted_at[1], submitted_at)
         self._num_steps += 1
-        for request_id, _, past, new, _, _ in chunks:
-            held = self._sequences[request_id]
-            held.num_computed = past + new
-            request = self._requests[request_id]
+        for request, past, new, _, _ in chunks:
+            request.num_submitted = past + new
             if past + new <= len(request.prompt_token_ids):
-                self._record(held, request)
+                self._record(request)
 
-    def shrink(self, request_id: int, num_tokens: int) -> None:
-        """Drop tokens from `num_tokens` on, which were not computed after all."""
-        held = self._sequences.get(request_id)
-        if held is not None and held.sequence.num_tokens > num_tokens:
-            held.sequence.truncate(num_tokens)
-
-    def end(self, request_id: int, *, keep: bool = True) -> None:
+    def end(self, request: Request, *, keep: bool = True) -> None:
         """Close a request's sequence; with `keep`, its tokens enter the prefix cache. Idempotent.
 
         If the driver fails, `close_ended` closes it later.
         """
-        held = self._sequences.get(request_id)
-        if held is None:
+        sequence = request.sequence
+        if sequence is None:
             return
-        sequence = held.sequence
         if keep:
-            self._record(held, self._requests[request_id])
+            self._record(request)
         elif sequence.num_tokens and sequence.is_resident:
             with self.cache.pool.lock:
                 self.cache.prefixes.truncate(sequence.row)
-        del self._sequences[request_id]
+        request.sequence = None
         idle_since = None  # It may be in use: copies, or a failed step.
-        if held.last_step is not None and held.last_step <= self._num_steps:
-            idle_since = self._submitted_at[held.last_step == self._num_steps]
+        if request.last_step is not None and request.last_step <= self._num_steps:
+            idle_since = self._submitted_at[request.last_step == self._num_steps]
         self.ending.append((sequence, idle_since))
         try:
             self.close_ended()
@@ -303,69 +269,70 @@ class MemoryView:
         self.close_ended()
         return self.cache.trim(num_bytes)
 
-    def _record(self, held: _Held, request: Request) -> None:
-        sequence = held.sequence
+    def _record(self, request: Request) -> None:
+        sequence = request.sequence
         if not self._prefix_caching or not sequence.is_resident:
             return
         start = self.cache.prefixes.num_recorded(sequence.row)
-        end = min(request.num_known, held.num_computed, sequence.num_tokens)
+        end = min(request.num_known, request.num_submitted, sequence.num_tokens)
         if end > start:
             sequence.record(request.tokens(start, end))
 
     def _leader(self, request: Request) -> CacheSequence | None:
         """Live sequence of the sibling that has computed the whole prompt, for a fork; or None."""
-        if request.leader is None or not self._prefix_caching:
-            return None
-        leader, num_prompt = self._sequences.get(request.leader), len(request.prompt_token_ids)
-        if leader is None or not leader.sequence.is_resident:
+        leader, num_prompt = request.leader, len(request.prompt_token_ids)
+        if (
+            leader is None
+            or not self._prefix_caching
+            or leader.sequence is None
+            or not leader.sequence.is_resident
+        ):
             return None
         # Windows of the leader may have moved on.
         has_windows = any(group.window_tokens is not None for group in self.cache.groups)
-        has_prompt = leader.num_computed >= num_prompt > 1
+        has_prompt = leader.num_submitted >= num_prompt > 1
         return leader.sequence if has_prompt and not has_windows else None
 
     # ---- host memory ----------------------------------------------------------------------
 
-    def can_swap(self, request_id: int) -> bool:
+    def can_swap(self, request: Request) -> bool:
         """Whether the sequence can move to host memory: a row and host budget are free."""
-        held = self._sequences.get(request_id)
-        if held is None or not held.sequence.num_tokens or not held.sequence.is_resident:
+        sequence = request.sequence
+        if sequence is None or not sequence.num_tokens or not sequence.is_resident:
             return False
-        num_swapped = sum(not each.sequence.is_resident for each in self._sequences.values())
+        num_swapped = sum(self.is_swapped(each) for each in self._requests.values())
         if num_swapped + 1 + self._num_reserved_rows > self.cache.max_sequences:
             return False
         host = self.cache.pool.stats(MemoryLocation.HOST)
         free_bytes = host.budget_bytes - host.resident_bytes - host.retired_bytes
-        return self.held_pages(request_id) * self.page_bytes <= free_bytes
+        return self.held_pages(request) * self.page_bytes <= free_bytes
 
-    def is_swapped(self, request_id: int) -> bool:
+    def is_swapped(self, request: Request) -> bool:
         """Whether the request's sequence is in host memory."""
-        return not self._sequences[request_id].sequence.is_resident
+        return request.sequence is not None and not request.sequence.is_resident
 
-    def swap_out(self, request_id: int) -> bool:
+    def swap_out(self, request: Request) -> bool:
         """Move a request's sequence to host memory; false if that failed and nothing moved."""
-        held = self._sequences[request_id]
-        held.last_step = None  # The copies belong to no step.
+        request.last_step = None  # The copies belong to no step.
         try:
-            held.sequence.swap_out()
+            request.sequence.swap_out()
         except (CapacityError, DriverError):
             return False
         return True
 
-    def swap_in(self, request_id: int) -> None:
+    def swap_in(self, request: Request) -> None:
         """Move a request's sequence back from host memory; on errors it stays there."""
-        held = self._sequences[request_id]
-        held.last_step = None
-        held.sequence.swap_in()
+        request.last_step = None
+        request.sequence.swap_in()
 
-    def pages_to_resume(self, request_id: int) -> int:
+    def pages_to_resume(self, request: Request) -> int:
         """Pages that swapping a request in takes; its shared pages have stayed mapped."""
-        sequence = self._sequences[request_id].sequence
+        sequence = request.sequence
         pages = self.peak_pages(sequence.num_tokens + 1)
         if sequence.swapped is None:
             return pages
         # Shared pages have stayed.
-        moved_pages = sequence.swapped.num_pages
+        moved_pages: int = sequence.swapped.num_pages
         return min(pages, moved_pages + pages - self.peak_pages(sequence.num_tokens))
 
     # ---- what the scheduler may know ------------------------------------------------------
@@ -404,9 +371,9 @@ class MemoryView:
         # Extents are released whole, and both ends of the window may lie within one.
         return min(pages, geometry.pages_for(window) + 1 + (2 << group.largest_class))
 
-    def pages_to_begin(self, request_id: int, num_tokens: int) -> int:
+    def pages_to_begin(self, request: Request, num_tokens: int) -> int:
         """Pages that a new sequence takes to hold `num_tokens`, without those shared by a fork."""
-        pages, request = self.peak_pages(num_tokens), self._requests[request_id]
+        pages = self.peak_pages(num_tokens)
         leader = self._leader(request)
         if leader is not None:
             num_shared = len(request.prompt_token_ids) - 1
@@ -414,14 +381,13 @@ class MemoryView:
             pages += self.cache.pages_to_fork(leader, num_shared)
         return pages
 
-    def lacking(self, wanted: Sequence[tuple[int, int]]) -> dict[int, int]:
-        """Pages that sequences lack for `(request_id, num_tokens)` targets they cannot hold yet."""
-        sequences = self._sequences
-        short = lacking_room(self.cache, [(sequences[each].sequence, to) for each, to in wanted])
+    def lacking(self, wanted: Sequence[tuple[Request, int]]) -> dict[Request, int]:
+        """Pages that sequences lack for `(request, num_tokens)` targets they cannot hold yet."""
+        short = lacking_room(self.cache, [(each.sequence, to) for each, to in wanted])
         if not short:
             return {}
-        ids = {sequences[each].sequence: each for each, _ in wanted}
-        return {ids[sequence]: self._pages_lacking(sequence, to) for sequence, to in short}
+        requests = {each.sequence: each for each, _ in wanted}
+        return {requests[sequence]: self._pages_lacking(sequence, to) for sequence, to in short}
 
     def _pages_lacking(self, sequence: CacheSequence, num_tokens: int) -> int:
         num_pages = 0
@@ -433,25 +399,23 @@ class MemoryView:
             num_pages += lacking
         return num_pages
 
-    def held_pages(self, request_id: int) -> int:
+    def held_pages(self, request: Request) -> int:
         """Pages that only this request's sequence references."""
-        row = self._sequences[request_id].sequence.row
+        row: int = request.sequence.row
         mappings = [each for group in self.cache.groups for each in group.table.rows[row].mappings]
         its = [each.extent.num_bytes for each in mappings if each.extent.num_references == 1]
         return sum(its) // self.page_bytes
 
-    def is_ready(self, request_id: int) -> bool:
+    def is_ready(self, request: Request) -> bool:
         """Whether the request may begin; false while its leader computes the shared prompt."""
-        number = self._requests[request_id].leader
-        leader = self._requests.get(number) if number is not None and self._prefix_caching else None
-        if leader is None or leader.output_token_ids:
+        leader = request.leader if self._prefix_caching else None
+        if leader is None or leader.output_token_ids or leader.finish_reason is not None:
             return True
-        held = self._sequences.get(leader.request_id)
-        return held is not None and held.num_computed >= len(leader.prompt_token_ids)
+        has_prompt = leader.num_submitted >= len(leader.prompt_token_ids)
+        return leader.sequence is not None and has_prompt
 
-    def cached_tokens(self, request_id: int) -> int:
+    def cached_tokens(self, request: Request) -> int:
         """Leading tokens that a new sequence would find computed. Costs about 5 ns per token."""
-        request = self._requests[request_id]
         if self._leader(request) is not None:
             return len(request.prompt_token_ids) - 1
         if not self._prefix_caching:

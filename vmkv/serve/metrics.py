@@ -36,32 +36,30 @@ _WAITS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 
 _TOKENS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 1)
 _PARTS_S = (1e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 1)
 
-
-_Table = tuple[tuple[Any, ...], ...]
-#: Name, meaning and labels.
-_COUNTERS: _Table = (
-    ("requests", "Requests that ended", ("finish_reason",)),
-    ("prompt_tokens", "Prompt tokens of ended requests"),
-    ("prompt_tokens_cached", "Prompt tokens that the prefix index supplied"),
-    ("generation_tokens", "Tokens generated"),
-    ("steps", "Steps submitted"),
-    ("step_tokens", "Tokens computed by steps", ("phase",)),
-    ("preemptions", "Requests preempted", ("kind",)),
-)
-_GAUGES: _Table = (
-    ("requests_running", "Requests that hold memory"),
-    ("requests_waiting", "Requests that wait for admission"),
-)
-#: Name, meaning and bounds of the buckets.
-_HISTOGRAMS = (
-    ("time_to_first_token_seconds", "From a request's arrival to its first token", _WAITS_S),
-    ("time_per_output_token_seconds", "Mean time between tokens, after the first", _TOKENS_S),
-    ("request_queue_seconds", "From a request's arrival to its first step", _WAITS_S),
-    ("request_seconds", "From a request's arrival to its end", _WAITS_S),
-    ("step_seconds", "Host time of a step", _PARTS_S),
-    ("mapping_seconds", "Host time of a step to map memory", _PARTS_S),
-    ("device_wait_seconds", "Time of a step spent waiting for tokens", _PARTS_S),
-    ("fence_wait_seconds", "Time of a step spent waiting for fences, where it had to", _PARTS_S),
+#: Kind, name, meaning and options of each metric.
+_METRICS: tuple[tuple[Any, str, str, dict[str, Any]], ...] = (
+    (Counter, "requests", "Requests that ended", {"labelnames": ["finish_reason"]}),
+    (Counter, "prompt_tokens", "Prompt tokens of ended requests", {}),
+    (Counter, "prompt_tokens_cached", "Prompt tokens that the prefix index supplied", {}),
+    (Counter, "generation_tokens", "Tokens generated", {}),
+    (Counter, "steps", "Steps submitted", {}),
+    (Counter, "step_tokens", "Tokens computed by steps", {"labelnames": ["phase"]}),
+    (Counter, "preemptions", "Requests preempted", {"labelnames": ["kind"]}),
+    (Gauge, "requests_running", "Requests that hold memory", {}),
+    (Gauge, "requests_waiting", "Requests that wait for admission", {}),
+    *(
+        (Histogram, f"{name}_seconds", what, {"buckets": buckets})
+        for name, what, buckets in (
+            ("time_to_first_token", "From a request's arrival to its first token", _WAITS_S),
+            ("time_per_output_token", "Mean time between tokens, after the first", _TOKENS_S),
+            ("request_queue", "From a request's arrival to its first step", _WAITS_S),
+            ("request", "From a request's arrival to its end", _WAITS_S),
+            ("step", "Host time of a step", _PARTS_S),
+            ("mapping", "Host time of a step to map memory", _PARTS_S),
+            ("device_wait", "Time of a step spent waiting for tokens", _PARTS_S),
+            ("fence_wait", "Time of a step spent waiting for fences, where it had to", _PARTS_S),
+        )
+    ),
 )
 _MEMORY = ("used", "resident", "parked", "shared", "host", "free", "retired", "budget", "reserved")
 _SHARING = ("aliased", "copied", "copied_on_write", "swapped_out", "swapped_in")
@@ -75,16 +73,10 @@ class Metrics:
         self._page_bytes: int | None = None
         self._stats: CacheStats | None = None
         self._snapshot_s = float("-inf")
-        kinds: tuple[tuple[Any, _Table], ...] = ((Counter, _COUNTERS), (Gauge, _GAUGES))
-        self._metrics: dict[str, Any] = {
-            name: kind(f"vmkv_{name}", *others, registry=registry)
-            for kind, table in kinds
-            for name, *others in table
+        self._metrics = {
+            name: kind(f"vmkv_{name}", what, registry=registry, **options)
+            for kind, name, what, options in _METRICS
         }
-        for name, what, buckets in _HISTOGRAMS:
-            self._metrics[name] = Histogram(
-                f"vmkv_{name}", what, buckets=buckets, registry=registry
-            )
         for kind in ("swap", "recompute"):
             self._count("preemptions", 0, kind)  # Exports the counter at zero.
         registry.register(self)

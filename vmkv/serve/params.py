@@ -78,7 +78,6 @@ class SamplingParams:
         for name in ("stop_token_ids", "logits_processors"):
             object.__setattr__(self, name, _tuple(name, getattr(self, name)))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
-        self._check_integers()
         self._check_numbers()
         if not all(isinstance(each, str) and each for each in stop):
             raise ConfigError(f"stop={shown(self.stop)} must be non-empty texts")
@@ -89,7 +88,7 @@ class SamplingParams:
         if not all(callable(each) for each in self.logits_processors):
             raise ConfigError("logits_processors must be callable as processor(input_ids, scores)")
 
-    def _check_integers(self) -> None:
+    def _check_numbers(self) -> None:
         _check_integer("n", self.n, 1, _SAMPLES_MAX)
         _check_integer("top_k", self.top_k, 0)
         _check_integer("min_tokens", self.min_tokens, 0)
@@ -103,8 +102,6 @@ class SamplingParams:
             _check_integer("logprobs", self.logprobs, 0, _LOGPROBS_MAX)
         if self.seed is not None:
             _check_integer("seed", self.seed, -_INTEGER_MAX, _INTEGER_MAX - _SAMPLES_MAX)
-
-    def _check_numbers(self) -> None:
         _check_number("temperature", self.temperature, 0.0, math.inf)
         _check_number("top_p", self.top_p, 0.0, 1.0, is_open=True)
         _check_number("min_p", self.min_p, 0.0, 1.0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from .detokenize import Detokenizer
 from .params import SamplingParams
 
 # ---- request -------------------------------------------------------------------------------------
@@ -120,13 +122,22 @@ def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
 class Request:
     """A sample of a prompt, as the engine tracks it. Changed by the engine's thread only.
 
-    `request_id` ascends in order of arrival. `leader` is the number of the first sample of the same
-    prompt, None for that one itself. `prompt_token_ids` are packed (see `packed_prompt`)
-    and `params` resolved. `rank` is the place in the schedule, smallest first, and never changes.
+    A client has its own of each sample, with the output that was not taken yet.
+
+    `request_id` ascends in order of arrival. `leader` is the first sample of the same prompt, None
+    for that one itself. `prompt_token_ids` are packed (see `packed_prompt`)
+    and `params` resolved. `detokenizer` makes `texts`, if they are wanted. `rank` is the place in
+    the schedule, smallest first, and never changes.
     `num_computed` counts tokens whose keys and values are computed, or will be by submitted steps;
     `num_unread` counts sampled tokens that were not read; `is_on_device` is whether its slot holds
     the last token, `is_set` whether it holds its parameters. Times are `time.perf_counter`, 0.0
     until reached.
+
+    `sequence` is its sequence in the cache, if it has one, with the keys and values of
+    `num_submitted` tokens by submitted steps; its length grows before the submission. `last_step`
+    is the number of the step that it was last grown for; None if other work on it was submitted
+    since, such as copies: a request that ends by length is not in the step that runs when its last
+    token is read. `num_sent` output tokens were sent to a client.
     """
 
     request_id: int
@@ -135,7 +146,8 @@ class Request:
     priority: int = 0
     max_total_tokens: int = 0
     tenant: str | None = None
-    leader: int | None = None
+    leader: Request | None = None
+    detokenizer: Detokenizer | None = None
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -154,6 +166,10 @@ class Request:
     num_unread: int = 0
     is_on_device: bool = False
     is_set: bool = False
+    sequence: Any = None
+    num_submitted: int = 0
+    last_step: int | None = None
+    num_sent: int = 0
 
     @property
     def num_known(self) -> int:
@@ -189,17 +205,9 @@ class RequestHandle:
     Iterating runs the engine and yields outputs as they grow, the last one finished.
     """
 
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        prompt: str | None,
-        *,
-        step: Callable[[], None],
-        cancel: Callable[[RequestHandle], None],
-    ):
+    def __init__(self, requests: Sequence[Request], prompt: str | None, engine: Any = None):
         self._prompt = prompt
-        self._step = step
-        self._cancel = cancel
+        self._engine = engine
         self.requests = tuple(requests)
 
     @property
@@ -227,20 +235,19 @@ class RequestHandle:
 
     def cancel(self) -> None:
         """End the request. Idempotent. From the engine's thread only."""
-        self._cancel(self)
+        self._engine.cancel(self)
 
     def __iter__(self) -> Iterator[RequestOutput]:
-        seen = -1
+        seen = 0
         while True:
             is_finished = self.is_finished
             num_tokens = sum(len(each.output_token_ids) for each in self.requests)
             if num_tokens > seen or is_finished:
                 seen = num_tokens
-                if num_tokens or is_finished:
-                    yield self.output()
+                yield self.output()
             if is_finished:
                 return
-            self._step()
+            self._engine.step()
 
     def __repr__(self) -> str:
         states = ", ".join(str(each.finish_reason or "unfinished") for each in self.requests)

@@ -161,8 +161,7 @@ class Sampler:
         self._integers = torch.zeros(slots, 3, dtype=torch.int64, device=device)
         #: Number of tokens sampled in each slot: the counter of its random generator.
         self._counts = torch.zeros(slots, dtype=torch.int64, device=device)
-        self._needs = [_Needs()] * slots
-        self._demanding: set[int] = set()  # Slots that need more than greedy decoding.
+        self._needs: dict[int, _Needs] = {}  # By slot, if it needs more than greedy decoding.
         #: Per slot: float parameters, and integer parameters with the count, to be uploaded.
         self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # For penalties. Allocated now: the cache's budget is fitted to the remaining memory.
@@ -188,16 +187,14 @@ class Sampler:
             self._count_tokens(slot, prompt_token_ids, output_token_ids)
         if needs.bans:
             self._ban(slot, params.stop_token_ids)
-        self._needs[slot] = needs
-        if needs == _Needs():
-            self._demanding.discard(slot)
-        else:
-            self._demanding.add(slot)
+        self._needs.pop(slot, None)
+        if needs != _Needs():
+            self._needs[slot] = needs
         self._staged[slot] = self._as_tensors(params, needs, len(output_token_ids))
 
     def is_greedy(self, slots: Sequence[int]) -> bool:
         """Whether all slots are greedy and stateless, so that `likeliest` can replace `sample`."""
-        return self._demanding.isdisjoint(slots)
+        return self._needs.keys().isdisjoint(slots)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile for logits of `dtype`; slots are left in their initial state."""
@@ -226,11 +223,12 @@ class Sampler:
         changed them.
         """
         scores = logits if processed is None else processed
-        slot_ids = range(len(self._needs)) if slot_ids is None else slot_ids
-        if self._demanding.isdisjoint(slot_ids):
+        slot_ids = range(self.max_num_seqs + 1) if slot_ids is None else slot_ids
+        if self.is_greedy(slot_ids):
             return SampledTokens(likeliest(scores))
         self._upload()
-        needs = _Needs(*map(max, zip(*{self._needs[slot] for slot in slot_ids}, strict=True)))
+        its = {self._needs.get(slot, _Needs()) for slot in slot_ids}
+        needs = _Needs(*map(max, zip(*its, strict=True)))
         scores = self._adjusted(scores.float(), slots, needs)
         tokens = self._choose(scores, slots, needs)
         if needs.penalties:
@@ -334,7 +332,9 @@ class Sampler:
         width = self._banned.shape[1]
         if len(token_ids) > width:
             # Rows are padded with their first entry, as repetitions have no effect.
-            padding = self._banned[:, :1] if width else self._banned.new_zeros(len(self._needs), 1)
+            padding = (
+                self._banned[:, :1] if width else self._banned.new_zeros(self.max_num_seqs + 1, 1)
+            )
             more = padding.expand(-1, len(token_ids) - width)
             self._banned = torch.cat([self._banned, more], 1)
             width = len(token_ids)

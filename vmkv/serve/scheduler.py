@@ -58,16 +58,15 @@ class PlannedChunk(NamedTuple):
     whether a token is sampled after the chunk.
     """
 
-    request_id: int
-    slot: int
+    request: Request
     num_past_tokens: int
     num_new_tokens: int
     from_device: bool
     samples: bool
 
 
-#: The number of a preempted request, and the method.
-Preemption = tuple[int, PreemptionMethod]
+#: A preempted request, and the method.
+Preemption = tuple[Request, PreemptionMethod]
 
 
 class StepPlan(NamedTuple):
@@ -78,8 +77,8 @@ class StepPlan(NamedTuple):
     """
 
     preempted: list[Preemption]
-    resumed: list[int]
-    admitted: list[int]
+    resumed: list[Request]
+    admitted: list[Request]
     chunks: list[PlannedChunk]
 
     @property
@@ -199,12 +198,11 @@ class Scheduler:
         self.requests[request.request_id] = request
         heapq.heappush(self._waiting, (request.rank, request.request_id))
 
-    def finish(self, request_id: int) -> None:
+    def finish(self, request: Request) -> None:
         """Remove a finished request and free its slot. Idempotent."""
-        request = self.requests.pop(request_id, None)
-        if request is not None:
-            self._free_slot(request)
-            request.state = RequestState.FINISHED
+        self.requests.pop(request.request_id, None)
+        self._free_slot(request)
+        request.state = RequestState.FINISHED
 
     def _free_slot(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:
@@ -226,9 +224,8 @@ class Scheduler:
     def first_waiting(self) -> Request | None:
         """The waiting request ranked first; None if none waits."""
         while self._waiting:
-            rank, request_id = self._waiting[0]
-            request = self.requests.get(request_id)
-            if request is not None and request.rank == rank:
+            request = self.requests.get(self._waiting[0][1])
+            if request is not None:
                 return request
             heapq.heappop(self._waiting)
         return None
@@ -338,26 +335,25 @@ class Scheduler:
 
     def preempt(self, victim: Request, view: MemoryView) -> Preemption:
         """Move a running request back to waiting, by swapping if possible and cheaper."""
-        method, request_id = PreemptionMethod.RECOMPUTE, victim.request_id
-        if view.can_swap(request_id):
-            num_pages = view.held_pages(request_id)
+        method = PreemptionMethod.RECOMPUTE
+        if view.can_swap(victim):
+            num_pages = view.held_pages(victim)
             method = self.costs.cheaper(victim.num_computed, num_pages, view.page_bytes)
-        self.requeue(request_id, method)
-        return request_id, method
+        self.requeue(victim, method)
+        return victim, method
 
     def upcoming(
         self, chunks: Sequence[PlannedChunk], view: MemoryView
-    ) -> tuple[list[tuple[int, int]], int, bool]:
+    ) -> tuple[list[tuple[Request, int]], int, bool]:
         """Predict what the next steps need, given the chunks submitted last.
 
-        Returns the targets `(request_id, num_tokens)` of running requests, the tokens of the
+        Returns the targets `(request, num_tokens)` of running requests, the tokens of the
         request that begins or resumes next, and whether that one begins with nothing cached. Costs
         some 0.2 µs per chunk, plus planning while prompts are computed or slots are short.
         """
-        requests = self.requests
         wanted = [
-            (request_id, min(past + new + _STEPS_AHEAD, requests[request_id].max_total_tokens))
-            for request_id, _, past, new, _, samples in chunks
+            (request, min(past + new + _STEPS_AHEAD, request.max_total_tokens))
+            for request, past, new, _, samples in chunks
             if samples
         ]
         is_cut = len(wanted) < len(chunks)  # A prompt continues: the step was full.
@@ -369,8 +365,8 @@ class Scheduler:
         for request in begun if is_cut else ():
             num_new = self.chunk_tokens(request, left)
             left -= num_new
-            wanted.append((request.request_id, request.num_computed + num_new))
-        if first is None or not view.is_ready(first.request_id):
+            wanted.append((request, request.num_computed + num_new))
+        if first is None or not view.is_ready(first):
             return wanted, 0, False
         if first.state is RequestState.WAITING and first.request_id != self._looked_up_id:
             look_up(first, view)
@@ -390,21 +386,19 @@ class Scheduler:
     def undo(self, chunks: Sequence[PlannedChunk]) -> None:
         """Undo chunks of the last plan that were not submitted, and nothing else of the plan."""
         for chunk in chunks:
-            request = self.requests.get(chunk.request_id)
-            if request is not None and request.state is RequestState.RUNNING:
-                untake(request, chunk)
+            if chunk.request.state is RequestState.RUNNING:
+                untake(chunk)
 
     def rebase(self, chunk: PlannedChunk, num_past_tokens: int) -> PlannedChunk:
         """Replan a chunk whose request began with another number of tokens; it never grows."""
-        request = self.requests[chunk.request_id]
-        untake(request, chunk)
+        request = chunk.request
+        untake(chunk)
         request.num_computed = num_past_tokens
         return take(request, min(chunk.num_new_tokens, request.num_left))
 
-    def requeue(self, request_id: int, method: PreemptionMethod) -> None:
+    def requeue(self, request: Request, method: PreemptionMethod) -> None:
         """Move a running request back to waiting, after `undo`: preempted, or not admitted."""
-        request = self.requests.get(request_id)
-        if request is None or request.state is not RequestState.RUNNING:
+        if request.state is not RequestState.RUNNING:
             return
         self._free_slot(request)
         request.is_on_device = False
@@ -414,10 +408,9 @@ class Scheduler:
             request.state, request.num_computed = RequestState.WAITING, 0
         self._enqueue(request)
 
-    def drop_swapped(self, request_id: int) -> None:
+    def drop_swapped(self, request: Request) -> None:
         """Make a swapped request recompute, as its memory is lost."""
-        request = self.requests.get(request_id)
-        if request is not None and request.state is RequestState.SWAPPED:
+        if request.state is RequestState.SWAPPED:
             request.state, request.num_computed = RequestState.WAITING, 0
 
     def check(self) -> None:
@@ -455,13 +448,12 @@ def take(request: Request, num_new_tokens: int) -> PlannedChunk:
     if samples:
         request.num_unread += 1
         request.is_on_device = True
-    return PlannedChunk(
-        request.request_id, request.slot, past, num_new_tokens, from_device, samples
-    )
+    return PlannedChunk(request, past, num_new_tokens, from_device, samples)
 
 
-def untake(request: Request, chunk: PlannedChunk) -> None:
+def untake(chunk: PlannedChunk) -> None:
     """Undo `take`."""
+    request = chunk.request
     request.num_computed -= chunk.num_new_tokens
     request.is_on_device = chunk.from_device
     request.num_unread -= chunk.samples
@@ -470,7 +462,7 @@ def untake(request: Request, chunk: PlannedChunk) -> None:
 def look_up(request: Request, view: MemoryView) -> None:
     """Look up how many tokens of a waiting request are cached; the last one is always computed."""
     # The last token must be computed, to sample the next one.
-    request.num_computed = min(view.cached_tokens(request.request_id), request.num_tokens - 1)
+    request.num_computed = min(view.cached_tokens(request), request.num_tokens - 1)
 
 
 @dataclass
@@ -496,7 +488,7 @@ class _Planning:
         self._evictable_pages = 0  # Evictable pages counted so far.
         self._has_counted_evictable = self._has_counted_surplus = False  # Completely.
         self._running: list[tuple[Request, int]] = []
-        wanted: list[tuple[int, int]] = []
+        wanted: list[tuple[Request, int]] = []
         begun: list[Request] = []
         for request in scheduler.running:
             # `Request.num_left`, inlined: there are hundreds of requests in each plan.
@@ -507,7 +499,7 @@ class _Planning:
                 num_left = 0
             self._running.append((request, num_left))
             if num_left:
-                wanted.append((request.request_id, request.num_computed + num_left))
+                wanted.append((request, request.num_computed + num_left))
                 if num_left > 1:
                     begun.append(request)
         # Pages that each request lacks for all its tokens; for a decoding one, in this step.
@@ -532,8 +524,8 @@ class _Planning:
             if num_left > 1:
                 self._prefill(request)
             elif self._decode_tokens:
-                request_id, past = request.request_id, request.num_computed
-                needed = lacking.get(request_id, 0) if lacking else 0
+                past = request.num_computed
+                needed = lacking.get(request, 0) if lacking else 0
                 if not needed or self._make_room(request, needed):
                     self._decode_tokens -= 1
                     # `take`, inlined: there are hundreds in each plan.
@@ -541,9 +533,7 @@ class _Planning:
                     request.num_computed = past + 1
                     request.num_unread += 1
                     request.is_on_device = True
-                    chunks.append(
-                        PlannedChunk(request_id, request.slot, past, 1, from_device, True)
-                    )
+                    chunks.append(PlannedChunk(request, past, 1, from_device, True))
         self._admit_before(_LAST)
         return self._plan
 
@@ -561,27 +551,26 @@ class _Planning:
         num_new = self.scheduler.chunk_tokens(request, self._prompt_tokens)
         if not num_new:
             return
-        target = (request.request_id, request.num_computed + num_new)
-        needed = self.view.lacking([target]).get(request.request_id, 0)
+        needed = self.view.lacking([(request, request.num_computed + num_new)]).get(request, 0)
         if self._make_room(request, needed):
             self._prompt_tokens -= num_new
             self._plan.chunks.append(take(request, num_new))
 
     def _admit(self, request: Request) -> bool:
-        view, scheduler, request_id = self.view, self.scheduler, request.request_id
+        view, scheduler = self.view, self.scheduler
         is_swapped = request.state is RequestState.SWAPPED
         # A request preempted in this step has a token that is not known yet. Without tokens left, a
         # long prompt would be looked up in vain.
         if request.num_unread or not self._prompt_tokens:
             return False
         if is_swapped:
-            needed = view.pages_to_resume(request_id)
-        elif not view.is_ready(request_id):
+            needed = view.pages_to_resume(request)
+        elif not view.is_ready(request):
             return False
         else:
             look_up(request, view)
             num_tokens = min(request.num_tokens + 1, request.max_total_tokens)
-            needed = view.pages_to_begin(request_id, num_tokens)
+            needed = view.pages_to_begin(request, num_tokens)
         kept, num_running = self._promised_pages, len(scheduler.running)
         if num_running:
             kept += div_ceil(view.total_pages, _HEADROOM_DIVISOR) + num_running
@@ -589,7 +578,7 @@ class _Planning:
         if not num_new or not self._take_pages(needed, kept, self.looks_for_surplus):
             return False
         scheduler.run_first()
-        (self._plan.resumed if is_swapped else self._plan.admitted).append(request_id)
+        (self._plan.resumed if is_swapped else self._plan.admitted).append(request)
         self._prompt_tokens -= num_new
         self._plan.chunks.append(take(request, num_new))
         return True
@@ -604,7 +593,7 @@ class _Planning:
             victim = self.scheduler.running[-1]
             if victim is request:
                 return False
-            held_pages = self.view.held_pages(victim.request_id)
+            held_pages = self.view.held_pages(victim)
             self._plan.preempted.append(self.scheduler.preempt(victim, self.view))
             self._free_pages = (self._free_pages or 0) + held_pages
         return True

@@ -29,7 +29,7 @@ from ..step import Piece
 from ..units import div_ceil
 from .memory_view import MemoryView
 from .observer import EngineObserver, StepRecord
-from .request import FinishReason, Request, TokenLogprobs
+from .request import FinishReason, Request, RequestState, TokenLogprobs
 from .runner import ModelRunner, PendingTokens, SlotError
 from .sampler import is_out_of_memory
 from .scheduler import PlannedChunk, PreemptionMethod, Scheduler, StepPlan
@@ -53,18 +53,17 @@ _NEEDED_MIN, _NEEDED_MAX, _NEEDED_FACTOR, _NEEDED_DECAY = 2, 32, 2, 0.99
 
 @dataclass(frozen=True)
 class SubmittedStep:
-    """A step on the device; `sampling_ids` are the requests that sample, in order."""
+    """A step on the device, of `num_tokens` in all chunks."""
 
     pending: PendingTokens
-    request_ids: Sequence[int]
-    sampling_ids: Sequence[int]
+    chunks: Sequence[PlannedChunk]
     num_tokens: int
     submitted_s: float
 
     @property
     def kind(self) -> bool:
         """Whether the step computes prompts; such steps are timed separately."""
-        return self.num_tokens > len(self.request_ids)
+        return self.num_tokens > len(self.chunks)
 
     @property
     def size(self) -> int:
@@ -209,16 +208,12 @@ class StepLoop:
 
     @property
     def spare_s(self) -> float:
-        """Seconds that the next step may wait, to be asked again; 0 for none."""
+        """Seconds that the next step may wait for new requests, to be asked again; 0 for none."""
         if len(self._pending) != 1:
             return 0.0
         return self._pace.spare_s(self._pending[0], begins=self._scheduler.num_waiting > 0)
 
     # ---- requests -------------------------------------------------------------------------
-
-    def add(self, request: Request) -> None:
-        """Add a request that fits the cache alone; see `Scheduler.add`."""
-        self._scheduler.add(request, self._arbiter.arrival())
 
     def end(
         self,
@@ -232,16 +227,15 @@ class StepLoop:
         if request.request_id not in self._requests:
             return
         self._borrower.withdraw()  # A claim for another request is renewed later.
-        self._view.end(request.request_id, keep=keep)
-        self._scheduler.finish(request.request_id)
+        self._view.end(request, keep=keep)
+        self._scheduler.finish(request)
         self._ended(request, reason, error)
 
     def end_all(self, error: Exception) -> None:
         """Fail every request with `error`, and forget the submitted steps."""
         self._pending.clear()
         self._pace.lost()
-        for request in tuple(self._requests.values()):
-            self.end(request, FinishReason.ERROR, error, keep=False)
+        self._fail(tuple(self._requests.values()), error)
 
     # ---- a step ---------------------------------------------------------------------------
 
@@ -300,12 +294,12 @@ class StepLoop:
             )
             record.plan_s += time.perf_counter() - start_s
             start_s, fence_waited_s = time.perf_counter(), reclaimer.waited_s
-            chunks = list(plan.chunks)
+            chunks = plan.chunks
             try:
-                self._carry_out(plan, chunks)
+                self._carry_out(plan)
             except CapacityError as error:
                 self._shortage = error
-                self._give_up(plan, chunks)
+                self._give_up(plan)
                 lacking_bytes = 1
                 if isinstance(error, OutOfPagesError):
                     lacking_bytes = max(1, error.needed_bytes - error.free_bytes)
@@ -316,11 +310,11 @@ class StepLoop:
                 self._withheld_pages = max(2 * self._withheld_pages, missing_pages)
                 continue
             except BaseException as error:  # An interrupt, for instance.
-                self._give_up(plan, chunks)
+                self._give_up(plan)
                 if not isinstance(error, DriverError):
                     raise
                 self.num_failed_steps += 1
-                self._fail([chunk.request_id for chunk in chunks], error)
+                self._fail([chunk.request for chunk in chunks], error)
                 return None, plan
             finally:
                 record.map_s += time.perf_counter() - start_s
@@ -344,49 +338,41 @@ class StepLoop:
             return submitted, plan
         return None, StepPlan([], [], [], [])
 
-    def _carry_out(self, plan: StepPlan, chunks: list[PlannedChunk]) -> None:
+    def _carry_out(self, plan: StepPlan) -> None:
         """Preempt, resume, admit and grow as planned; on errors, call `_give_up`.
 
-        Chunks of requests that began with another number of tokens than planned are replaced in
-        `chunks`.
+        Chunks of requests that began with another number of tokens than planned are replaced.
         """
         view = self._view
-        for request_id, method in plan.preempted:
-            self._preempt(request_id, method)
-        for request_id in plan.resumed:
-            view.swap_in(request_id)
-        for request_id in plan.admitted:
-            num_past = view.begin(request_id)
-            request = self._requests[request_id]
+        for request, method in plan.preempted:
+            self._preempt(request, method)
+        for request in plan.resumed:
+            view.swap_in(request)
+        for request in plan.admitted:
+            num_past = view.begin(request)
             if not request.num_preemptions:
                 request.started_s = request.started_s or time.perf_counter()
-            for at, chunk in enumerate(chunks):
-                if chunk[0] == request_id and num_past != chunk[2]:
-                    chunks[at] = self._scheduler.rebase(chunk, num_past)
-        view.grow(chunks)
+            for at, chunk in enumerate(plan.chunks):
+                if chunk.request is request and num_past != chunk.num_past_tokens:
+                    plan.chunks[at] = self._scheduler.rebase(chunk, num_past)
+        view.grow(plan.chunks)
 
-    def _preempt(self, request_id: int, method: PreemptionMethod) -> None:
-        self._requests[request_id].num_preemptions += 1
-        if method is PreemptionMethod.SWAP and self._view.swap_out(request_id):
-            return
-        self._scheduler.drop_swapped(request_id)
-        self._view.end(request_id)
+    def _preempt(self, request: Request, method: PreemptionMethod) -> None:
+        request.num_preemptions += 1
+        if method is PreemptionMethod.RECOMPUTE or not self._view.swap_out(request):
+            self._drop(request)
+
+    def _drop(self, request: Request) -> None:
+        """Make a preempted request recompute."""
+        self._scheduler.drop_swapped(request)
+        self._view.end(request)
 
     def _give_way(self) -> None:
         """Preempt the running request ranked last, else drop the swapped one's shared pages."""
         if self._scheduler.running:
             self._preempt(*self._scheduler.preempt(self._scheduler.running[-1], self._view))
-        else:
-            self._drop_last_swapped()
-
-    def _drop_last_swapped(self) -> bool:
-        """Make the last swapped request recompute; returns whether there was one."""
-        swapped = self._scheduler.last_swapped
-        if swapped is None:
-            return False
-        self._scheduler.drop_swapped(swapped.request_id)
-        self._view.end(swapped.request_id)
-        return True
+        elif (swapped := self._scheduler.last_swapped) is not None:
+            self._drop(swapped)
 
     def _make_ready(self, chunks: Sequence[PlannedChunk]) -> None:
         is_ready, num_in_vain = False, self._num_in_vain
@@ -400,38 +386,32 @@ class StepLoop:
             _LOG.debug("no memory could be made ready", exc_info=True)
         self._num_in_vain = 0 if is_ready and is_tried else num_in_vain + 1
 
-    def _give_up(self, plan: StepPlan, chunks: Sequence[PlannedChunk]) -> None:
+    def _give_up(self, plan: StepPlan) -> None:
         """Undo a plan that failed: requests that were to begin wait again."""
-        self._scheduler.undo(chunks)
-        for request_id in plan.admitted:
-            self._view.end(request_id)
-            self._scheduler.requeue(request_id, PreemptionMethod.RECOMPUTE)
-        for request_id in plan.resumed:
-            if self._view.is_swapped(request_id):
-                self._scheduler.requeue(request_id, PreemptionMethod.SWAP)
+        self._scheduler.undo(plan.chunks)
+        for request in plan.admitted:
+            self._view.end(request)
+            self._scheduler.requeue(request, PreemptionMethod.RECOMPUTE)
+        for request in plan.resumed:
+            if self._view.is_swapped(request):
+                self._scheduler.requeue(request, PreemptionMethod.SWAP)
 
     # ---- submitting -----------------------------------------------------------------------
 
     def _submit(self, chunks: Sequence[PlannedChunk]) -> SubmittedStep | None:
         pieces: list[Piece] = []
         writes: list[tuple[int, int, int]] = []
-        request_ids: list[int] = []
-        sampling_ids: list[int] = []
         num_tokens = 0
         try:
-            for row, chunk in zip(self._view.rows(chunks), chunks, strict=True):
-                request_id, slot, past, new, from_device, samples = chunk
+            for request, past, new, from_device, samples in chunks:
                 tokens = None
                 if not from_device:
-                    request = self._requests[request_id]
                     if not request.is_set:
                         self._set_slot(request)
                     tokens = request.tokens(past, past + new)
-                pieces.append(Piece(slot, row, past, new, tokens, samples))
+                row = request.sequence.row
+                pieces.append(Piece(request.slot, row, past, new, tokens, samples))
                 writes.append((row, past, past + new))
-                request_ids.append(request_id)
-                if samples:
-                    sampling_ids.append(request_id)
                 num_tokens += new
             with self._view.cache.submitting(writes):
                 pending = interruptible(self._runner.submit, pieces)
@@ -445,7 +425,7 @@ class StepLoop:
             # Slowly: each failed attempt costs a step.
             more = self._token_limit + max(1, self._token_limit // 8)
             self._token_limit = more if more < self._scheduler.max_num_batched_tokens else None
-        return SubmittedStep(pending, request_ids, sampling_ids, num_tokens, time.perf_counter())
+        return SubmittedStep(pending, chunks, num_tokens, time.perf_counter())
 
     def _set_slot(self, request: Request) -> None:
         prompt, output = request.prompt_token_ids, request.output_token_ids
@@ -462,40 +442,35 @@ class StepLoop:
         """
         if isinstance(error, Exception):
             _log_and_release(error)
+        requests = [chunk.request for chunk in chunks]
+        if isinstance(error, SlotError):
+            requests = [each for each in requests if each.slot == error.slot]
         self._read()  # The previous step's tokens are valid.
         self._scheduler.undo(chunks)
-        for chunk in chunks:
-            request = self._requests.get(chunk.request_id)
-            if request is not None:
-                request.is_on_device = request.is_set = False
-                try:
-                    self._view.shrink(chunk.request_id, chunk.num_past_tokens)
-                except (
-                    ConfigError,
-                    DriverError,
-                ):  # For instance, a window has moved on: recompute.
-                    self._view.end(chunk.request_id, keep=False)
-                    self._scheduler.requeue(chunk.request_id, PreemptionMethod.RECOMPUTE)
+        for request, num_past, _, _, _ in chunks:
+            request.is_on_device = request.is_set = False
+            try:
+                if request.sequence is not None and request.sequence.num_tokens > num_past:
+                    request.sequence.truncate(num_past)
+            except (ConfigError, DriverError):  # For instance, a window has moved on: recompute.
+                self._view.end(request, keep=False)
+                self._scheduler.requeue(request, PreemptionMethod.RECOMPUTE)
         if not isinstance(error, Exception):
             raise error
-        if isinstance(error, SlotError):
-            chunks = [chunk for chunk in chunks if chunk.slot == error.slot]
-        elif is_out_of_memory(error):
+        if is_out_of_memory(error):
             self._shortage = error
             self._view.reclaim()
             fewer = self._scheduler.fewer_tokens(chunks)
             if fewer:
                 self._token_limit = fewer
                 return
-        elif not isinstance(error, ConfigError):  # The caller's error: a changed model.
+        elif not isinstance(error, SlotError | ConfigError):  # The caller's: a changed model.
             self.num_failed_steps += 1
-        self._fail([chunk.request_id for chunk in chunks], error)
+        self._fail(requests, error)
 
-    def _fail(self, request_ids: Sequence[int], error: Exception) -> None:
-        for request_id in request_ids:
-            request = self._requests.get(request_id)
-            if request is not None:
-                self.end(request, FinishReason.ERROR, error, keep=False)
+    def _fail(self, requests: Iterable[Request], error: Exception) -> None:
+        for request in requests:
+            self.end(request, FinishReason.ERROR, error, keep=False)
 
     def _unblock(self) -> None:
         """Make room when nothing runs and nothing can begin; see `vmkv/core/memory/arbiter.py`.
@@ -511,7 +486,8 @@ class StepLoop:
         request = running[0] if running else self._scheduler.first_waiting
         if request is None or self._borrower.claim(request.rank):
             return
-        if self._drop_last_swapped():
+        if (swapped := self._scheduler.last_swapped) is not None:
+            self._drop(swapped)
             return
         error = self._shortage or OutOfPagesError(
             "the request does not fit: the budget was lowered, or other users of the pool hold its "
@@ -538,15 +514,16 @@ class StepLoop:
                 self._pace.lost()
                 self.num_failed_steps += 1
                 _log_and_release(error)
-                self._fail(step.request_ids, error)
+                self._fail([chunk.request for chunk in step.chunks], error)
                 continue
             self._pending.popleft()
             self.num_failed_steps = 0
             sampled: list[Sampled] = []
-            columns = zip(step.sampling_ids, result.token_ids, result.logprobs, strict=True)
-            for request_id, token_id, logprobs in columns:
-                request = self._requests.get(request_id)
-                if request is not None:  # Otherwise it had ended before this token was computed.
+            sampling = [chunk.request for chunk in step.chunks if chunk.samples]
+            columns = zip(sampling, result.token_ids, result.logprobs, strict=True)
+            for request, token_id, logprobs in columns:
+                # Otherwise it had ended before this token was computed.
+                if request.state is not RequestState.FINISHED:
                     request.num_unread -= 1
                     sampled.append((request, token_id, logprobs))
             for request, reason, failure in self._accept(sampled):

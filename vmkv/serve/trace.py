@@ -12,13 +12,12 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from ..errors import ConfigError
 from ..units import GiB, format_bytes
-from .observer import Event, Idle, ObservedCache, RequestRecord, StepRecord
+from .observer import Event, ObservedCache, RequestRecord, StepRecord
 
 _log = logging.getLogger(__name__)
 _STEPS_TRACK = 1
@@ -50,7 +49,8 @@ class ChromeTrace:
         self._num_bytes = 0
         self._sampled_s = float("-inf")
         try:
-            self._file: IO[str] | None = self.path.open("w", encoding="utf-8")
+            # A buffer of one line: the trace of a killed process has all its events.
+            self._file: IO[str] | None = self.path.open("w", buffering=1, encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"cannot write a trace to {self.path}: {error.strerror or error}; name a file in a "
@@ -63,14 +63,11 @@ class ChromeTrace:
     # ---- observing ------------------------------------------------------------------------
 
     def on(self, event: Event, cache: ObservedCache) -> None:
-        """Draw a request or a step; flush the file when the engine is idle."""
+        """Draw a request or a step."""
         if isinstance(event, StepRecord):
             self._draw_step(event, cache)
         elif isinstance(event, RequestRecord):
             self._draw_request(event)
-        elif isinstance(event, Idle) and self._file is not None:
-            with self._giving_up():
-                self._file.flush()
 
     def _draw_request(self, request: RequestRecord) -> None:
         """Draw the request as bars from its arrival to its end."""
@@ -98,13 +95,8 @@ class ChromeTrace:
         arguments = {f"{name}_tokens": number for name, number in tokens.items()}
         arguments |= {"swapped": step.num_swapped, "recomputed": step.num_recomputed}
         self._bar("step", start_s, step.total_s, args=arguments)
-        for name, part_s in (
-            ("plan", step.plan_s),
-            ("map", step.map_s),
-            ("submit", step.submit_s),
-            ("make ready", step.ready_s),
-            ("wait", step.wait_s),
-        ):
+        for name in ("plan", "map", "submit", "ready", "wait"):
+            part_s = getattr(step, f"{name}_s")
             self._bar(name, at_s, part_s)
             at_s += part_s
         self._write("C", "tokens", ts=_us(start_s), args=tokens)
@@ -121,9 +113,12 @@ class ChromeTrace:
     def close(self) -> None:
         """Complete the array and close the file. Idempotent."""
         self._put(_END)
+        self._close_file()
+
+    def _close_file(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with self._giving_up():
+            with contextlib.suppress(OSError):
                 file.close()
 
     def _bar(self, name: str, start_s: float, part_s: float, **fields: Any) -> None:
@@ -141,20 +136,10 @@ class ChromeTrace:
             )
 
     def _put(self, text: str) -> None:
-        if self._file is not None:
-            with self._giving_up():
-                self._num_bytes += self._file.write(text)
-
-    @contextlib.contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        """End the trace at an `OSError`."""
         try:
-            yield
+            self._num_bytes += 0 if self._file is None else self._file.write(text)
         except OSError as error:
-            file, self._file = self._file, None
-            if file is not None:
-                with contextlib.suppress(OSError):
-                    file.close()
+            self._close_file()
             _log.warning("the trace %s ends early: %s; the engine goes on", self.path, error)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .one_shot import OneShotSums, has_rows, norm_after_sum
 
 #: One-shot sums by group name, for groups that have them.
-_ONE_SHOT: dict[str, OneShotSums] = {}
+_ONE_SHOT: dict[str, OneShotSums | None] = {}
 
 # torch leaves the library untyped.
 _LIBRARY: Any = torch.library.Library("vmkv", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -36,10 +36,7 @@ def _group(name: str) -> Any:
 
 def register(name: str, sums: OneShotSums | None) -> None:
     """Use `sums` for a group's sums, or NCCL and gloo if None; replaces an earlier registration."""
-    if sums is None:
-        _ONE_SHOT.pop(name, None)
-    else:
-        _ONE_SHOT[name] = sums
+    _ONE_SHOT[name] = sums
 
 
 def _all_reduce_(part: torch.Tensor, group: str) -> None:
@@ -79,10 +76,6 @@ def _all_gather(part: torch.Tensor, group: str, size: int) -> torch.Tensor:
     return out.view(size, *part.shape)
 
 
-def _shape_of_all_gather(part: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    return part.new_empty((size, *part.shape))
-
-
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("all_reduce_", _all_reduce_, _key)
     _LIBRARY.impl("norm_of_sum_", _norm_of_sum_, _key)
@@ -91,7 +84,9 @@ torch.library.register_fake("vmkv::all_reduce_", lambda part, group: None, lib=_
 torch.library.register_fake(
     "vmkv::norm_of_sum_", lambda part, *_: torch.empty_like(part), lib=_LIBRARY
 )
-torch.library.register_fake("vmkv::all_gather", _shape_of_all_gather, lib=_LIBRARY)
+torch.library.register_fake(
+    "vmkv::all_gather", lambda part, _, size: part.new_empty((size, *part.shape)), lib=_LIBRARY
+)
 
 
 def all_reduce(part: torch.Tensor, group: str) -> torch.Tensor:

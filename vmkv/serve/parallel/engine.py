@@ -122,7 +122,7 @@ class ParallelEngine(Engine):
         """Run one step on all ranks; if a rank ends, all requests end with its `RankError`."""
         try:
             self._check_open()
-            if not self._loop.has_work:
+            if not self.loop.has_work:
                 return False
             self._lockstep.flush(is_step=True)
             more = self._run_step()
@@ -138,7 +138,7 @@ class ParallelEngine(Engine):
         return more
 
     def _run_step(self) -> bool:
-        more = self._loop.step()
+        more = self.loop.step()
         self._lockstep.num_requests = len(self._scheduler.requests)
         return more
 
@@ -221,14 +221,7 @@ def open_parallel_engine(
     checked_options(options)
     options["tokenizer"] = tokenizer
     make = partial(load, model, dtype=dtype) if isinstance(model, str) else model
-    ranks = Ranks(
-        num_ranks,
-        device_type,
-        _follow,
-        (make, options),
-        timeout_s=timeout_s,
-    )
-    with ranks:
+    with Ranks(num_ranks, device_type, _follow, (make, options), timeout_s=timeout_s) as ranks:
         assert ranks.group is not None  # Set once all ranks have connected.
         engine = ParallelEngine(
             make(ranks.group), tensor_parallel=ranks.group, observer=observer, **options

@@ -261,10 +261,11 @@ class TensorParallel:
 
 
 def abort() -> None:
-    """Abort this process's collectives and leave the process group."""
+    """Leave the process group, if there is one; without synchronising, as ranks may have ended."""
     c10d: Any = dist.distributed_c10d
     try:
-        c10d._abort_process_group()
+        if dist.is_initialized():
+            c10d._abort_process_group()
     except RuntimeError as error:
         _LOG.warning("the ranks' connections could not be given up: %s", one_line(error))
 

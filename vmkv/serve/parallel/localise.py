@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-import transformers
 from torch.nn import functional
 
-from ...errors import CapacityError, ConfigError, one_line
+from ...errors import ConfigError
 from ...hf import compat, probe
 from ...step.graph_passes import GROUP
 from ...step.piece import likeliest
@@ -143,12 +142,11 @@ def _localise_parameters(model: torch.nn.Module, plan: Any, share: Share) -> Non
     parts: dict[int, torch.nn.Parameter] = {}  # Keeps tied parameters tied.
     # A tied parameter is visited under each of its names, and replaced under all of them.
     for prefix, module in model.named_modules():
-        for name, parameter in tuple(module._parameters.items()):
-            if parameter is None:
-                continue
+        its = module.named_parameters(prefix, recurse=False, remove_duplicate=False)
+        for full_name, parameter in tuple(its):
+            name = full_name.rpartition(".")[2]
             known = parts.get(id(parameter))
             if known is None:
-                full_name = f"{prefix}.{name}" if prefix else name
                 style = sharding.style_of_parameter(full_name, plan)
                 if isinstance(parameter, DTensor):
                     part = parameter.to_local().detach()
@@ -211,25 +209,12 @@ def load(path: str, group: TensorParallel, *, dtype: str | None = None) -> Any:
     """Load a causal language model in eval mode, reduced to this rank's part; all ranks call it.
 
     `path` is a folder or a Hub name; `dtype` is of the weights, by default as saved. Raises
-    `ConfigError` if the model does not exist or cannot be divided, `CapacityError` if a part does
-    not fit its device.
+    `ConfigError` if the model does not exist, lacks weights or cannot be divided, `CapacityError`
+    if a part does not fit its device.
     """
-    in_parts = compat.in_parts(group.size)
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype or "auto",
-            trust_remote_code=False,
-            **in_parts,
-        )
-    except torch.OutOfMemoryError as error:
-        raise CapacityError(
-            f"a part of the weights of {path} does not fit its device: {one_line(error)}"
-        ) from error
-    except Exception as error:  # a folder or the Hub may hold anything
-        raise ConfigError(f"cannot load {path}: {one_line(error)}") from error
+    model = compat.load_causal_lm(path, dtype, **compat.in_parts(group.size))
     localise(model, group)
-    return model.eval()
+    return model
 
 
 # ---- output head ---------------------------------------------------------------------------------

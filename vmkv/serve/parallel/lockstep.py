@@ -33,7 +33,6 @@ from ...core.memory import ExtentPool
 from ...errors import ConfigError, DriverError, OutOfAddressSpaceError, one_line
 from ...step import Piece
 from ...units import Handle
-from ..params import SamplingParams
 from ..runner import ModelRunner, PendingTokens, SlotError, StepResult
 from ..sampler import is_out_of_memory
 from . import TensorParallel
@@ -46,25 +45,17 @@ Command = tuple[str, tuple[Any, ...], dict[str, Any]]
 # ---- driver --------------------------------------------------------------------------------------
 
 
-class StepClock:
-    """Counts steps submitted to the device, and steps whose results were read, in order."""
-
-    def __init__(self) -> None:
-        self.num_submitted = 0
-        self.num_completed = 0
-
-
 class _StepFence(Fence):
     """Passes when the results of all steps submitted before it were read."""
 
-    def __init__(self, upstream: Fence, clock: StepClock):
+    def __init__(self, upstream: Fence, backend: AgreedBackend):
         self._upstream = upstream
-        self._clock = clock
-        self._num_steps = clock.num_submitted
+        self._backend = backend
+        self._num_steps = backend.num_submitted
 
     def has_passed(self) -> bool:
         """Return whether the steps were read; if so, waits for other work, such as copies."""
-        if self._clock.num_completed < self._num_steps:
+        if self._backend.num_completed < self._num_steps:
             return False
         self._upstream.wait()
         return True
@@ -83,12 +74,16 @@ class AgreedBackend(ForwardingBackend):
 
     So the allocators of all ranks are equal, page by page, without exchanging their state. Ranks
     communicate when memory is created, which is rare because pools keep their memory.
+
+    Attributes:
+        num_submitted: Steps submitted to the device.
+        num_completed: Steps whose results were read, in order.
     """
 
-    def __init__(self, upstream: Backend, group: TensorParallel, clock: StepClock):
+    def __init__(self, upstream: Backend, group: TensorParallel):
         super().__init__(upstream)
         self._group = group
-        self._clock = clock
+        self.num_submitted = self.num_completed = 0
 
     def forward(self, call: str, *args: Any, **options: Any) -> Any:
         """Call the driver; a failure on one rank ends all ranks."""
@@ -99,17 +94,11 @@ class AgreedBackend(ForwardingBackend):
 
     copy_many = forwarded("copy_many")
 
-    def mem_create(
-        self,
-        num_bytes: int,
-        location: MemoryLocation = MemoryLocation.DEVICE,
-        *,
-        shareable: bool = False,
-    ) -> Handle:
+    def mem_create(self, *args: Any, **options: Any) -> Handle:
         """Create memory, on all ranks or none. Cost: some 100 µs more, for the ranks to agree."""
         handle, error = None, None
         try:
-            handle = self.upstream.mem_create(num_bytes, location, shareable=shareable)
+            handle = self.upstream.mem_create(*args, **options)
         except DriverError as caught:
             if not caught.is_out_of_memory:
                 raise self._group.fail(caught) from caught
@@ -137,7 +126,7 @@ class AgreedBackend(ForwardingBackend):
 
     def record_fence(self) -> Fence:
         """Record a fence that passes when all submitted steps were read."""
-        return _StepFence(super().record_fence(), self._clock)
+        return _StepFence(super().record_fence(), self)
 
     def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
         """Run operations; a failure ends all ranks."""
@@ -158,7 +147,6 @@ class Lockstep:
 
     def __init__(self, group: TensorParallel):
         self.group = group
-        self.clock = StepClock()
         self._commands: list[bytes] = []  # Pickled.
         self._checksum = 0
         self._pool: ExtentPool | None = None
@@ -168,7 +156,8 @@ class Lockstep:
 
     def backend(self, device: str) -> Backend:
         """Open the memory of this rank's device."""
-        return AgreedBackend(open_backend(device), self.group, self.clock)
+        self.driver = AgreedBackend(open_backend(device), self.group)
+        return self.driver
 
     def level(self, pool: ExtentPool) -> None:
         """Set an empty pool's budgets to the smallest of all ranks'."""
@@ -223,7 +212,7 @@ class Lockstep:
 
     def completed(self, number: int, result: StepResult) -> None:
         """Note that a step's result was read."""
-        self.clock.num_completed = number
+        self.driver.num_completed = number
         tokens = ",".join(map(str, result.token_ids))
         self._checksum = zlib.crc32(tokens.encode(), self._checksum)
 
@@ -247,17 +236,11 @@ class LockstepRunner:
         self._has_set = False
         self._shortage: Exception | None = None
 
-    def set_slot(
-        self,
-        slot: int,
-        params: SamplingParams,
-        prompt_token_ids: Sequence[int],
-        output_token_ids: Sequence[int] = (),
-    ) -> None:
+    def set_slot(self, *slot: Any) -> None:
         """Set a slot; if a rank lacks memory for it, `submit` fails on all ranks."""
         self._has_set = True
         try:
-            self._runner.set_slot(slot, params, prompt_token_ids, output_token_ids)
+            self._runner.set_slot(*slot)
         except ConfigError:
             # Every rank refuses the parameters, and the step's slots are set again.
             self._has_set, self._shortage = False, None
@@ -267,20 +250,16 @@ class LockstepRunner:
                 raise self._lockstep.group.fail(error) from error
             self._shortage = self._shortage or error
 
-    def _agree_on_slots(self) -> None:
-        """Raise an out-of-memory error of one rank on all of them."""
+    def submit(self, pieces: Sequence[Piece]) -> _LockstepStep:
+        """Submit a step. Cost: some 100 µs more after `set_slot`, for the ranks to agree."""
+        self._lockstep.group.check()
         has_set, shortage = self._has_set, self._shortage
         self._has_set, self._shortage = False, None
         if has_set and self._lockstep.group.max(int(shortage is not None)):
             raise shortage or torch.OutOfMemoryError("another rank has no memory left for a slot")
-
-    def submit(self, pieces: Sequence[Piece]) -> _LockstepStep:
-        """Submit a step. Cost: some 100 µs more after `set_slot`, for the ranks to agree."""
-        self._lockstep.group.check()
-        self._agree_on_slots()
         pending = self._lockstep.or_end(partial(self._runner.submit, pieces))
-        self._lockstep.clock.num_submitted += 1
-        return _LockstepStep(pending, self._lockstep.clock.num_submitted, self._lockstep)
+        self._lockstep.driver.num_submitted += 1
+        return _LockstepStep(pending, self._lockstep.driver.num_submitted, self._lockstep)
 
 
 class _LockstepStep:

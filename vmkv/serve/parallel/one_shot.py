@@ -401,7 +401,7 @@ class OneShotSums:
         `collectives.norm_of_sum`. Cost: as `add`, plus reading the residual and writing the norm
         meanwhile.
         """
-        return _add_norm(part, residual, weight, epsilon, self._size, self._exchange)
+        return norm_after_sum(part, residual, weight, epsilon, self._size, self._exchange)
 
     def give_up(self) -> None:
         """End kernels that wait for other ranks; their sums are invalid. Thread-safe."""
@@ -424,20 +424,14 @@ def has_rows(part: torch.Tensor) -> bool:
 
 
 def norm_after_sum(
-    part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> torch.Tensor:
-    """Run `OneShotSums.add_norm` on a `part` that is already summed and `has_rows`."""
-    return _add_norm(part, residual, weight, epsilon, 1, (0,) * 5)
-
-
-def _add_norm(
     part: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
     epsilon: float,
-    size: int,
-    exchange: tuple[int, ...],
+    size: int = 1,
+    exchange: tuple[int, ...] = (0,) * 5,
 ) -> torch.Tensor:
+    """Run `OneShotSums.add_norm` on a `part` that `has_rows`, and by default is already summed."""
     out = torch.empty_like(part)
     if part.nbytes:
         row_vectors = part.shape[-1] * part.itemsize // VECTOR_BYTES

@@ -92,7 +92,7 @@ class Ranks:
                 for rank in range(1, size):  # `join` would not notice that one has ended.
                     if (reason := self._hear(rank)) != _BEGUN:
                         raise RankError(reason)
-                undo.callback(_leave)
+                undo.callback(abort)
                 watcher = threading.Thread(target=self._watch, name="vmkv-ranks", daemon=True)
                 watcher.start()
                 undo.callback(self._stop_watching, watcher)
@@ -208,12 +208,6 @@ def _join(path: str, size: int, device_type: str, timeout_s: float, rank: int) -
     set_up(device_type, rank, timeout_s, rank=rank, world_size=size, store=store)
 
 
-def _leave() -> None:
-    if dist.is_initialized():
-        # Without synchronising: other ranks may have ended.
-        abort()
-
-
 def _run_rank(
     connection: Connection,
     rank: int,
@@ -230,7 +224,7 @@ def _run_rank(
         with _environment(rank, size):
             join(rank)
             target(open_group(), *arguments)
-            _leave()
+            abort()
     except BaseException as error:  # noqa: BLE001  # reported to rank 0
         with contextlib.suppress(OSError):  # Rank 0 may have ended.
             connection.send(one_line(error))

@@ -97,13 +97,11 @@ def _pickled(value: Any) -> bytes:
     return pickle.dumps(RuntimeError(f"{type(value).__name__}: {value}"))
 
 
-def _unpickled(kind: type, data: bytes) -> Any:
-    return pickle.loads(data)
-
-
 _KINDS = (Add, Cancel, Finish, Stop, Ready, Failed, News)
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_pickled)
-_DECODERS = [msgspec.msgpack.Decoder(kind, dec_hook=_unpickled) for kind in _KINDS]
+_DECODERS = [
+    msgspec.msgpack.Decoder(kind, dec_hook=lambda _, data: pickle.loads(data)) for kind in _KINDS
+]
 
 
 # ---- the engine's side ---------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class EngineProcess(EngineClient):
         """Start a process and wait until its engine is ready."""
         ours, theirs = socket.socketpair()
         with self._starting, theirs:
-            self._process = process = start_child(run_engine, (self._make, theirs), "vmkv-engine")
+            self._worker = process = start_child(run_engine, (self._make, theirs), "vmkv-engine")
             if self._is_stopping:
                 process.kill()
         try:
@@ -115,14 +115,6 @@ class EngineProcess(EngineClient):
         self._empty = self.stats
         self._started_s = time.monotonic()
 
-    @property
-    def failure(self) -> str | None:
-        """The reason why no request can be served; None while the engine runs."""
-        # The process may have ended while no event loop was running.
-        if self._death is None and not self._process.is_alive():
-            return "the engine's process has ended"
-        return super().failure
-
     async def shutdown(self, drain: bool = True) -> None:
         """Stop the engine and do not restart it; with `drain=False`, kill it after a timeout."""
         self._is_stopping = True
@@ -130,13 +122,13 @@ class EngineProcess(EngineClient):
             self._restarting.cancel()
             await asyncio.wait([self._restarting])
         if not drain:
-            asyncio.get_running_loop().call_later(_CUT_S, self._process.kill)
+            asyncio.get_running_loop().call_later(_CUT_S, self._worker.kill)
         await super().shutdown(drain)
 
     def close(self) -> None:
         """End the process and cancel its requests, without an event loop. Idempotent."""
         self._socket.close()
-        end_child(self._process, _END_S)
+        end_child(self._worker, _END_S)
 
     async def _connect(self) -> None:
         async with self._connecting:
@@ -149,13 +141,13 @@ class EngineProcess(EngineClient):
     def _send(self, command: Command) -> None:
         try:
             data = packed(command)
-        except TypeError as error:
+        except Exception as error:  # A function, a number of more than 64 bits, half a character.
             raise ConfigError(f"the request cannot be sent to a process: {error}") from error
         if self._transport is not None and self._death is None:
             self._transport.write(data)
 
     async def _wait_for_end(self) -> None:
-        await asyncio.to_thread(self._process.join)
+        await asyncio.to_thread(self._worker.join)
         await self._gone.wait()  # The last messages have been read.
 
     def _hear(self, message: News | Failed) -> None:
@@ -183,8 +175,8 @@ class EngineProcess(EngineClient):
     async def _start_anew(self) -> None:
         await asyncio.to_thread(self.close)
         reason = self._death or ""  # The engine's own reason, if it sent one.
-        if self._process.exitcode:
-            reason = f"the engine has ended: {why_ended(self._process)}"
+        if self._worker.exitcode:
+            reason = f"the engine has ended: {why_ended(self._worker)}"
         if time.monotonic() - self._started_s > _RESTART_MAX_S:
             self._restart_s = 0.0
         while True:
@@ -198,7 +190,7 @@ class EngineProcess(EngineClient):
             except asyncio.CancelledError:
                 with self._starting:
                     self._is_stopping = True
-                    self._process.kill()
+                    self._worker.kill()
                 raise
             except Exception as error:  # noqa: BLE001  # logged; the next attempt may succeed
                 reason = f"the engine could not be started: {one_line(error)}"
