@@ -29,7 +29,7 @@ def test_backend_keeps_the_contract(check: BackendCheck, backend: Backend) -> No
 def test_fault_injector_without_fault_keeps_the_contract(
     check: BackendCheck, backend: Backend
 ) -> None:
-    """As long as no fault is armed, it changes nothing."""
+    """An injector without an armed fault changes nothing."""
     check(FaultInjectingBackend(backend))
 
 

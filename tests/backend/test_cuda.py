@@ -242,7 +242,7 @@ def test_cuda_copies_do_not_wait(cuda: Any) -> None:
 
 
 def test_cuda_destroying_a_stream_waits_for_its_work(cuda: Any) -> None:
-    """Afterwards the stream's work needs no fence."""
+    """The stream's work needs no fence afterwards."""
     size = cuda.granularity_bytes
     address = cuda.address_reserve(size)
     _map(cuda, address, size)

@@ -22,7 +22,7 @@ def test_open_backend_unknown_name_lists_the_known(name: str) -> None:
 
 @pytest.mark.parametrize("granularity_bytes", [0, -4096, 1000, 2048, 3 * 4096])
 def test_host_backend_refuses_impossible_granularity(granularity_bytes: int) -> None:
-    """It must be a power of two and a multiple of the system's page."""
+    """The granularity must be a power of two and a multiple of the system's page."""
     with pytest.raises(ConfigError, match=str(granularity_bytes)):
         HostBackend(granularity_bytes)
 

@@ -124,7 +124,7 @@ def _refused(attempt: Callable[[], object]) -> int | None:
 
 
 def test_exported_descriptor_cannot_be_written(exported: int) -> None:
-    """Neither directly, nor opened anew for writing, which its owner may do."""
+    """The kernel refuses writes to the descriptor, and to the file opened anew for writing."""
     assert errno.EBADF == _refused(lambda: os.write(exported, b"x"))
     assert errno.EACCES == _refused(lambda: mmap.mmap(exported, 4096))
     writable = os.open(f"/proc/self/fd/{exported}", os.O_RDWR)
@@ -139,7 +139,7 @@ def test_exported_descriptor_cannot_be_written(exported: int) -> None:
 
 
 def test_kernel_refuses_write_access_without_the_books(host: HostBackend) -> None:
-    """With the flags of the books cleared, the kernel still refuses it."""
+    """The test clears the flags of the books, and the kernel still refuses the access."""
     handle = host.mem_create(4 * KiB, shareable=True)
     fd = host.mem_export(handle)
     imported = host.mem_import(fd, 4 * KiB)
@@ -187,7 +187,7 @@ def test_import_refuses_memory_that_could_be_truncated(host: HostBackend) -> Non
 
 
 def test_holder_of_a_descriptor_cannot_end_the_sharing(run_python: RunPython) -> None:
-    """It may change the file's mode, but neither export nor import depends on the mode."""
+    """The holder may change the file's mode, on which neither export nor import depends."""
     if os.geteuid() == 0 and not can_become_nobody():
         pytest.skip("modes do not bind root, and this root cannot become another user")
     child = run_python(

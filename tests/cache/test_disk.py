@@ -322,7 +322,7 @@ def test_closed_sequence_is_not_saved(make_cache: MakeCache, tmp_path: Path) -> 
 
 
 def test_save_where_no_file_can_be_written_fails(make_cache: MakeCache, tmp_path: Path) -> None:
-    """Into a missing folder, and onto a folder; no temporary file is left."""
+    """A save into a missing folder or onto a folder leaves no temporary file."""
     sequence = _filled(make_cache(), 5)
     with pytest.raises(FileNotFoundError):
         sequence.save(tmp_path / "missing" / "kv")

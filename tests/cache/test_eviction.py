@@ -46,7 +46,7 @@ def _found(cache: KVCache, tokens: Iterable[int]) -> int:
 
 
 def test_least_recently_used_row_is_evicted_first(make_cache: MakeCache) -> None:
-    """Its last extents go first, so the rest stays usable as a prefix."""
+    """The row's last extents are evicted first, so the rest stays usable as a prefix."""
     cache = make_cache(budget_bytes=64 * PAGE, cost_model=ALIASES)
     said = [range(1000 * at, 1000 * at + 80) for at in range(3)]
     for tokens in [_say(cache, each) for each in said]:
@@ -107,7 +107,7 @@ def test_eviction_shortens_a_row_in_all_groups(make_cache: MakeCache) -> None:
 
 
 def test_extents_shared_with_a_live_row_are_not_evicted(make_cache: MakeCache) -> None:
-    """Their eviction would free nothing; the parked row stays usable as a prefix."""
+    """Evicting shared extents would free nothing; the parked row stays usable as a prefix."""
     cache = make_cache(budget_bytes=40 * PAGE, cost_model=ALIASES, max_sequences=6)
     source = _say(cache, range(100))
     fork = source.fork(64)
@@ -137,7 +137,7 @@ def test_extents_shared_by_parked_rows_only_are_evicted(make_cache: MakeCache) -
 
 @pytest.mark.parametrize("num_pages", [1, 5, 16, 25, 26])
 def test_trim_frees_extents_that_parked_rows_share(make_cache: MakeCache, num_pages: int) -> None:
-    """It frees at least as many bytes as asked for."""
+    """Trim frees at least as many bytes as asked for."""
     cache = make_cache(cost_model=ALIASES)
     source = _say(cache, range(100))
     fork = source.fork(98)
@@ -171,7 +171,7 @@ def test_source_of_a_prefix_keeps_its_windows_while_it_is_copied(make_cache: Mak
 
 
 def test_moving_sequence_is_not_evicted_while_a_prompt_reads_it(make_cache: MakeCache) -> None:
-    """It is the only victim, so the prompt begins without a prefix."""
+    """The moving sequence is the only victim, so the prompt begins without a prefix."""
     cache = make_cache(budget_bytes=28 * PAGE, host_budget_bytes=64 * PAGE)
     said = list(range(100))
     first = _say(cache, said)
@@ -243,7 +243,7 @@ def test_extent_shared_by_two_victims_is_freed_in_one_call(host: HostBackend) ->
 
 @pytest.mark.usefixtures("no_underread")
 def test_moving_sequence_gives_up_extents_that_a_parked_row_shares(make_cache: MakeCache) -> None:
-    """Its other extents are in host memory already."""
+    """The other extents of the moving sequence are in host memory already."""
     cache = make_cache(host_budget_bytes=64 * PAGE, windows=(8,), cost_model=ALIASES)
     moving = _say(cache, range(100))
     moving.fork().close()  # Shares all of it, but for 16 pages before the window.

@@ -49,7 +49,7 @@ def test_fork_shares_whole_extents_and_copies_the_tail(cache: KVCache) -> None:
 
 
 def test_fork_at_zero_tokens_is_empty(cache: KVCache) -> None:
-    """So is a fork of an empty sequence."""
+    """A fork of an empty sequence is empty too."""
     source = cache.open()
     assert 0 == source.fork().num_tokens
     append(source, range(10))

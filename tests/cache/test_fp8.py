@@ -211,7 +211,7 @@ def test_import_of_another_format_is_refused(make: MakeCache, tmp_path: Path, ot
 
 
 def test_caches_of_other_scales_do_not_fork_from_each_other(make: MakeCache) -> None:
-    """Even over one pool: the same bytes are other numbers there."""
+    """With other scales the same bytes are other numbers, also in caches over one pool."""
     pool = ExtentPool(HostBackend(4 * KiB), 1024 * KiB)
     first, like, unlike = make(pool, scales=SCALES), make(pool, scales=SCALES), make(pool)
     sequence = _filled(first)

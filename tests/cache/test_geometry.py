@@ -121,7 +121,7 @@ def test_layers_do_not_overlap_and_are_aligned(geometry: Geometry) -> None:
 
 @given(geometries)
 def test_token_padding_is_small(geometry: Geometry) -> None:
-    """Up to a multiple of 128 B, or of a power of two for small tokens; never to double."""
+    """Tokens are padded to a multiple of 128 B, or of a power of two if small; never to double."""
     payload = geometry.num_layers * geometry.layer_bytes
     assert 0 == geometry.token_bytes % min(128, 1 << (payload - 1).bit_length())
     assert payload <= geometry.token_bytes < min(payload + 128, 2 * payload)

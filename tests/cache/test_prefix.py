@@ -61,7 +61,7 @@ print([each.hex() for row in range(3) for each in index.hashes(row)])
 
 @pytest.mark.parametrize("seed", ["0", "1", "2024"])
 def test_hashes_are_the_same_in_every_process(seed: str) -> None:
-    """They depend neither on Python's hash seed nor on the machine's byte order."""
+    """Hashes depend neither on Python's hash seed nor on the machine's byte order."""
     path = str(Path(__file__).parents[2] / "vmkv")
     child = subprocess.run(
         [sys.executable, "-c", _HASHES.format(path=path)],
@@ -222,7 +222,7 @@ def test_search_asks_few_rows_however_many_match(
 def test_rows_whose_window_has_passed_are_asked_once(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are not asked again for the short prefix, and are still found for longer ones."""
+    """A second search for the short prefix asks no row; longer prompts still find the rows."""
     cache = make_cache(windows=(8,), max_sequences=12, budget_bytes=100 * 1024 * KiB)
     asked: list[int] = []
     keeps = cache.keeps
@@ -245,7 +245,7 @@ def test_rows_whose_window_has_passed_are_asked_once(
 
 
 def test_last_token_is_never_found(cache: KVCache) -> None:
-    """It must be computed to get logits."""
+    """The last token must be computed to get logits."""
     _say(cache, range(64)).close()
     assert 48 == cache.open(prompt=range(64)).num_cached_tokens
 

@@ -232,7 +232,7 @@ def test_import_reads_another_process_and_outlives_it(device: str, path: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_exporter_goes_on_while_others_read(device: str, path: str) -> None:
-    """It truncates into the shared tokens, writes, closes and trims; importers see none of it."""
+    """The exporter truncates, writes, closes and trims; the importers' tokens do not change."""
     with _same_cache(device) as cache, _exporting(device, path) as child:
         sequences = [cache.import_prefix(path) for _ in range(3)]
         child.stdin.write("\n")
@@ -307,7 +307,7 @@ def test_prefix_is_cut_to_whole_extents(
 
 
 def test_row_of_an_import_serves_the_next_import(make_shareable: MakeCache, path: str) -> None:
-    """Its earlier mappings are unmapped first."""
+    """The row's earlier mappings are unmapped first."""
     source, target = make_shareable(), make_shareable(max_sequences=1)
     sequence = source.open()
     append(sequence, range(64))
@@ -398,7 +398,7 @@ def test_adopted_import_gives_up_its_extents(make_shareable: MakeCache, path: st
 
 
 def test_exporter_outlives_sequence_and_cache(make_shareable: MakeCache, path: str) -> None:
-    """It keeps the shared extents and their pool until it is closed."""
+    """The exporter keeps the shared extents and their pool until it is closed."""
     source, target = make_shareable(), make_shareable()
     sequence = source.open()
     append(sequence, range(128))
@@ -527,7 +527,7 @@ def test_import_without_an_exporter_fails(make_shareable: MakeCache, path: str) 
 
 
 def test_socket_is_this_users_and_goes_with_the_exporter(sequence: Any, path: str) -> None:
-    """Its mode admits this user only, and closing the exporter removes it."""
+    """The socket's mode admits this user only; closing the exporter removes the socket."""
     with sequence.export(path) as exporter:
         assert 0o600 == stat.S_IMODE(os.lstat(path).st_mode)
         assert path == exporter.socket_path
@@ -863,7 +863,7 @@ def test_exporter_closes_in_spite_of_a_failing_driver(make_cache: MakeCache, pat
 
 
 def test_exporter_that_outlives_its_cache_closes_the_pool(make_cache: MakeCache, path: str) -> None:
-    """It is the pool's last user; a second close completes one that failed."""
+    """The exporter is the pool's last user; a second close completes one that failed."""
     struck = set()
     for fail_at in range(1, 20):
         host = HostBackend(PAGE)

@@ -92,7 +92,7 @@ def test_evicted_extents_of_the_wanted_sizes_are_used_again(make_cache: MakeCach
 
 
 def test_make_ready_evicts_at_most_twice_the_request(make_cache: MakeCache) -> None:
-    """Or one extent, if that is more; repeated calls evict nothing further."""
+    """One extent is evicted if that is more; repeated calls evict nothing further."""
     cache = make_cache(budget_bytes=60 * PAGE)
     _parked(cache, 80, 80, 80)
     live = cache.open(row=3)
@@ -114,7 +114,7 @@ def test_make_ready_evicts_the_least_recently_used_row(make_cache: MakeCache) ->
 
 
 def test_make_ready_takes_nothing_from_live_rows(make_cache: MakeCache) -> None:
-    """Without parked rows it returns False and changes nothing."""
+    """Without parked rows `make_ready` returns False and changes nothing."""
     cache = make_cache(budget_bytes=40 * PAGE)
     live = [cache.open(row=row) for row in range(2)]
     for sequence in live:
@@ -128,7 +128,7 @@ def test_make_ready_takes_nothing_from_live_rows(make_cache: MakeCache) -> None:
 
 
 def test_make_ready_does_not_wait_by_default(host: HostBackend, make_cache: MakeCache) -> None:
-    """It returns False until the fence of the memory that it retired has passed."""
+    """`make_ready` returns False until the fences of retired memory have passed."""
     cache = make_cache(budget_bytes=40 * PAGE)
     live = cache.open(row=2)
     host.hold_fences()
@@ -186,11 +186,11 @@ def test_row_parked_before_a_passed_fence_is_evicted_without_a_wait(
 
 
 def _end_idle(cache: KVCache, doing: Callable[[Sequence], object]) -> Sequence:
-    """Close a row that took no part in the last step, all work before which is done.
+    """Close a row that the last step did not use, with all earlier work done.
 
     Args:
         cache: A cache of 40 pages.
-        doing: What is done with the row's sequence during the last step.
+        doing: Called with the row's sequence during the last step.
 
     Returns:
         A live sequence that holds the other half of the pages.
@@ -218,7 +218,7 @@ def _end_idle(cache: KVCache, doing: Callable[[Sequence], object]) -> Sequence:
 def test_close_idle_spares_the_wait_for_the_last_step(
     host: HostBackend, make_cache: MakeCache, doing: Callable[[Sequence], object], waits: bool
 ) -> None:
-    """Unless a fork has copied from the row since; the caller need not know of it."""
+    """The wait is needed after all if a fork has copied from the row since."""
     host.hold_fences()
     live = _end_idle(make_cache(budget_bytes=41 * PAGE), doing)
     passed = host.last_passed_fence
@@ -239,7 +239,7 @@ def test_close_idle_spares_the_wait_for_the_last_step(
 def test_adopted_row_stays_idle_until_it_holds_tokens(
     host: HostBackend, make_cache: MakeCache, doing: Callable[[Sequence], object], waits: bool
 ) -> None:
-    """Until then its memory is evicted without a wait."""
+    """The memory of an adopted row without tokens is evicted without a wait."""
     host.hold_fences()
     cache = make_cache(budget_bytes=40 * PAGE)
     live = _end_idle(cache, lambda leaving: None)
@@ -325,7 +325,7 @@ def test_grow_ahead_skips_empty_and_swapped_sequences(make_cache: MakeCache) -> 
 def test_grow_ahead_does_not_wait_for_retired_addresses(
     host: HostBackend, make_cache: MakeCache
 ) -> None:
-    """It maps there once the fence of the old mapping has passed."""
+    """`grow_ahead` maps there once the fence of the old mapping has passed."""
     cache = make_cache()
     live = cache.open()
     append(live, range(8))

@@ -221,7 +221,7 @@ def test_failed_reorder_keeps_the_records(
 def test_beams_whose_copy_failed_lose_their_records(
     host: HostBackend, make_cache: MakeCache
 ) -> None:
-    """Their tails are undefined, so no prefix hit may contain them."""
+    """The beams' tails are undefined, so no prefix hit may contain them."""
     faulty = FaultInjectingBackend(host)
     pool = ExtentPool(faulty, 400 * PAGE, close_when_unused=True)
     cache = make_cache(pool, cost_model=COPIES)
@@ -243,7 +243,7 @@ def test_beams_whose_copy_failed_lose_their_records(
 
 
 def test_beams_of_unequal_length_are_refused(make_cache: MakeCache) -> None:
-    """So is another number of sources than of beams."""
+    """Another number of sources than of beams is refused as well."""
     cache = make_cache()
     first, second = cache.open(), cache.open()
     append(first, range(5))
@@ -283,7 +283,7 @@ def test_one_beam_twice_is_refused(make_cache: MakeCache) -> None:
 
 
 def test_beams_of_another_cache_are_refused(host: HostBackend, make_cache: MakeCache) -> None:
-    """Their row numbers name other rows in this cache."""
+    """The row numbers of another cache's beams name other rows here."""
     pool = ExtentPool(host, 200 * PAGE, close_when_unused=True)
     cache, other = make_cache(pool), make_cache(pool)
     beams = _Beams(other, 2, 10, forked=False)

@@ -127,7 +127,7 @@ def test_trim_releases_free_extents_first(cache: KVCache) -> None:
 
 @pytest.mark.parametrize("num_pages", [0, 1, 5, 9, 12, 14, 99])
 def test_make_room_adds_to_the_available_memory(make_cache: MakeCache, num_pages: int) -> None:
-    """First from parked rows, then from pages of live rows beyond their length."""
+    """Parked rows give up memory first, then live rows their pages beyond their length."""
     cache = make_cache(budget_bytes=40 * PAGE)
     live, ended = cache.open(), cache.open()
     for sequence in (live, ended):

@@ -128,7 +128,7 @@ def test_third_tenant_does_not_read_the_first(make_scrubbed: MakeScrubbed, way: 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_poison_is_nan(make_scrubbed: MakeScrubbed, way: str) -> None:
-    """In recycled memory and in new memory."""
+    """Both recycled and new memory are filled."""
     cache = make_scrubbed("poison")
     first = cache.open()
     first.append(30)
@@ -151,7 +151,7 @@ def test_poison_is_nan_in_every_float_type(host: HostBackend, dtype: torch.dtype
 
 
 def test_new_tenant_reads_zeros_on_every_backend(backend: Backend) -> None:
-    """By adoption and by new mappings."""
+    """The memory is adopted, or mapped anew."""
     pool = ExtentPool(
         backend, 64 * backend.granularity_bytes, scrub="cross-tenant", close_when_unused=True
     )
@@ -256,7 +256,7 @@ def test_reordered_beams_are_scrubbed_behind_the_copied_tokens(make_scrubbed: Ma
 
 
 def test_prefix_hit_of_the_same_tenant_is_not_scrubbed(make_scrubbed: MakeScrubbed) -> None:
-    """In mode `always` the tokens behind the prefix are."""
+    """The tokens behind the prefix are scrubbed in mode `always`."""
     cache = make_scrubbed("always")
     sequence = cache.open(tenant="a")
     append(sequence, range(98))

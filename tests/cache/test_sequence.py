@@ -126,7 +126,7 @@ def test_grow_leaves_longer_sequences_alone(cache: KVCache) -> None:
 
 
 def test_grow_refuses_another_caches_sequences(make_cache: MakeCache) -> None:
-    """Their row numbers name rows of this cache, which would grow in their place."""
+    """Row numbers of another cache's sequences would make rows of this cache grow."""
     mine, others = make_cache().open(), make_cache().open()
     with pytest.raises(ConfigError, match="another cache"):
         mine.cache.grow([(mine, 5), (others, 9)])
@@ -177,7 +177,7 @@ def test_closed_sequence_raises_closed_error(cache: KVCache) -> None:
 
 
 def test_sequences_end_with_their_cache(cache: KVCache) -> None:
-    """Their use is a `ClosedError`, not a memory fault."""
+    """Use of such a sequence is a `ClosedError`, not a memory fault."""
     sequence = cache.open()
     sequence.append(3)
     cache.close()

@@ -75,7 +75,7 @@ def test_stats_retired_waits_for_fences(make_cache: MakeCache, host: HostBackend
 
 
 def test_stats_are_a_snapshot(cache: KVCache) -> None:
-    """They are frozen and do not follow later changes."""
+    """The object is frozen and does not follow later changes."""
     stats = cache.stats()
     before = dict(stats.driver_calls)
     cache.open().append(40)

@@ -95,9 +95,9 @@ def make_play(request: pytest.FixtureRequest) -> Iterator[Callable[[int], _Play]
 def test_source_waits_for_a_fork_on_another_stream(
     make_play: Callable[[int], _Play], alias_pages: int
 ) -> None:
-    """It overwrites its tokens after the copy.
+    """The source overwrites its tokens after the copy.
 
-    A prefix hit forks like this, unknown to the owner.
+    A prefix hit forks like this, unknown to its owner.
     """
     play = make_play(alias_pages)
     play.on(_FIRST)

@@ -35,7 +35,7 @@ def _host_bytes(cache: KVCache) -> int:
 
 
 def test_swapped_in_sequence_has_the_over_read_resident(cache: KVCache) -> None:
-    """Also if `keep_resident` was called while it was away; during the move the call is refused."""
+    """`keep_resident` may be called while the sequence is swapped out, but not while it moves."""
     sequence = cache.open()
     append(sequence, range(40))
     transfer = sequence.swap_out(wait=False)
@@ -83,7 +83,7 @@ def test_stats_count_swapped_bytes(cache: KVCache) -> None:
 def test_swap_in_finishes_the_swap_out_of_another_sequence(
     host: HostBackend, make_cache: MakeCache
 ) -> None:
-    """It needs the memory that the other sequence frees."""
+    """The sequence that comes back needs the memory that the other one frees."""
     pool = ExtentPool(host, 150 * PAGE, host_budget_bytes=300 * PAGE, close_when_unused=True)
     cache = make_cache(pool, windows=(40,))
     first, second = cache.open(), cache.open()
@@ -98,7 +98,7 @@ def test_swap_in_finishes_the_swap_out_of_another_sequence(
 
 
 def test_growth_finishes_the_swap_out_of_another_sequence(cache: KVCache) -> None:
-    """Until then the moving sequence keeps its device memory."""
+    """The moving sequence keeps its device memory until another one needs it."""
     first, second = cache.open(), cache.open()
     append(first, range(250))
     first.swap_out(wait=False)

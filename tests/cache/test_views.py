@@ -76,7 +76,7 @@ def test_views_have_any_dtype(host: HostBackend, dtype: torch.dtype) -> None:
 
 
 def test_keys_and_values_may_differ_in_shape(host: HostBackend) -> None:
-    """As in latent attention: one wide key, narrower values."""
+    """Latent attention has one wide key and narrower values."""
     with KVCache(host, max_tokens=64, max_sequences=2, budget_bytes=64 * PAGE) as cache:
         cache.add_layers(
             range(2),

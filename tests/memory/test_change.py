@@ -177,7 +177,7 @@ def test_change_that_cannot_be_undone_is_an_internal_error(
 
 
 def test_refused_change_changes_nothing(make_pool: MakePool) -> None:
-    """It acquires no extent, and the mappings that it would have read are no longer pinned."""
+    """A refused change acquires no extent, and unpins the mappings that it would have read."""
     pool = make_pool(6)
     table = _table(pool, [1, 0], [0])
     read = _mappings(table, 0)
@@ -191,7 +191,7 @@ def test_refused_change_changes_nothing(make_pool: MakePool) -> None:
 
 
 def test_change_pins_the_mappings_that_it_reads(pool: ExtentPool) -> None:
-    """So are mappings whose extents it maps again."""
+    """Mappings whose extents are mapped again are pinned too."""
     table = _table(pool, [1, 0], [0], [])
     read, again = _mappings(table, 0), _mappings(table, 1)
     rows = [RowChange(table, 2, 0, [0], again=again, source=(table, 1))]
@@ -227,7 +227,7 @@ def test_block_that_fails_leaves_rows_as_they_were(pool: ExtentPool, is_mapped: 
 
 
 def test_kept_bytes_are_copied_to_the_new_extents(pool: ExtentPool) -> None:
-    """In two rows at once; the bytes behind the kept ones are undefined."""
+    """One change keeps bytes in two rows; the bytes behind them are undefined."""
     table = _table(pool, [0, 1, 0], [1])
     old = [_mappings(table, 0, 1, 2), _mappings(table, 1)]
     rows = [

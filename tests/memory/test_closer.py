@@ -37,7 +37,7 @@ class _Never(Fence):
 
 
 def test_no_call_waits_for_a_table_that_is_being_closed() -> None:
-    """Neither closing it, nor acquiring and trimming memory meanwhile."""
+    """Neither `close_soon` waits, nor calls that acquire, disown and trim memory meanwhile."""
     pool = ExtentPool(_BusyDevice(PAGE), 64 * PAGE)
     table = table_of(pool, 2, 1)
     pool.reclaimer.close_soon(table.close_behind)
@@ -52,7 +52,7 @@ def test_no_call_waits_for_a_table_that_is_being_closed() -> None:
 
 
 def test_closed_table_is_unmapped_after_its_fence(host: HostBackend, make_pool: MakePool) -> None:
-    """Until then its memory is retired and its addresses stay reserved."""
+    """Before the fence, the table's memory is retired and its addresses stay reserved."""
     pool = make_pool(8)
     table = table_of(pool, 1, 0)
     host.hold_fences()
@@ -68,7 +68,7 @@ def test_closed_table_is_unmapped_after_its_fence(host: HostBackend, make_pool: 
 
 
 def test_table_closes_at_once_on_an_idle_device(pool: ExtentPool) -> None:
-    """Except for addresses that a tensor still points into."""
+    """Addresses that a tensor still points into stay reserved."""
     has_views = [True]
     seen, plain = table_of(pool, 1), table_of(pool, 0)
     pool.reclaimer.close_soon(
@@ -83,7 +83,7 @@ def test_table_closes_at_once_on_an_idle_device(pool: ExtentPool) -> None:
 
 
 def test_acquisition_waits_for_a_closed_table(host: HostBackend, make_pool: MakePool) -> None:
-    """It gets the memory and no refusal."""
+    """Memory is short, and the acquisition is not refused."""
     pool = make_pool(4)
     table = table_of(pool, 2)
     host.hold_fences()
@@ -95,7 +95,7 @@ def test_acquisition_waits_for_a_closed_table(host: HostBackend, make_pool: Make
 def test_tables_that_could_not_be_closed_are_closed_later(
     host: HostBackend, make_pool: MakePool, again: Callable[[ExtentPool], object]
 ) -> None:
-    """By the next call that frees memory; one whose driver call fails leaves them to the next."""
+    """The next call that frees memory closes them; if the driver fails again, a later one does."""
     backend = FaultInjectingBackend(host)
     pool = make_pool(8, backend)
     tables = [table_of(pool, 1), table_of(pool, 2)]

@@ -454,7 +454,7 @@ def _close_lost(cache: KVCache, known: set[int]) -> None:
 def test_an_operation_can_be_interrupted_at_any_offset(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Afterwards it has happened as a whole, or not at all."""
+    """The interrupted operation has happened as a whole, or not at all."""
     monkeypatch.setattr(layer_group, "UNDERREAD_TOKENS", 0)  # So that short windows move.
     files = {"save": _save, "load": _load}
 
@@ -499,7 +499,7 @@ def test_an_operation_can_be_interrupted_at_any_offset(
 
 @pytest.mark.parametrize("fail_at", [1, 2, 3])
 def test_a_cache_whose_close_failed_is_not_used(fail_at: int) -> None:
-    """Its addresses may be free already, so every call but `close` is refused."""
+    """The cache's addresses may be free already, so every call but `close` is refused."""
     backend = FaultInjectingBackend(HostBackend(PAGE))
     state = FaultyCache(backend)
     state.say(20).close()

@@ -29,7 +29,7 @@ def test_size_classes_are_the_fewest(num_pages: int, largest_class: int) -> None
 
 
 def test_extent_is_referenced_by_mappings_and_owners() -> None:
-    """Its references are the sum of both (I2)."""
+    """The number of references is the sum of both (I2)."""
     extent = Extent(id=3, size_class=2, num_bytes=4 * 4096, handle=Handle(7))
     assert (4, 0) == (extent.num_pages, extent.num_references)
     assert [] == count_references([extent, extent], 1, 1, 0) + count_references([extent], 0, 0, 1)

@@ -129,7 +129,7 @@ def _notes(happened: list[str], *, interrupts: bool) -> Callable[[], None]:
 @pytest.mark.usefixtures("default_handler")
 @pytest.mark.parametrize("interrupts", [False, True])
 def test_an_interrupt_waits_for_the_outermost_operation(interrupts: bool) -> None:
-    """Or for a call within it that is `interruptible`."""
+    """An `interruptible` call within the operation gets the interrupt earlier."""
     happened: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         _notes(happened, interrupts=interrupts)()
@@ -157,7 +157,7 @@ def test_interruptible_call_may_hold_interrupts_back_again() -> None:
 
 @pytest.mark.usefixtures("default_handler")
 def test_a_handler_that_raises_nothing_runs_late() -> None:
-    """As a server's does: the operation completes for its caller, and the handler stays."""
+    """A server's handler does so: the operation completes, and the handler stays installed."""
     happened: list[str] = []
 
     def handler(number: int, frame: object) -> None:
@@ -171,7 +171,7 @@ def test_a_handler_that_raises_nothing_runs_late() -> None:
 
 @pytest.mark.usefixtures("default_handler")
 def test_sequence_of_an_interrupted_open_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stays open if the handler raises nothing, because the caller gets it."""
+    """If the handler raises nothing, the caller gets the sequence, which stays open."""
     state = FaultyCache(HostBackend(PAGE))  # type: ignore[arg-type]
     cache = state.cache
     monkeypatch.setattr(cache, "note_stream", lambda: signal.raise_signal(signal.SIGINT))

@@ -53,7 +53,7 @@ def test_i1_created_is_free_resident_and_retired(pool: ExtentPool) -> None:
 
 
 def test_i4_unreferenced_extent_is_not_on_its_free_list(pool: ExtentPool) -> None:
-    """It was popped and then forgotten."""
+    """The extent was popped and then forgotten."""
     assert pool._shelf(MemoryLocation.DEVICE).pop([0])
     _is_found(pool, "I4")
 
@@ -113,13 +113,13 @@ def test_i6_row_has_a_hole(pool: ExtentPool) -> None:
 
 
 def test_i6_row_runs_past_its_end(pool: ExtentPool) -> None:
-    """Its last pages are another row's first."""
+    """The row's last pages are another row's first."""
     pool.page_tables[0].row_pages = 3
     _is_found(pool, "I6: row 0 runs to page 4 of 3")
 
 
 def test_i7_retired_mapping_is_unmapped_already(pool: ExtentPool) -> None:
-    """It was unmapped before its fence."""
+    """The mapping was unmapped before its fence."""
     (retired,) = pool.reclaimer.retired_mappings()
     pool.backend.mem_unmap(retired.address, retired.extent.num_bytes)
     _is_found(pool, "I7")

@@ -61,7 +61,7 @@ def test_placement_is_one_access_for_its_run(pool: ExtentPool) -> None:
 def test_overlapping_finds_every_mapping_with_a_page_in_the_range(
     pool: ExtentPool, classes: tuple[int, ...], num_retired: int
 ) -> None:
-    """In order, wherever the range and the run begin and end."""
+    """The mappings come in order, wherever the range and the run begin and end."""
     table = PageTable(pool, num_rows=1, row_pages=12)
     if classes:
         _map(table, 0, *classes)
@@ -89,7 +89,7 @@ def test_row_grows_at_its_end_only(pool: ExtentPool) -> None:
 
 
 def test_close_waits_for_the_device(host: HostBackend, make_pool: MakePool) -> None:
-    """Only for the table's own fence; the device stays busy."""
+    """The table's own fence is waited for; the device stays busy."""
     pool = make_pool(64)
     table = PageTable(pool, num_rows=1, row_pages=8)
     _map(table, 0, 2)
@@ -103,7 +103,7 @@ def test_close_waits_for_the_device(host: HostBackend, make_pool: MakePool) -> N
 def test_reservation_outlives_close_while_a_tensor_points_into_it(
     host: HostBackend, make_pool: MakePool
 ) -> None:
-    """It stays reserved and empty, so that a stale view faults, and is freed later."""
+    """The reservation stays empty, so that a stale view faults, and is freed later."""
     pool = make_pool(64)
     views = [True, False]
     tables = [PageTable(pool, num_rows=1, row_pages=8) for _ in range(2)]
@@ -118,7 +118,7 @@ def test_reservation_outlives_close_while_a_tensor_points_into_it(
 
 
 def test_addresses_of_memory_that_could_not_be_unmapped_stay_reserved() -> None:
-    """They are freed once another `close` has unmapped the memory."""
+    """Another `close` unmaps the memory and frees the addresses."""
     backend = FaultInjectingBackend(HostBackend(PAGE))
     pool = ExtentPool(backend, 16 * PAGE)
     table = PageTable(pool, num_rows=1, row_pages=4)

@@ -59,14 +59,14 @@ def test_least_recently_used_victim_is_evicted_first() -> None:
 
 @pytest.mark.parametrize(("num_bytes", "evicted"), [(0, 0), (1, 1), (21, 21), (22, 21), (99, 21)])
 def test_evict_takes_no_more_than_was_asked_for(num_bytes: int, evicted: int) -> None:
-    """It returns the bytes that it evicted."""
+    """`evict` returns the bytes that it evicted."""
     source = _Source(5, 7, 9)
     assert evicted == _pressure(source).evict(num_bytes)
     assert 21 - evicted == sum(source.left)
 
 
 def test_victims_of_all_sources_are_one_queue() -> None:
-    """They are ordered by their last use, not by source."""
+    """Victims are ordered by their last use, not by source."""
     first, second = _Source(5, 5), _Source(5, 5, first_used=5)
     assert 12 == _pressure(first, second).evict(12)
     assert ([(0, 5), (1, 2)], [(0, 5)]) == (first.taken, second.taken)
@@ -80,7 +80,7 @@ def test_evict_may_be_restricted_to_one_source() -> None:
 
 
 def test_source_that_is_gone_is_not_asked() -> None:
-    """It was removed, or collected as garbage: pressure does not keep an unclosed cache alive."""
+    """A source may be removed or collected as garbage; pressure keeps no unclosed cache alive."""
     first, second, third = _Source(5), _Source(5), _Source(5)
     pressure = _pressure(first, second, third)
     pressure.remove_source(second.victims)
@@ -185,7 +185,7 @@ def test_make_room_waits_for_retired_memory_before_it_evicts(
 
 
 def test_acquire_or_evict_takes_from_victims(make_pool: MakePool) -> None:
-    """It gets all extents or none, and an acquisition that cannot be met is an error."""
+    """A call gets all extents or none, and raises an error if they cannot be had."""
     pool = make_pool(8)
     rows = _Sharers(pool, [0, 1, 2, 3], [4, 5, 6, 7])
     rows.live = {0}
@@ -231,7 +231,7 @@ def test_pins_are_counted_and_end_with_their_block(make_pool: MakePool) -> None:
 
 @pytest.mark.parametrize("num_pages", [1, 3, 6, 7, 99])
 def test_one_make_room_evicts_all_that_can_be_evicted(make_pool: MakePool, num_pages: int) -> None:
-    """If that is less than was asked for, a second call evicts nothing."""
+    """If all is less than was asked for, a second call evicts nothing."""
     pool = make_pool(12)
     rows = _Sharers(pool, [0, 1, 2, 3], [0, 1, 4], [0, 5], [6, 7])
     rows.live = {3}

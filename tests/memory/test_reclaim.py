@@ -142,7 +142,7 @@ def test_number_of_remembered_fences_is_bounded(host: HostBackend, pool: ExtentP
 
 
 def test_wait_for_some_bytes_stops_early(host: HostBackend, make_pool: MakePool) -> None:
-    """It waits for no more fences than the bytes need."""
+    """`wait` waits for no more fences than the bytes need."""
     pool = make_pool(8)
     table = _table(pool, 0, 0, 0, 0)
     host.hold_fences()
@@ -159,7 +159,7 @@ def test_wait_with_nothing_retired_makes_no_call(pool: ExtentPool) -> None:
 
 
 def test_has_retired_in_finds_any_overlap(host: HostBackend, make_pool: MakePool) -> None:
-    """Of an extent of two pages behind one of a page, at either end."""
+    """A range may overlap the extent at either end."""
     pool = make_pool(8)
     table = _table(pool, 0, 1)
     host.hold_fences()
@@ -176,7 +176,7 @@ def test_has_retired_in_finds_any_overlap(host: HostBackend, make_pool: MakePool
 def test_a_row_that_begins_within_a_retired_extent_waits_for_it(
     host: HostBackend, make_pool: MakePool
 ) -> None:
-    """As a fork whose sliding window begins within an extent of the row's last sequence."""
+    """A fork's sliding window may begin within an extent of the row's last sequence."""
     pool = make_pool(8)
     table = _table(pool, 2)
     host.hold_fences()

@@ -51,7 +51,7 @@ def test_modes_scrub_the_extents_they_name(
 
 @pytest.mark.parametrize("scrub", ["never", "cross-tenant"])
 def test_memory_of_another_type_is_zeroed(scrub: str) -> None:
-    """Its bytes may be NaN in the new type; memory that was never written is left alone."""
+    """Old bytes may be NaN in the new type; memory that was never written is left alone."""
     for is_dirty, byte in ((True, 0), (False, None)):
         assert byte == Scrub(scrub).byte(_extent(is_dirty=is_dirty, tenant=None), None, "float16")
 
@@ -65,7 +65,7 @@ def test_scrub_is_named_or_a_member() -> None:
 
 @pytest.mark.parametrize("code", ["<e", "<f", "<d"])
 def test_poison_is_not_a_number(code: str) -> None:
-    """In half, single and double precision; bfloat16 is the upper half of single."""
+    """The byte makes NaN in half, single and double; bfloat16 is the upper half of single."""
     data = bytes(
         [Scrub.POISON.byte(_extent(is_dirty=False, tenant=None), None, None) or 0]
     ) * struct.calcsize(code)

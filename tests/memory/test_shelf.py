@@ -96,7 +96,7 @@ def test_host_budget_is_named(make_shelf: MakeShelf) -> None:
 
 
 def test_release_takes_the_largest_first(make_shelf: MakeShelf) -> None:
-    """That takes the fewest calls; as many bytes are released as were asked for, if there are."""
+    """Large extents take the fewest calls; at least the bytes asked for are released, if free."""
     shelf = make_shelf(16)
     shelf.put_back(shelf.take([0, 3, 1]))
     assert 8 * PAGE == shelf.release_free(PAGE)
@@ -106,7 +106,7 @@ def test_release_takes_the_largest_first(make_shelf: MakeShelf) -> None:
 
 
 def test_release_that_fails_keeps_the_extent_free(host: HostBackend, make_shelf: MakeShelf) -> None:
-    """It exists, so it is counted and can be taken."""
+    """The extent still exists, so it is counted and can be taken."""
     faulty = FaultInjectingBackend(host)
     shelf = make_shelf(8, backend=faulty)
     shelf.put_back(shelf.take([0, 1]))

@@ -106,7 +106,7 @@ def test_race_is_clean_under_thread_sanitizer(tmp_path):
 
 @pytest.mark.slow
 def test_a_delayed_pop_starts_over(plain):
-    """It is delayed in the ABA schedule, which is replayed in one thread."""
+    """The ABA schedule, replayed in one thread, delays the pop."""
     result = run(plain, "aba")
     assert (result.returncode, result.stderr) == (0, "")
 

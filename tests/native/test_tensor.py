@@ -92,7 +92,7 @@ def test_counter_counts_views_until_they_are_deleted():
 
 
 def test_an_unconsumed_capsule_cleans_up_after_itself():
-    """It is counted while it lives, and not afterwards."""
+    """A capsule that is never consumed counts as a view while it lives, and not afterwards."""
     counter = native.ViewCounter()
     capsule = native.view_capsule(PAGE, PAGE, CPU, 0, counter)
     assert counter.live == 1

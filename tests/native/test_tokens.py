@@ -16,7 +16,7 @@ INTEGERS = st.integers(-(2**63), 2**63 - 1)
 
 @given(st.lists(INTEGERS), st.sampled_from([list, tuple, iter]))
 def test_integers_are_packed_as_struct_does(values: list[int], kind: Any) -> None:
-    """From lists, tuples and iterators."""
+    """The integers come from lists, tuples and iterators."""
     assert struct.pack(f"={len(values)}q", *values) == pack_token_ids(*kind(values))
 
 
@@ -32,7 +32,7 @@ def test_integers_are_packed_as_struct_does(values: list[int], kind: Any) -> Non
     ],
 )
 def test_values_that_are_no_integers_are_refused(token_ids: Any, error: type[Exception]) -> None:
-    """Also behind integers."""
+    """Integers may precede them."""
     with pytest.raises(error):
         pack_token_ids(*token_ids)
 

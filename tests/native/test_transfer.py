@@ -116,6 +116,6 @@ def test_execute_names_the_location_that_the_record_asks_for() -> None:
 
 
 def test_execute_refuses_cpu_access_without_a_function() -> None:
-    """It is the same function that set_access needs."""
+    """set_cpu_access needs the same function as set_access."""
     with pytest.raises(ValueError, match="record 0 of the plan needs set_access_fn"):
         _native.execute(_plan((SET_CPU_ACCESS, 0, 4096, 1)), 1, 0, 1, 0, 0)
