@@ -1,7 +1,6 @@
-"""Every backend, and the fault injector around it, keeps the contract; and the kit can tell.
+"""Every backend keeps the contract, also behind the fault injector, and the kit finds mutants.
 
-Faults (touching what may not be touched) are in test_host.py and test_cuda.py, for they kill
-the process.
+Memory faults end the process, so they are tested in test_host.py and test_cuda.py.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def test_backend_keeps_the_contract(check: BackendCheck, backend: Backend) -> No
 def test_fault_injector_without_fault_keeps_the_contract(
     check: BackendCheck, backend: Backend
 ) -> None:
-    """Wrapping changes nothing as long as no fault strikes."""
+    """An injector without an armed fault changes nothing."""
     check(FaultInjectingBackend(backend))
 
 
@@ -180,7 +179,7 @@ class _MixesLocationsUp(HostBackend):
 
 
 class _GrantsLessThanAsked(HostBackend):
-    """Who asks to write what is shared gets to read it, and no error."""
+    """Grants read access, without an error, where write access must be refused."""
 
     def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
         num_done, error = super().run_until_failure(ops)
@@ -191,7 +190,7 @@ class _GrantsLessThanAsked(HostBackend):
 
 
 class _FillsOneLocation(Books):
-    """Where a fill spans both locations, all but the first piece is forgotten."""
+    """Fills only the first piece of a range that spans both locations."""
 
     def fill_pieces(self, address: int, num_bytes: int) -> list[tuple[int, int]] | None:
         pieces = super().fill_pieces(address, num_bytes)
@@ -199,7 +198,7 @@ class _FillsOneLocation(Books):
 
 
 class _ExportsACopy(HostBackend):
-    """What is imported is a snapshot, and not the exporter's memory."""
+    """Exports a snapshot instead of the handle's memory."""
 
     def mem_export(self, handle: Handle) -> int:
         own = super().mem_export(handle)
@@ -259,5 +258,5 @@ def test_check_backend_names_the_broken_rule(mutant: type[HostBackend], sentence
 
 
 def test_access_values_are_cudas() -> None:
-    """The flags go to the driver as they are: CU_MEM_ACCESS_FLAGS_PROT_*."""
+    """The driver gets the flags as they are: CU_MEM_ACCESS_FLAGS_PROT_*."""
     assert (0, 1, 3) == (Access.NONE, Access.READ, Access.READ_WRITE)

@@ -1,7 +1,6 @@
-"""What is special to CUDA: the driver's own granularity, hardware protection, a busy device.
+"""CUDA alone: the driver's granularity, hardware protection, host memory, and a busy device.
 
-Each test needs a GPU. That Python and torch work on while a thread maps is tested for correctness
-only, not for speed.
+Each test needs a GPU. A thread that maps beside torch is tested for correctness, not for speed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def cuda() -> Iterator[Any]:
 
 
 def _map(backend: Backend, address: int, num_bytes: int) -> None:
-    """Fresh writable memory that lives as long as its mapping."""
+    """Map new writable memory, which lives as long as its mapping."""
     handle = backend.mem_create(num_bytes)
     at = Address(address)
     backend.execute([MapOp(at, num_bytes, handle), AccessOp(at, num_bytes, Access.READ_WRITE)])
@@ -44,7 +43,7 @@ def _map(backend: Backend, address: int, num_bytes: int) -> None:
 
 
 def test_cuda_granularity_divides_2_mib(cuda: Any) -> None:
-    """Discrete GPUs of today map 2 MiB; others may map less, never something that does not fit."""
+    """Discrete GPUs of today map 2 MiB; others may map less, but a divisor of it."""
     assert 0 == 2 * MiB % cuda.granularity_bytes
 
 
@@ -61,7 +60,7 @@ def test_cuda_release_while_mapped_returns_memory_after_unmap(cuda: Any) -> None
 
 
 def test_cuda_exhaustion_says_out_of_memory(cuda: Any) -> None:
-    """A device that is merely full is told apart from one that is broken."""
+    """A full device is told apart from a broken one."""
     with pytest.raises(CudaDriverError) as caught:
         cuda.mem_create(64 << 40)
     assert caught.value.is_out_of_memory
@@ -107,7 +106,7 @@ def test_cuda_enforces_read_only(access: str, returncode: int) -> None:
 
 
 def test_cuda_fence_waits_for_submitted_work(cuda: Any) -> None:
-    """A fence behind a second of work has not passed yet, and has once it was waited for."""
+    """A fence behind a second of work has passed after a wait, not before."""
     stream = torch.cuda.Stream()
     cuda.note_stream(stream.cuda_stream)
     with torch.cuda.stream(stream):
@@ -132,7 +131,7 @@ def test_cuda_fence_covers_every_noted_stream(cuda: Any) -> None:
 
 
 def test_cuda_join_orders_streams(cuda: Any) -> None:
-    """After a join, work on one stream sees what another had been given before."""
+    """After a join, work on one stream sees the earlier work of another stream."""
     size = cuda.granularity_bytes
     address = cuda.address_reserve(2 * size)
     second = Address(address + size)
@@ -213,7 +212,7 @@ def test_cuda_kernels_and_cpu_read_memory_of_the_host(cuda: Any) -> None:
 
 
 def test_cuda_copies_do_not_wait(cuda: Any) -> None:
-    """Copies to memory of the host, and fills, only queue behind what their stream holds."""
+    """Copies to host memory, and fills, are only queued behind their stream's work."""
     size = 64 * MiB
     address = cuda.address_reserve(2 * size)
     second = Address(address + size)
@@ -243,7 +242,7 @@ def test_cuda_copies_do_not_wait(cuda: Any) -> None:
 
 
 def test_cuda_destroying_a_stream_waits_for_its_work(cuda: Any) -> None:
-    """After it, no fence is needed for what the stream did."""
+    """The stream's work needs no fence afterwards."""
     size = cuda.granularity_bytes
     address = cuda.address_reserve(size)
     _map(cuda, address, size)

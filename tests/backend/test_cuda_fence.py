@@ -1,4 +1,4 @@
-"""A CUDA fence that several threads ask and wait for: a matter of lists, which needs no GPU."""
+"""A CUDA fence that several threads query and wait for, over fake events; needs no GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vmkv.core.backend.cuda import CudaFence
 
 
 class _Events:
-    """Events 0 to 2, of which those below `num_passed` have passed; runs `beside` meanwhile."""
+    """Events 0 to 2, those below `num_passed` passed; calls `beside` once in the first method."""
 
     def __init__(self) -> None:
         self.num_passed = 0
@@ -51,7 +51,7 @@ def fence(events: _Events) -> CudaFence:
 def test_fence_has_passed_when_all_streams_have(
     events: _Events, fence: CudaFence, num_passed: int
 ) -> None:
-    """Whichever is late; and its events are used again, once."""
+    """Any stream may be the last one; each event is recycled once."""
     events.num_passed = num_passed
     assert not fence.has_passed()
     events.num_passed = 3
@@ -62,10 +62,10 @@ def test_fence_has_passed_when_all_streams_have(
 
 @pytest.mark.parametrize("ask", ["has_passed", "wait"])
 @pytest.mark.parametrize("beside", ["has_passed", "wait"])
-def test_no_thread_takes_an_event_from_another(
+def test_concurrent_calls_recycle_each_event_once(
     events: _Events, fence: CudaFence, ask: str, beside: str
 ) -> None:
-    """A second one that comes at the worst moment: each waits for all, and no event is lost."""
+    """A second call comes during the first; each waits for all events or for none."""
     events.num_passed = 3
     events.beside = getattr(fence, beside)
     getattr(fence, ask)()

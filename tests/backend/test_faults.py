@@ -1,4 +1,4 @@
-"""The fault injector: what counts as a call, which one fails, what its caller sees."""
+"""The fault injector: the calls that it counts, the call that fails, and the caller's error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vmkv.units import Address, KiB
 
 
 def _map_three(backend: Backend) -> list[MapOp | AccessOp]:
-    """Ops that map three pages in a fresh reservation, and their handles released already."""
+    """Operations that map three pages of a new reservation and grant access to them."""
     page = backend.granularity_bytes
     address = backend.address_reserve(3 * page)
     ops: list[MapOp | AccessOp] = [
@@ -43,7 +43,7 @@ def test_fault_injector_counts_each_operation_of_a_batch(host: HostBackend) -> N
     ("fail_at", "call"), [(1, "mem_map"), (3, "mem_map"), (4, "mem_set_access")]
 )
 def test_fault_inside_a_batch_undoes_it(host: HostBackend, fail_at: int, call: str) -> None:
-    """What the batch had mapped before the fault is unmapped again."""
+    """Mappings that the batch made before the fault are unmapped."""
     backend = FaultInjectingBackend(host)
     ops = _map_three(backend)
     before = backend.usage()
@@ -57,7 +57,7 @@ def test_fault_inside_a_batch_undoes_it(host: HostBackend, fail_at: int, call: s
 
 
 def test_fault_is_not_forwarded(host: HostBackend) -> None:
-    """The call that fails never reaches the driver."""
+    """The failing call does not reach the driver."""
     backend = FaultInjectingBackend(host, fail_at=2)
     handle = backend.mem_create(4 * KiB)
     with pytest.raises(DriverError, match="mem_create"):
@@ -66,8 +66,8 @@ def test_fault_is_not_forwarded(host: HostBackend) -> None:
     backend.mem_release(handle)
 
 
-def test_fault_can_say_out_of_memory(host: HostBackend) -> None:
-    """The pool treats a full device differently, so the kit must be able to play one."""
+def test_fault_can_be_out_of_memory(host: HostBackend) -> None:
+    """The pool treats a full device differently, so the kit must simulate one."""
     backend = FaultInjectingBackend(host, fail_at=1, is_out_of_memory=True)
     with pytest.raises(DriverError) as caught:
         backend.mem_create(4 * KiB)
@@ -75,7 +75,7 @@ def test_fault_can_say_out_of_memory(host: HostBackend) -> None:
 
 
 def test_unmaps_before_a_fault_stay_done(host: HostBackend) -> None:
-    """Unmaps cannot be taken back: `num_done` says how many are gone."""
+    """Unmaps cannot be undone; `num_done` is the number of those that were made."""
     backend = FaultInjectingBackend(host)
     ops = _map_three(backend)
     backend.execute(ops)
@@ -90,7 +90,7 @@ def test_unmaps_before_a_fault_stay_done(host: HostBackend) -> None:
     _clean_up(backend, ops)
 
 
-# ---- check_every_call_can_fail, on operations that are right and wrong --------------------
+# ---- check_every_call_can_fail, on a correct and a faulty operation -----------------------
 
 
 def _two_creates(backend: FaultInjectingBackend, *, cleans_up: bool) -> Scenario:
@@ -114,7 +114,7 @@ def _two_creates(backend: FaultInjectingBackend, *, cleans_up: bool) -> Scenario
 
 
 def test_check_every_call_can_fail_lists_the_calls() -> None:
-    """A right operation passes, and the answer says of what it consists."""
+    """A correct operation passes, and the result lists its calls."""
     struck = check_every_call_can_fail(
         lambda: HostBackend(4 * KiB), lambda backend: _two_creates(backend, cleans_up=True)
     )
@@ -122,18 +122,18 @@ def test_check_every_call_can_fail_lists_the_calls() -> None:
 
 
 def test_check_every_call_can_fail_finds_a_leak() -> None:
-    """An operation that forgets its first half when the second fails is caught."""
+    """The operation does not release its first handle when the second creation fails."""
     with pytest.raises(AssertionError, match="fault at call 2, mem_create"):
         check_every_call_can_fail(
             lambda: HostBackend(4 * KiB), lambda backend: _two_creates(backend, cleans_up=False)
         )
 
 
-# ---- a whole life: every primitive, each failing in turn ----------------------------------
+# ---- batches of copies --------------------------------------------------------------------
 
 
-def test_fault_inside_a_batch_of_copies_says_how_far_it_came(host: HostBackend) -> None:
-    """Copies before the fault are under way; those after it are not."""
+def test_fault_in_a_batch_of_copies_reports_the_copies_done(host: HostBackend) -> None:
+    """Copies before the fault are submitted, later ones are not."""
     backend = FaultInjectingBackend(host)
     ops = _map_three(backend)
     backend.execute(ops)

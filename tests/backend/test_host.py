@@ -1,6 +1,6 @@
-"""What is special to memfd and mmap: real faults, memory that really goes back, held fences.
+"""The host backend alone: memory faults, memory returned to the kernel, failing system calls.
 
-Faults kill the process, so each is met in a child: a negative return code names the signal.
+Faults end the process, so each happens in a child, whose negative return code names the signal.
 """
 
 from __future__ import annotations
@@ -70,20 +70,20 @@ _NO_FAULTS = {
 @pytest.mark.parametrize("granularity", [4 * KiB, 2 * MiB])
 @pytest.mark.parametrize("what", _FAULTS)
 def test_host_faults_where_cuda_would(what: str, granularity: int, run_python: RunPython) -> None:
-    """Touching what the contract forbids ends the process, as it ends a CUDA context."""
+    """A forbidden access ends the process, as it ends a CUDA context."""
     child = run_python(_SETUP.format(granularity=granularity) + _FAULTS[what])
     assert child.returncode in (-signal.SIGSEGV, -signal.SIGBUS), child.stderr
 
 
 @pytest.mark.parametrize("what", _NO_FAULTS)
-def test_host_allows_what_cuda_allows(what: str, run_python: RunPython) -> None:
-    """The same script without the offence runs to its end, so the faults above are real."""
+def test_host_allows_accesses_that_cuda_allows(what: str, run_python: RunPython) -> None:
+    """The scripts run to their end, so the faults above come from the forbidden accesses."""
     child = run_python(_SETUP.format(granularity=64 * KiB) + _NO_FAULTS[what])
     assert 0 == child.returncode, child.stderr
 
 
 def _mapped(backend: HostBackend, num_bytes: int) -> Address:
-    """Memory of which only the mapping is left to hold it."""
+    """Memory that only its mapping keeps alive."""
     address = backend.address_reserve(num_bytes)
     handle = backend.mem_create(num_bytes)
     backend.execute(
@@ -93,12 +93,12 @@ def _mapped(backend: HostBackend, num_bytes: int) -> Address:
     return address
 
 
-#: How far the kernel may be off: each processor counts some pages of its own before it tells.
+#: Error of the kernel's count: each processor reports its pages only when it has some.
 _SLACK_BYTES = 1 * MiB
 
 
 def _shared_resident_bytes() -> int:
-    """What this process has resident of memfds and the like, says the kernel, about."""
+    """Resident memory of memfds and the like in this process, as counted by the kernel."""
     with open("/proc/self/status") as lines:
         fields = dict(line.split(":", 1) for line in lines)
     return int(fields["RssShmem"].split()[0]) * KiB
@@ -119,7 +119,6 @@ def test_host_memory_goes_back_to_the_kernel(host: HostBackend) -> None:
 
 
 def test_host_reservation_costs_no_memory(host: HostBackend) -> None:
-    """A terabyte of addresses is free."""
     before = _shared_resident_bytes()
     address = host.address_reserve(1 << 40)
     assert host.file_bytes() == 0
@@ -128,7 +127,7 @@ def test_host_reservation_costs_no_memory(host: HostBackend) -> None:
 
 
 def test_host_handles_are_never_reissued(host: HostBackend) -> None:
-    """A stale handle can reach nobody's memory: its number never comes back."""
+    """A stale handle names no other memory, because its number is never used again."""
     seen = set()
     for _ in range(20):
         handle = host.mem_create(4 * KiB)
@@ -144,7 +143,7 @@ def test_host_handles_are_never_reissued(host: HostBackend) -> None:
 
 @pytest.mark.parametrize("num_bytes", [-4096, 0, 1, 4095, 4097])
 def test_host_refusals_name_call_size_and_reason(host: HostBackend, num_bytes: int) -> None:
-    """A refusal is an EINVAL that says what was wrong."""
+    """A refusal is an EINVAL with a reason."""
     with pytest.raises(HostDriverError, match="multiple of the granularity") as caught:
         host.mem_create(num_bytes)
     error = caught.value
@@ -152,7 +151,7 @@ def test_host_refusals_name_call_size_and_reason(host: HostBackend, num_bytes: i
     assert wanted == (error.call, error.status, error.status_name, error.is_out_of_memory)
 
 
-# ---- the operating system itself fails ----------------------------------------------------
+# ---- failing system calls -----------------------------------------------------------------
 
 _UNMAP = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t)
 _SET_ACCESS = ctypes.CFUNCTYPE(
@@ -185,7 +184,7 @@ def test_host_keeps_its_books_when_the_kernel_refuses_an_unmap(host: HostBackend
 
 
 def test_host_undoes_a_batch_when_the_kernel_refuses_access(host: HostBackend) -> None:
-    """The maps of the batch are taken back, in the books and in the address space."""
+    """The batch's maps are undone, in the books and in the address space."""
     page = host.granularity_bytes
     address = host.address_reserve(2 * page)
     handles = [host.mem_create(page) for _ in range(2)]
@@ -209,11 +208,11 @@ def test_host_undoes_a_batch_when_the_kernel_refuses_access(host: HostBackend) -
     host.address_free(address, 2 * page)
 
 
-# ---- life ---------------------------------------------------------------------------------
+# ---- closing and unmapping ----------------------------------------------------------------
 
 
-def test_host_close_gives_its_file_back() -> None:
-    """Opening and closing many backends needs one descriptor at a time."""
+def test_host_close_closes_its_files() -> None:
+    """Opening and closing many backends leaves no descriptor open."""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(50):
         backend = HostBackend(4 * KiB)
@@ -223,7 +222,7 @@ def test_host_close_gives_its_file_back() -> None:
 
 
 def test_host_mixed_size_run_is_unmapped_in_one_call(host: HostBackend) -> None:
-    """The reclaimer unmaps whole runs; sizes in a run differ."""
+    """The reclaimer unmaps whole runs, whose mappings differ in size."""
     page = host.granularity_bytes
     address = host.address_reserve(7 * page)
     at = 0

@@ -1,6 +1,6 @@
-"""Memory shared between two real processes, and what the kernel enforces of it.
+"""Memory shared between two processes, and the kernel's protection of exported memory.
 
-The exporter is a child, which is killed: what it shared must live on here.
+The exporter is a child that is killed; the memory that it shared must live on here.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def importer(request: pytest.FixtureRequest) -> Iterator[Backend]:
 def test_import_reads_another_process_and_outlives_it(
     importer: Backend, location: MemoryLocation
 ) -> None:
-    """What the exporter wrote is read here, before and after it is killed."""
+    """The exporter's bytes are read here before and after it is killed."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-c", _EXPORTER, importer.name, location.value]
     with ours, theirs:
@@ -102,7 +102,7 @@ def test_import_reads_another_process_and_outlives_it(
     importer.address_free(address, size)
 
 
-# ---- what the kernel enforces on the host -------------------------------------------------
+# ---- protection by the kernel, on the host ------------------------------------------------
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def _refused(attempt: Callable[[], object]) -> int | None:
 
 
 def test_exported_descriptor_cannot_be_written(exported: int) -> None:
-    """Neither as it is, nor opened anew for writing, which its owner may do."""
+    """The kernel refuses writes to the descriptor, and to the file opened anew for writing."""
     assert errno.EBADF == _refused(lambda: os.write(exported, b"x"))
     assert errno.EACCES == _refused(lambda: mmap.mmap(exported, 4096))
     writable = os.open(f"/proc/self/fd/{exported}", os.O_RDWR)
@@ -138,10 +138,8 @@ def test_exported_descriptor_cannot_be_written(exported: int) -> None:
     mmap.mmap(exported, 8 * KiB, prot=mmap.PROT_READ).close()
 
 
-def test_kernel_refuses_write_access_where_the_books_forget_to(
-    host: HostBackend,
-) -> None:
-    """Freezing does not rest on our books: with them blinded, it is the kernel that says no."""
+def test_kernel_refuses_write_access_without_the_books(host: HostBackend) -> None:
+    """The test clears the flags of the books, and the kernel still refuses the access."""
     handle = host.mem_create(4 * KiB, shareable=True)
     fd = host.mem_export(handle)
     imported = host.mem_import(fd, 4 * KiB)
@@ -160,7 +158,7 @@ def test_kernel_refuses_write_access_where_the_books_forget_to(
 
 
 def test_exported_file_holds_nothing_else(host: HostBackend, exported: int) -> None:
-    """An export gives away its own bytes: no other handle's are in the same file."""
+    """Memory of other handles lies in other files."""
     handles = [host.mem_create(4 * KiB, location) for location in MemoryLocation]
     common = {os.fstat(file.fd).st_ino for file in host._files.values()}
     assert 2 == len(common)
@@ -171,12 +169,12 @@ def test_exported_file_holds_nothing_else(host: HostBackend, exported: int) -> N
 
 
 def test_exported_descriptors_are_not_inherited(exported: int) -> None:
-    """A child of the exporter gets what it is given, and nothing by accident."""
+    """A child of the exporter gets only the descriptors that it is passed."""
     assert not os.get_inheritable(exported)
 
 
-def test_import_refuses_memory_that_its_owner_could_cut(host: HostBackend) -> None:
-    """A file without the seals could be truncated under the reader, which ends its process."""
+def test_import_refuses_memory_that_could_be_truncated(host: HostBackend) -> None:
+    """A file without the seals could shrink under its reader, which ends the process."""
     for seals in (0, 0x02 | 0x04, 0x01 | 0x02 | 0x04):
         fd = os.memfd_create("stranger", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         os.ftruncate(fd, 8 * KiB)
@@ -189,10 +187,10 @@ def test_import_refuses_memory_that_its_owner_could_cut(host: HostBackend) -> No
         host.mem_import(fd, 8 * KiB)
 
 
-def test_whoever_holds_a_descriptor_cannot_end_the_sharing(run_python: RunPython) -> None:
-    """The same user may change a file's mode, and nobody needs it: neither to export nor import."""
+def test_holder_of_a_descriptor_cannot_end_the_sharing(run_python: RunPython) -> None:
+    """The holder may change the file's mode, on which neither export nor import depends."""
     if os.geteuid() == 0 and not can_become_nobody():
-        pytest.skip("no mode stops root, and this root cannot be anybody else")
+        pytest.skip("modes do not bind root, and this root cannot become another user")
     child = run_python(
         "import os\n"
         "from vmkv.core.backend import Access, AccessOp, HostBackend, MapOp\n"
@@ -215,21 +213,20 @@ def test_whoever_holds_a_descriptor_cannot_end_the_sharing(run_python: RunPython
 
 
 def test_import_refuses_memory_that_cannot_be_read(host: HostBackend, exported: int) -> None:
-    """It could be imported, and mapping it would fail later."""
+    """Mapping it would fail later."""
     write_only = os.open(f"/proc/self/fd/{exported}", os.O_WRONLY)
     with pytest.raises(HostDriverError, match="no exported memory"):
         host.mem_import(write_only, 8 * KiB)
     os.close(write_only)
 
 
-def test_import_names_both_sizes(host: HostBackend, exported: int) -> None:
-    """Geometry that differs is told as such."""
+def test_import_of_the_wrong_size_names_both_sizes(host: HostBackend, exported: int) -> None:
     with pytest.raises(HostDriverError, match="has 8192 bytes, not 4096"):
         host.mem_import(exported, 4 * KiB)
 
 
-def test_shared_memory_goes_back_with_its_last_holder(host: HostBackend) -> None:
-    """Descriptors are counted, so that thousands of exports do not use them up."""
+def test_shared_memory_is_freed_with_its_last_holder(host: HostBackend) -> None:
+    """Descriptors are closed as well, so that thousands of exports do not exhaust them."""
     before = len(os.listdir("/proc/self/fd"))
     address = host.address_reserve(4 * KiB)
     numbers = set()
@@ -244,13 +241,13 @@ def test_shared_memory_goes_back_with_its_last_holder(host: HostBackend) -> None
         host.mem_release(handle)
         host.mem_release(imported)
         host.mem_unmap(address, 4 * KiB)
-    assert 60 == len(numbers), "a stale handle reaches nobody's memory: no number comes back"
+    assert 60 == len(numbers), "a handle's number was used again"
     assert before == len(os.listdir("/proc/self/fd"))
     host.address_free(address, 4 * KiB)
 
 
 def test_running_out_of_descriptors_says_how_to_get_more(run_python: RunPython) -> None:
-    """Each shareable handle is a file; a process has 1,024 by default. Nothing is left behind."""
+    """Each shareable handle is a file, and a process may have 1,024; no descriptor is leaked."""
     child = run_python(
         "import os, resource\n"
         "from vmkv.core.backend import HostBackend\n"
@@ -285,7 +282,7 @@ def test_running_out_of_descriptors_says_how_to_get_more(run_python: RunPython) 
 def test_more_than_the_machine_has_is_out_of_memory(
     host: HostBackend, location: MemoryLocation, shareable: bool
 ) -> None:
-    """Refused at once, naming where it did not fit; nothing of it stays."""
+    """The error names the location, and no memory or descriptor stays allocated."""
     num_descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(HostDriverError, match=f"8 TiB in {location.value} memory") as caught:
         host.mem_create(8 << 40, location, shareable=shareable)
@@ -299,7 +296,7 @@ _COPY = ctypes.CFUNCTYPE(
 )
 
 
-def test_batch_of_copies_that_the_driver_ends_says_how_far_it_came(host: HostBackend) -> None:
+def test_failing_batch_of_copies_reports_the_copies_done(host: HostBackend) -> None:
     """Copies before the failure are submitted, and counted with the one that failed."""
     handle = host.mem_create(4 * KiB)
     address = host.address_reserve(4 * KiB)

@@ -1,4 +1,4 @@
-"""Caches that the tests make, checked and closed when they end."""
+"""Caches for tests, which are checked and closed after each test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vmkv.units import KiB
 
 @pytest.fixture
 def no_underread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows keep exactly what their queries see: no margin for kernels that fetch whole tiles."""
+    """Windows keep exactly the tokens that their queries see, without a margin for whole tiles."""
     monkeypatch.setattr(layer_group, "UNDERREAD_TOKENS", 0)
 
 

@@ -1,6 +1,6 @@
-"""A sequence that begins with nothing takes the row that would have to give way for it, as it is.
+"""Where memory is short, a sequence without a cached prefix takes over a parked row.
 
-Told by the calls that reach the driver. Rows hold four tokens a page.
+It is the row that would be evicted for it. The tests count driver calls; a page holds four tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MakeCache = Callable[..., KVCache]
 
 
 def _parked(cache: KVCache, *lengths: int) -> None:
-    """Rows of ended sequences that others can begin with, the first used longest ago."""
+    """Fill one row per length and close them; the first row was used longest ago."""
     live = [cache.open(row=row) for row in range(len(lengths))]
     for row, (sequence, num_tokens) in enumerate(zip(live, lengths, strict=True)):
         tokens = range(1000 * row, 1000 * row + num_tokens)
@@ -31,7 +31,7 @@ def _parked(cache: KVCache, *lengths: int) -> None:
 
 
 def _begun(cache: KVCache, num_tokens: int) -> tuple[int, Counter[str]]:
-    """The row of a sequence with a prompt of so many new tokens, and the driver calls it took."""
+    """Open a sequence of `num_tokens` new tokens; return its row and its driver calls."""
     before = cache.pool.backend.calls.copy()
     tokens = range(50_000, 50_000 + num_tokens)
     sequence = cache.open(num_tokens + 1, prompt=tokens)
@@ -46,10 +46,8 @@ def _known(cache: KVCache) -> list[int]:
     return [cache.prefixes.num_recorded(row) for row in range(3)]
 
 
-def test_where_memory_is_short_the_row_unused_for_longest_is_taken_over(
-    make_cache: MakeCache,
-) -> None:
-    """No driver call; what was known of it is forgotten, and nothing else."""
+def test_short_memory_takes_over_the_least_recently_used_row(make_cache: MakeCache) -> None:
+    """The takeover needs no driver call and removes only this row's prefix from the index."""
     cache = make_cache(budget_bytes=60 * PAGE)
     _parked(cache, 80, 80, 80)
     row, calls = _begun(cache, 60)
@@ -57,8 +55,8 @@ def test_where_memory_is_short_the_row_unused_for_longest_is_taken_over(
     assert [0, 80, 80] == _known(cache)
 
 
-def test_where_memory_is_left_every_prefix_stays(make_cache: MakeCache) -> None:
-    """Also the oldest: the newcomer gets memory of its own."""
+def test_enough_memory_keeps_every_prefix(make_cache: MakeCache) -> None:
+    """The new sequence gets memory of its own."""
     cache = make_cache(budget_bytes=128 * PAGE)
     _parked(cache, 80, 80, 80)
     row, calls = _begun(cache, 60)
@@ -67,8 +65,8 @@ def test_where_memory_is_left_every_prefix_stays(make_cache: MakeCache) -> None:
     assert [80, 80, 80] == _known(cache)
 
 
-def test_of_those_that_would_all_give_way_the_best_fit_is_taken(make_cache: MakeCache) -> None:
-    """For 60 tokens both rows of 40 would go, and for 100 all three: then the longest is its."""
+def test_best_fit_among_rows_to_be_evicted_is_taken_over(make_cache: MakeCache) -> None:
+    """The row of 100 tokens fits a prompt of 90 best, although another row was used longer ago."""
     cache = make_cache(budget_bytes=45 * PAGE)
     _parked(cache, 40, 100, 40)
     row, calls = _begun(cache, 90)
@@ -76,8 +74,8 @@ def test_of_those_that_would_all_give_way_the_best_fit_is_taken(make_cache: Make
     assert [40, 0, 40] == _known(cache)
 
 
-def test_far_more_than_it_needs_is_not_kept_from_others(make_cache: MakeCache) -> None:
-    """A long row gives way from its end, and still serves with what is left."""
+def test_row_of_more_than_twice_the_need_is_not_taken_over(make_cache: MakeCache) -> None:
+    """The row is evicted from its end instead, and the rest stays usable as a prefix."""
     cache = make_cache(budget_bytes=40 * PAGE)
     _parked(cache, 80, 80)
     row, _ = _begun(cache, 12)
@@ -85,8 +83,8 @@ def test_far_more_than_it_needs_is_not_kept_from_others(make_cache: MakeCache) -
     assert [64, 80] == _known(cache)[:2]
 
 
-def test_what_others_map_as_well_is_not_taken_over(make_cache: MakeCache) -> None:
-    """It would have to be copied before it is written."""
+def test_row_with_shared_extents_is_not_taken_over(make_cache: MakeCache) -> None:
+    """Shared extents would have to be copied before the first write."""
     cache = make_cache(budget_bytes=44 * PAGE, cost_model=ALIASES)
     _parked(cache, 80, 80)
     hit = cache.open(prompt=[*range(70), 9], row=None)
@@ -99,7 +97,7 @@ def test_what_others_map_as_well_is_not_taken_over(make_cache: MakeCache) -> Non
 def test_caches_that_share_a_pool_evict_the_least_recently_used(
     host: HostBackend, make_cache: MakeCache
 ) -> None:
-    """The other's rows are older: a newcomer here takes their memory, and no row of its own."""
+    """The other cache has the older row, so it is evicted and no row is taken over."""
     pool = ExtentPool(host, 40 * PAGE, close_when_unused=True)
     older, cache = make_cache(pool), make_cache(pool)
     _parked(older, 80)

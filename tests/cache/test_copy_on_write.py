@@ -1,6 +1,6 @@
-"""Copy-on-write: what is shared cannot be written, and is copied before it would be.
+"""Copy-on-write: shared memory is read-only, and is copied before a write.
 
-That the hardware enforces it is shown in a process of its own, because writing there ends it.
+The hardware's protection is tested in a child process, because a forbidden write ends the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MakeCache = Callable[..., KVCache]
 
 @pytest.fixture
 def cache(make_cache: MakeCache) -> KVCache:
-    """Four rows, four tokens in a page; everything whole is shared."""
+    """Four rows, four tokens in a page; all whole extents are aliased."""
     return make_cache(cost_model=ALIASES)
 
 
@@ -34,7 +34,7 @@ def _accesses(cache: KVCache, row: int) -> list[Access]:
     return [mapping.access for mapping in cache.groups[0].table.rows[row].mappings]
 
 
-# ---- the hardware's word ------------------------------------------------------------------
+# ---- protection by hardware ---------------------------------------------------------------
 
 _WRITE = """
 import sys, torch
@@ -71,7 +71,7 @@ def _write(device: str, writer: str, token: int) -> subprocess.CompletedProcess[
 
 
 FAULTS = [
-    # who writes, where, and whether that faults
+    # writer, token, whether the write faults
     ("fork", 0, True),
     ("fork", 7, True),
     ("fork", 8, False),  # The tail is the fork's own.
@@ -82,7 +82,7 @@ FAULTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("writer", "token", "faults"), FAULTS)
 def test_write_to_a_shared_page_faults(writer: str, token: int, faults: bool) -> None:
-    """Through a raw view, on the host: a segmentation fault, after it could be read."""
+    """On the host, a write through a tensor view of shared memory is a segmentation fault."""
     child = _write("host", writer, token)
     assert "read True" in child.stdout, child.stderr
     assert (-signal.SIGSEGV if faults else 0) == child.returncode, child.stderr
@@ -93,18 +93,18 @@ def test_write_to_a_shared_page_faults(writer: str, token: int, faults: bool) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(("writer", "token", "faults"), FAULTS)
 def test_cuda_write_to_a_shared_page_faults(writer: str, token: int, faults: bool) -> None:
-    """The same on a GPU: the kernel faults, and its context is over."""
+    """On a GPU the kernel faults and the context is lost."""
     child = _write("cuda:0", writer, token)
     assert "read True" in child.stdout, child.stderr
     assert (3 if faults else 0) == child.returncode, child.stdout + child.stderr
     assert faults != ("wrote" in child.stdout)
 
 
-# ---- who is protected ---------------------------------------------------------------------
+# ---- access after a fork ------------------------------------------------------------------
 
 
-def test_by_default_the_parent_keeps_its_right(cache: KVCache) -> None:
-    """Which saves a wait for the device at each fork."""
+def test_fork_leaves_the_parent_its_write_access(cache: KVCache) -> None:
+    """Revoking the access would need a wait for the device at each fork."""
     parent = cache.open()
     append(parent, range(98))
     fork = parent.fork()
@@ -113,10 +113,10 @@ def test_by_default_the_parent_keeps_its_right(cache: KVCache) -> None:
     assert Access.READ in _accesses(cache, fork.row)
 
 
-# ---- writing to what was shared -----------------------------------------------------------
+# ---- writes to shared memory --------------------------------------------------------------
 
 
-def test_only_what_is_kept_is_copied(cache: KVCache) -> None:
+def test_only_kept_tokens_are_copied(cache: KVCache) -> None:
     """98 tokens are extents of 16, 8 and 1 pages; the second is shared and keeps 6 tokens."""
     parent = cache.open()
     append(parent, range(98))
@@ -127,7 +127,6 @@ def test_only_what_is_kept_is_copied(cache: KVCache) -> None:
 
 
 def test_a_second_append_copies_nothing(cache: KVCache) -> None:
-    """What was copied is the writer's own from then on."""
     parent = cache.open()
     append(parent, range(98))
     parent.fork()
@@ -140,7 +139,7 @@ def test_a_second_append_copies_nothing(cache: KVCache) -> None:
 
 @pytest.mark.parametrize("writer", ["parent", "fork"])
 def test_sole_holder_writes_in_place(cache: KVCache, writer: str) -> None:
-    """Once the other one is gone there is nothing to copy: the right to write comes back."""
+    """When the other sequence has ended, its memory becomes writable again without a copy."""
     parent = cache.open()
     append(parent, range(98))
     fork = parent.fork()
@@ -154,10 +153,10 @@ def test_sole_holder_writes_in_place(cache: KVCache, writer: str) -> None:
 
 
 @pytest.mark.usefixtures("no_underread")
-def test_writing_what_was_shared_is_ordered_behind_every_stream(
+def test_first_write_after_sharing_joins_all_streams(
     cache: KVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fork that has ended, and given way, may still be read on another one."""
+    """Another stream may still read the memory for the fork that was closed and trimmed."""
     joined: list[int] = []
     monkeypatch.setattr(cache.pool.backend, "join_streams", joined.append)
     parent = cache.open()
@@ -169,11 +168,11 @@ def test_writing_what_was_shared_is_ordered_behind_every_stream(
     parent.append(1)
     assert [cache.current_stream()] == joined
     parent.append(20)
-    assert 1 == len(joined), "nothing is shared any more"
+    assert 1 == len(joined), "joined again although nothing is shared"
 
 
-def test_nothing_appended_is_nothing_copied(cache: KVCache) -> None:
-    """Appending 0 tokens, or growing to a length already reached, leaves what is shared alone."""
+def test_append_of_zero_tokens_copies_nothing(cache: KVCache) -> None:
+    """The same holds for growing to a length that is already reached."""
     parent = cache.open()
     append(parent, range(98))
     parent.fork()

@@ -1,4 +1,4 @@
-"""Sequences on disk: what comes back, what is refused, what a failure leaves behind."""
+"""Sequences on disk: round trips, refused files, and failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _filled(cache: KVCache, num_tokens: int, *, first: int = 0) -> Sequence:
 
 
 def _books(cache: KVCache) -> object:
-    """What a refused load must leave alone."""
+    """State that a refused load must not change."""
     cache.pool.reclaimer.wait()
     cache.pool.reclaimer.free_idle_reservations()
     cache.check()
@@ -51,11 +51,11 @@ def _books(cache: KVCache) -> object:
     )
 
 
-# ---- what comes back ----------------------------------------------------------------------
+# ---- round trips --------------------------------------------------------------------------
 
 
 def test_restored_sequence_is_found_as_a_prefix(make_cache: MakeCache, tmp_path: Path) -> None:
-    """By its tenant, and by nobody else."""
+    """Prompts of its tenant find it, prompts of other tenants do not."""
     source = make_cache()
     _filled(source, 64).save(tmp_path / "kv")
     cache = make_cache(HostBackend(4 * KiB))
@@ -70,14 +70,17 @@ def test_restored_sequence_is_found_as_a_prefix(make_cache: MakeCache, tmp_path:
 
 @pytest.mark.parametrize("windows", [(), (20,)])
 @pytest.mark.parametrize("page_bytes", [16 * KiB, 4 * KiB])
-def test_pages_may_differ(
+def test_page_sizes_may_differ(
     no_underread: None,
     make_cache: MakeCache,
     tmp_path: Path,
     windows: tuple[int, ...],
     page_bytes: int,
 ) -> None:
-    """A file holds tokens, not pages; what a window's first page holds before them is zero."""
+    """A file holds tokens, not pages.
+
+    The part of a window's first page without tokens is zeroed.
+    """
     other_bytes = 20 * KiB - page_bytes
     source = make_cache(HostBackend(page_bytes), windows=windows)
     _filled(source, 107).save(tmp_path / "kv")
@@ -89,7 +92,7 @@ def test_pages_may_differ(
         group, _ = cache.place(layer)
         mapped = restored.keys(layer)[group.first_mapped_token(restored.row, 107) :]
         assert not mapped.isnan().any()
-    # What a window let go of is not there to go back to.
+    # Truncation fails if the shorter sequence would need tokens before the window.
     with pytest.raises(ConfigError, match="no longer") if windows else nullcontext():
         restored.truncate(100)
 
@@ -115,8 +118,8 @@ def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-def test_another_process_goes_on(device: str, tmp_path: Path) -> None:
-    """Saved while swapped out, closed, and loaded by a process that never saw this one."""
+def test_another_process_loads_the_file(device: str, tmp_path: Path) -> None:
+    """The file was written while the sequence was swapped out."""
     with KVCache(
         device, max_tokens=400, max_sequences=2, budget_bytes=1 << 26, host_budget_bytes=1 << 26
     ) as cache:
@@ -131,7 +134,7 @@ def test_another_process_goes_on(device: str, tmp_path: Path) -> None:
 
 
 def test_disk_runs_on_every_backend(backend: Backend, tmp_path: Path) -> None:
-    """Resident, moving and swapped out, from each kind of memory."""
+    """Resident, moving and swapped out, a sequence is saved as the same bytes, and loads again."""
     pages = 16 * backend.granularity_bytes
     cache = KVCache(
         backend, max_tokens=600, max_sequences=4, budget_bytes=pages, host_budget_bytes=3 * pages
@@ -156,13 +159,13 @@ def test_disk_runs_on_every_backend(backend: Backend, tmp_path: Path) -> None:
     cache.close()
 
 
-# ---- where a sequence's memory can be -----------------------------------------------------
+# ---- memory pressure ----------------------------------------------------------------------
 
 
-def test_moving_sequence_stays_while_it_is_saved(
+def test_moving_sequence_is_not_evicted_while_it_is_saved(
     host: HostBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another cache's thread that is short of memory would have it leave first of all."""
+    """Memory pressure during a save does not finish the sequence's swap-out."""
     cache, sequence = _world(host)
     sequence.swap_out(wait=False)
 
@@ -184,7 +187,7 @@ def test_moving_sequence_stays_while_it_is_saved(
 
 
 def test_file_is_an_ordinary_safetensors_file(make_cache: MakeCache, tmp_path: Path) -> None:
-    """Its tensors are raw token rows and token ids, and only this user may read them."""
+    """The tensors are raw token rows and token ids, and only the user may read the file."""
     cache = make_cache()
     sequence = _filled(cache, 21)
     path = tmp_path / "kv.safetensors"
@@ -201,7 +204,7 @@ def test_file_is_an_ordinary_safetensors_file(make_cache: MakeCache, tmp_path: P
 
 
 def test_save_replaces_the_file_at_once(make_cache: MakeCache, tmp_path: Path) -> None:
-    """An older save is either there or not; a reader who has it open reads it to its end."""
+    """The replacement is atomic: a reader of the older file reads it to its end."""
     cache = make_cache()
     _filled(cache, 30).save(tmp_path / "kv")
     with open(tmp_path / "kv", "rb") as old:
@@ -211,10 +214,10 @@ def test_save_replaces_the_file_at_once(make_cache: MakeCache, tmp_path: Path) -
     assert_holds(cache.load(tmp_path / "kv"), range(100, 131))
 
 
-def test_folder_that_cannot_be_synced_holds_the_file(
+def test_save_works_in_a_folder_that_cannot_be_synced(
     make_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some file systems refuse that: it was saved, and says no otherwise."""
+    """Some file systems refuse fsync of a directory; the file is saved all the same."""
     fsync = os.fsync
 
     def refusing(fd: int) -> None:
@@ -228,8 +231,7 @@ def test_folder_that_cannot_be_synced_holds_the_file(
     assert_holds(cache.load(tmp_path / "kv"), range(10))
 
 
-def test_any_name_that_a_file_can_have(make_cache: MakeCache, tmp_path: Path) -> None:
-    """Up to the 255 bytes of the longest, for the first time and again."""
+def test_longest_file_name_can_be_saved_and_replaced(make_cache: MakeCache, tmp_path: Path) -> None:
     cache = make_cache()
     path = tmp_path / ("n" * 255)
     for first in (0, 100):
@@ -275,10 +277,10 @@ with KVCache("host", max_tokens=400, max_sequences=2, budget_bytes=1 << 26) as c
 
 
 @pytest.mark.slow
-def test_savers_that_are_killed_leave_nothing_for_good(
+def test_temporary_files_of_killed_savers_are_removed(
     make_cache: MakeCache, tmp_path: Path
 ) -> None:
-    """The older file is there, and those that were begun, which go with a save an hour later."""
+    """The older file stays; a save an hour later removes the temporary files."""
     (tmp_path / "kv").write_text("older")
     done = _run(_SAVER, str(tmp_path))
     assert 0 == done.returncode, done.stderr
@@ -287,13 +289,13 @@ def test_savers_that_are_killed_leave_nothing_for_good(
         os.utime(left, (left.stat().st_atime, left.stat().st_mtime - 3601))
     (tmp_path / ".vmkv-of-somebody-else").write_text("no temporary file")
     sequence = _filled(make_cache(), 5)
-    with whole_file(tmp_path / "other"):  # One that lives is spared.
+    with whole_file(tmp_path / "other"):  # A temporary file that is being written stays.
         sequence.save(tmp_path / "kv")
     assert [".vmkv-of-somebody-else", "kv", "other"] == sorted(os.listdir(tmp_path))
 
 
-def test_saver_that_lives_is_not_taken_for_dead(make_cache: MakeCache, tmp_path: Path) -> None:
-    """Its file has a temporary name, and others save in the same folder."""
+def test_temporary_file_of_a_running_save_is_kept(make_cache: MakeCache, tmp_path: Path) -> None:
+    """Another save into the same folder does not remove it."""
     sequence = _filled(make_cache(), 5)
     with whole_file(tmp_path / "slow") as file:
         file.write(b"half")
@@ -304,7 +306,7 @@ def test_saver_that_lives_is_not_taken_for_dead(make_cache: MakeCache, tmp_path:
 
 
 def test_closed_sequence_is_not_saved(make_cache: MakeCache, tmp_path: Path) -> None:
-    """Neither it, nor one of a closed cache; and a closed cache loads nothing."""
+    """A closed sequence or cache can neither save nor load."""
     cache = make_cache()
     closed, live = _filled(cache, 5), _filled(cache, 5)
     live.save(tmp_path / "kv")
@@ -319,8 +321,8 @@ def test_closed_sequence_is_not_saved(make_cache: MakeCache, tmp_path: Path) -> 
     assert ["kv"] == os.listdir(tmp_path)
 
 
-def test_save_says_where_it_cannot_write(make_cache: MakeCache, tmp_path: Path) -> None:
-    """A folder that is missing, or a path that is one; nothing is left lying about."""
+def test_save_where_no_file_can_be_written_fails(make_cache: MakeCache, tmp_path: Path) -> None:
+    """A save into a missing folder or onto a folder leaves no temporary file."""
     sequence = _filled(make_cache(), 5)
     with pytest.raises(FileNotFoundError):
         sequence.save(tmp_path / "missing" / "kv")
@@ -331,19 +333,19 @@ def test_save_says_where_it_cannot_write(make_cache: MakeCache, tmp_path: Path) 
     assert_holds(sequence, range(5))
 
 
-# ---- files that are refused ---------------------------------------------------------------
+# ---- refused files ------------------------------------------------------------------------
 
 
 @pytest.fixture
 def saved(no_underread: None, make_cache: MakeCache, tmp_path: Path) -> Path:
-    """A file of 50 tokens of two groups."""
+    """A file with 50 tokens in two layer groups."""
     cache = make_cache(HostBackend(4 * KiB), windows=(20,))
     _filled(cache, 50).save(tmp_path / "kv")
     return tmp_path / "kv"
 
 
 def _refused(cache: KVCache, path: Path, match: str) -> None:
-    """Without a row having been taken."""
+    """Assert that a load is refused and changes no state."""
     before = _books(cache)
     with pytest.raises(ConfigError, match=match):
         cache.load(path)
@@ -351,7 +353,7 @@ def _refused(cache: KVCache, path: Path, match: str) -> None:
 
 
 def test_truncated_file_is_refused(saved: Path, make_cache: MakeCache) -> None:
-    """Wherever it ends."""
+    """A file of any shorter length is refused, and one with a byte too many."""
     cache = make_cache(windows=(20,))
     whole = saved.read_bytes()
     for length in (0, 7, 8, 9, 500, len(whole) // 2, len(whole) - 1):
@@ -366,24 +368,23 @@ VERSIONS = {"format": ("other", "no sequence"), "version": ("1", "version '1'")}
 
 @pytest.mark.parametrize("name", VERSIONS)
 def test_file_of_another_version_is_refused(saved: Path, make_cache: MakeCache, name: str) -> None:
-    """Before its description is read."""
     value, match = VERSIONS[name]
     _rewrite(saved, {}, {name: value})
     _refused(make_cache(windows=(20,)), saved, match)
 
 
 @pytest.mark.parametrize("num_rows", [None, 49, 51])
-def test_other_tensors_than_described_are_refused(
+def test_tensor_of_the_wrong_length_is_refused(
     saved: Path, make_cache: MakeCache, num_rows: int | None
 ) -> None:
-    """Nothing is written past a row."""
+    """One token row too few or too many is refused; an additional tensor is ignored."""
     name = "group.0" if num_rows else "more"
     _rewrite(saved, {name: torch.zeros(num_rows or 1, 1024, dtype=torch.uint8)}, {})
     cache = make_cache(windows=(20,))
     if num_rows:
         _refused(cache, saved, "save the sequence again")
     else:
-        assert_holds(cache.load(saved), range(50))  # A tensor more does no harm.
+        assert_holds(cache.load(saved), range(50))  # The additional tensor is ignored.
 
 
 def _rewrite(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
@@ -393,8 +394,8 @@ def _rewrite(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, s
     save_file(before | tensors, path, metadata)
 
 
-def test_strangers_files_are_refused(make_cache: MakeCache, tmp_path: Path) -> None:
-    """A model's weights, a text, nothing at all."""
+def test_files_of_other_formats_are_refused(make_cache: MakeCache, tmp_path: Path) -> None:
+    """Model weights, text, an oversized header, a missing file and a folder."""
     cache = make_cache()
     save_file({"weight": torch.zeros(3)}, tmp_path / "model")
     _refused(cache, tmp_path / "model", "no sequence")
@@ -407,8 +408,8 @@ def test_strangers_files_are_refused(make_cache: MakeCache, tmp_path: Path) -> N
     _refused(cache, tmp_path, "no regular file")
 
 
-def test_what_is_no_file_is_refused(make_cache: MakeCache, tmp_path: Path) -> None:
-    """A pipe, which nobody writes into, is neither waited for nor replaced; nor is a device."""
+def test_pipes_and_devices_are_refused(make_cache: MakeCache, tmp_path: Path) -> None:
+    """Load does not block on a pipe without a writer, and save does not replace it."""
     cache = make_cache()
     sequence = _filled(cache, 5)
     os.mkfifo(tmp_path / "pipe")
@@ -437,7 +438,7 @@ GEOMETRIES: list[tuple[dict[str, Any], str]] = [
 def test_other_geometry_is_refused(
     cache: KVCache, tmp_path: Path, other: dict[str, Any], match: str
 ) -> None:
-    """It says what differs."""
+    """The error names the difference."""
     _filled(cache, 9).save(tmp_path / "kv")
     shape: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 32, "dtype": torch.float32, **other}
     layers = shape.pop("layers", [0, 1])
@@ -447,7 +448,7 @@ def test_other_geometry_is_refused(
         _refused(mine, tmp_path / "kv", match)
 
 
-# ---- no room ------------------------------------------------------------------------------
+# ---- failing driver calls and a full disk -------------------------------------------------
 
 
 def _world(backend: FaultInjectingBackend) -> tuple[KVCache, Sequence]:
@@ -469,7 +470,7 @@ def _world(backend: FaultInjectingBackend) -> tuple[KVCache, Sequence]:
 def test_every_driver_call_of_load_can_fail(
     tmp_path: Path, is_out_of_memory: bool, no_underread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No sequence, no memory held, and the next attempt succeeds."""
+    """A failed load leaves no sequence and no memory, and the next attempt succeeds."""
     monkeypatch.setattr(disk, "_CHUNK_BYTES", 16 * KiB)
 
     def scenario(backend: FaultInjectingBackend) -> Scenario:
@@ -495,7 +496,7 @@ def test_every_driver_call_of_load_can_fail(
 def test_every_driver_call_of_save_can_fail(
     tmp_path: Path, is_swapped: bool, no_underread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The older file stays, no other appears, and the sequence is what it was."""
+    """A failed save leaves the older file and the sequence as they were."""
     monkeypatch.setattr(disk, "_CHUNK_BYTES", 16 * KiB)
 
     def scenario(backend: FaultInjectingBackend) -> Scenario:
@@ -516,10 +517,10 @@ def test_every_driver_call_of_save_can_fail(
     assert "mem_map" not in struck, "swapped memory is mapped already"
 
 
-def test_disk_that_is_full_leaves_the_older_file(
+def test_save_to_a_full_disk_leaves_the_older_file(
     make_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel's own refusal, by a limit on what a process may write."""
+    """A limit on the file size makes the kernel refuse the write."""
     import resource
     import signal
 

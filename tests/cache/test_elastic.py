@@ -1,4 +1,4 @@
-"""Memory goes to whom it is needed by: back to torch, and between caches by the budget."""
+"""Idle memory goes back to torch's allocator, and between caches of one pool."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MakeCache = Callable[..., KVCache]
 
 
 class _Neighbour:
-    """Somebody who needs memory of the same device, as torch's allocator would."""
+    """Allocates memory of the same device outside the pool, as torch's allocator does."""
 
     def __init__(self, host: HostBackend, free_pages: int):
         self._host = host
@@ -29,10 +29,10 @@ class _Neighbour:
         return answer * scale
 
 
-def test_out_of_memory_elsewhere_takes_what_is_idle(
+def test_call_with_room_frees_parked_rows_and_calls_again(
     host: HostBackend, make_cache: MakeCache
 ) -> None:
-    """Parked rows go, live ones stay; the call is made once more, with its arguments."""
+    """Live rows keep their memory, and the second call gets the same arguments."""
     cache = make_cache()
     live, idle = cache.open(), cache.open()
     live.append(40)
@@ -47,8 +47,7 @@ def test_out_of_memory_elsewhere_takes_what_is_idle(
     cache.check()
 
 
-def test_enough_memory_takes_nothing(host: HostBackend, make_cache: MakeCache) -> None:
-    """Where nothing fails nothing is given back."""
+def test_call_with_enough_room_frees_nothing(host: HostBackend, make_cache: MakeCache) -> None:
     cache = make_cache()
     idle = cache.open()
     idle.append(200)
@@ -59,8 +58,8 @@ def test_enough_memory_takes_nothing(host: HostBackend, make_cache: MakeCache) -
     assert 50 * PAGE == cache.stats().parked_bytes
 
 
-def test_too_little_even_so_is_torchs_error(host: HostBackend, make_cache: MakeCache) -> None:
-    """A live sequence is nobody's reserve."""
+def test_second_failure_raises_torchs_error(host: HostBackend, make_cache: MakeCache) -> None:
+    """Live sequences keep their memory."""
     cache = make_cache()
     live = cache.open()
     live.append(200)
@@ -71,10 +70,10 @@ def test_too_little_even_so_is_torchs_error(host: HostBackend, make_cache: MakeC
     assert 200 == live.num_tokens
 
 
-def test_give_back_some_takes_the_oldest_of_all_caches(
+def test_give_back_frees_the_oldest_row_of_all_caches(
     host: HostBackend, make_cache: MakeCache
 ) -> None:
-    """Two models on one pool: the one that was idle longest gives first."""
+    """Two caches share a pool; the second one's row was parked first and is freed."""
     first = make_cache()
     second = make_cache(first.pool)
     for cache in (second, first):

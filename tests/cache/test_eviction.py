@@ -1,6 +1,6 @@
-"""Who gives way when memory is short, in which order, and what survives of it.
+"""Eviction when memory is short: its order, the rows it spares, and the prefixes it leaves.
 
-The order among abstract victims is memory/test_pressure.py's.
+The order among abstract victims is tested in memory/test_pressure.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MakeCache = Callable[..., KVCache]
 
 
 def _say(cache: KVCache, tokens: Iterable[int]) -> Sequence:
-    """A live sequence that holds these tokens, recorded; stamped by their numbers."""
+    """A live sequence of these tokens, recorded and stamped with their numbers."""
     wanted = list(tokens)
     sequence = cache.open()
     append(sequence, wanted)
@@ -30,7 +30,7 @@ def _say(cache: KVCache, tokens: Iterable[int]) -> Sequence:
 
 
 def _found(cache: KVCache, tokens: Iterable[int]) -> int:
-    """How much of a prompt a row still holds. Opens nothing."""
+    """Number of prompt tokens that some row still holds; opens no sequence."""
     matches = cache.prefixes.matches(list(tokens))
     return next(
         (
@@ -45,23 +45,25 @@ def _found(cache: KVCache, tokens: Iterable[int]) -> int:
 # ---- the order ----------------------------------------------------------------------------
 
 
-def test_least_recently_used_goes_first(make_cache: MakeCache) -> None:
-    """And from its end, so that what is left of it still serves."""
+def test_least_recently_used_row_is_evicted_first(make_cache: MakeCache) -> None:
+    """The row's last extents are evicted first, so the rest stays usable as a prefix."""
     cache = make_cache(budget_bytes=64 * PAGE, cost_model=ALIASES)
     said = [range(1000 * at, 1000 * at + 80) for at in range(3)]
     for tokens in [_say(cache, each) for each in said]:
         tokens.close()
     live = cache.open(row=3)
     append(live, range(5000, 5000 + 4 * 8))
-    assert [64, 80, 80] == [_found(cache, each) for each in said]  # 16 + 4 pages; the 4 went.
+    assert [64, 80, 80] == [
+        _found(cache, each) for each in said
+    ]  # Of 16 + 4 pages the 4 were evicted.
     assert [16, 20, 20] == [cache.groups[0].table.rows[row].num_pages for row in range(3)]
     append(live, range(5100, 5100 + 4 * 16))
     assert [0, 80, 80] == [_found(cache, each) for each in said]
     cache.check()
 
 
-def test_a_hit_is_a_use(make_cache: MakeCache) -> None:
-    """The row that was started from is spared, although it was parked first."""
+def test_prefix_hit_counts_as_a_use(make_cache: MakeCache) -> None:
+    """The source of a hit is evicted after a row that was parked later."""
     cache = make_cache(budget_bytes=60 * PAGE, cost_model=ALIASES, max_sequences=5)
     old, new = _say(cache, range(100)), _say(cache, range(1000, 1100))
     old.close()
@@ -73,8 +75,8 @@ def test_a_hit_is_a_use(make_cache: MakeCache) -> None:
     assert _found(cache, range(1000, 1100)) < 96
 
 
-def test_no_more_goes_than_must(make_cache: MakeCache) -> None:
-    """Whole extents, and only until there is room."""
+def test_eviction_stops_when_there_is_room(make_cache: MakeCache) -> None:
+    """Whole extents are evicted, and no more of them than needed."""
     cache = make_cache(budget_bytes=32 * PAGE, cost_model=ALIASES)
     _say(cache, range(124)).close()  # 16 + 8 + 4 + 2 + 1 pages.
     live = cache.open(row=1)
@@ -87,8 +89,8 @@ def test_no_more_goes_than_must(make_cache: MakeCache) -> None:
 
 
 @pytest.mark.usefixtures("no_underread")
-def test_groups_give_way_together(make_cache: MakeCache) -> None:
-    """A row's end is an end in all groups: half of a prefix would be of no use."""
+def test_eviction_shortens_a_row_in_all_groups(make_cache: MakeCache) -> None:
+    """A prefix is usable only as far as all groups hold it."""
     cache = make_cache(budget_bytes=60 * PAGE, windows=(200,), cost_model=ALIASES)
     _say(cache, range(100)).close()
     live = cache.open(row=1)
@@ -101,11 +103,11 @@ def test_groups_give_way_together(make_cache: MakeCache) -> None:
     assert hit.num_cached_tokens
 
 
-# ---- what is spared -----------------------------------------------------------------------
+# ---- shared extents -----------------------------------------------------------------------
 
 
-def test_shared_extents_free_nothing_and_are_spared(make_cache: MakeCache) -> None:
-    """The parked row keeps what a live one holds anyway, and can still be started from."""
+def test_extents_shared_with_a_live_row_are_not_evicted(make_cache: MakeCache) -> None:
+    """Evicting shared extents would free nothing; the parked row stays usable as a prefix."""
     cache = make_cache(budget_bytes=40 * PAGE, cost_model=ALIASES, max_sequences=6)
     source = _say(cache, range(100))
     fork = source.fork(64)
@@ -117,8 +119,8 @@ def test_shared_extents_free_nothing_and_are_spared(make_cache: MakeCache) -> No
     assert_holds(fork, range(64))
 
 
-def test_what_only_parked_rows_share_can_be_evicted(make_cache: MakeCache) -> None:
-    """Source and fork have both ended: nobody needs the memory, though two rows map it."""
+def test_extents_shared_by_parked_rows_only_are_evicted(make_cache: MakeCache) -> None:
+    """Source and fork have both ended, so no live row needs the extents."""
     cache = make_cache(budget_bytes=40 * PAGE, cost_model=ALIASES)
     source = _say(cache, range(100))
     fork = source.fork()
@@ -134,10 +136,8 @@ def test_what_only_parked_rows_share_can_be_evicted(make_cache: MakeCache) -> No
 
 
 @pytest.mark.parametrize("num_pages", [1, 5, 16, 25, 26])
-def test_trim_of_some_bytes_frees_what_parked_rows_share(
-    make_cache: MakeCache, num_pages: int
-) -> None:
-    """As much as was asked for, where there is as much."""
+def test_trim_frees_extents_that_parked_rows_share(make_cache: MakeCache, num_pages: int) -> None:
+    """Trim frees at least as many bytes as asked for."""
     cache = make_cache(cost_model=ALIASES)
     source = _say(cache, range(100))
     fork = source.fork(98)
@@ -147,12 +147,12 @@ def test_trim_of_some_bytes_frees_what_parked_rows_share(
     cache.check()
 
 
-# ---- what a change in progress reads ------------------------------------------------------
+# ---- memory that a change in progress reads -----------------------------------------------
 
 
 @pytest.mark.usefixtures("no_underread")
 def test_source_of_a_prefix_keeps_its_windows_while_it_is_copied(make_cache: MakeCache) -> None:
-    """It gives up nothing before what is read either: that would take all behind it as well."""
+    """Pages before the pinned ones stay too: rows are evicted from an extent to their end."""
     cache = make_cache(windows=(24,), cost_model=ALIASES)
     said = list(range(300))
     first = cache.open(prompt=said)
@@ -160,7 +160,7 @@ def test_source_of_a_prefix_keeps_its_windows_while_it_is_copied(make_cache: Mak
         append(first, said[start : start + 100])
     first.record(said)
     fork = first.fork()
-    first.close()  # Parked, and shared but for what lies before the fork's window.
+    first.close()  # Parked, and shared but for the pages before the fork's window.
     cache.pool.trim()
     cache.pool.set_budget(cache.pool.stats().created_bytes)
     hit = cache.open(prompt=[*said[:280], 7, 7])
@@ -170,10 +170,8 @@ def test_source_of_a_prefix_keeps_its_windows_while_it_is_copied(make_cache: Mak
     assert_holds(fork, said)
 
 
-def test_moving_sequence_that_a_prompt_begins_like_is_read_where_it_is(
-    make_cache: MakeCache,
-) -> None:
-    """The only one that could give way is the one that is read: the prompt begins from nothing."""
+def test_moving_sequence_is_not_evicted_while_a_prompt_reads_it(make_cache: MakeCache) -> None:
+    """The moving sequence is the only victim, so the prompt begins without a prefix."""
     cache = make_cache(budget_bytes=28 * PAGE, host_budget_bytes=64 * PAGE)
     said = list(range(100))
     first = _say(cache, said)
@@ -185,14 +183,14 @@ def test_moving_sequence_that_a_prompt_begins_like_is_read_where_it_is(
     assert_holds(first, said)
 
 
-# ---- a refusal is the last word -----------------------------------------------------------
+# ---- victims that share or have spilled ---------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["budget", "fork"])
 def test_spilled_memory_of_a_moving_sequence_is_no_device_memory(
     make_cache: MakeCache, what: str
 ) -> None:
-    """What is in host memory already frees nothing, so parked rows go as well."""
+    """Evicting spilled extents frees no device memory, so parked rows are evicted as well."""
     copies = CostModel(copy_us_per_mib=0, lasting_us_per_mib=0)
     cache = make_cache(
         budget_bytes=64 * PAGE, host_budget_bytes=256 * PAGE, cost_model=copies, max_sequences=8
@@ -207,31 +205,29 @@ def test_spilled_memory_of_a_moving_sequence_is_no_device_memory(
     if what == "budget":
         cache.pool.set_budget(28 * PAGE)
     else:
-        cache.pool.set_budget(40 * PAGE)  # In use, 24 pages of it by those who can give way.
+        cache.pool.set_budget(40 * PAGE)  # All in use; victims hold 24 pages of it.
         assert_holds(live.fork(), range(64))
     assert_holds(live, range(64))
 
 
-def test_victim_that_was_emptied_on_the_way_is_not_asked_again(
-    host: HostBackend,
-) -> None:
-    """Two groups share unlike: what the first round took changes what the second may take."""
+def test_emptied_victim_is_not_evicted_again(host: HostBackend) -> None:
+    """Two groups share unequally: the first eviction changes what the second one can free."""
     cache = _uneven(ExtentPool(host, 18 * PAGE, close_when_unused=True))
     live = cache.open()
     live.append(8)
     live.append(8)
-    short, whole = live.fork(8), live.fork(16)  # A page of its own, and nothing of its own.
+    short, whole = live.fork(8), live.fork(16)  # The first has a page of its own, the second none.
     short.close()
     whole.close()
     other = cache.open(row=7)
     with pytest.raises(OutOfPagesError):
-        other.append(1)  # Two pages; one can be had.
+        other.append(1)  # It needs two pages; one can be freed.
     cache.check()
     cache.close()
 
 
-def test_what_two_victims_shared_is_had_once_one_has_let_go(host: HostBackend) -> None:
-    """In the call that asks for it, not in the next."""
+def test_extent_shared_by_two_victims_is_freed_in_one_call(host: HostBackend) -> None:
+    """The first `set_budget` frees it, not the next one."""
     pool = ExtentPool(host, 64 * PAGE, host_budget_bytes=64 * PAGE, close_when_unused=True)
     cache = _uneven(pool)
     first = cache.open()
@@ -246,8 +242,8 @@ def test_what_two_victims_shared_is_had_once_one_has_let_go(host: HostBackend) -
 
 
 @pytest.mark.usefixtures("no_underread")
-def test_moving_sequence_lets_go_of_what_a_parked_row_shares(make_cache: MakeCache) -> None:
-    """It has nothing else to give: what is its own is in host memory already."""
+def test_moving_sequence_gives_up_extents_that_a_parked_row_shares(make_cache: MakeCache) -> None:
+    """The other extents of the moving sequence are in host memory already."""
     cache = make_cache(host_budget_bytes=64 * PAGE, windows=(8,), cost_model=ALIASES)
     moving = _say(cache, range(100))
     moving.fork().close()  # Shares all of it, but for 16 pages before the window.
@@ -262,7 +258,7 @@ def test_moving_sequence_lets_go_of_what_a_parked_row_shares(make_cache: MakeCac
 
 
 def _uneven(pool: ExtentPool) -> KVCache:
-    """A group in which 16 tokens fill a page, and one in which each fills its own."""
+    """A group with 16 tokens in a page, and one with a single token in a page."""
     cache = KVCache(pool, max_tokens=1024, max_sequences=8, cost_model=ALIASES)
     cache.add_layers([0], num_kv_heads=2, head_dim=16, dtype=torch.float32)
     cache.add_layers([1], num_kv_heads=8, head_dim=64, dtype=torch.float32)
@@ -273,10 +269,10 @@ def _uneven(pool: ExtentPool) -> KVCache:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_lower_budget_counts_what_is_freed_not_what_is_unmapped(
+def test_lower_budget_counts_freed_bytes_not_unmapped_ones(
     host: HostBackend, make_cache: MakeCache, shared: bool
 ) -> None:
-    """Retired mappings of memory that others hold free nothing: parked rows must go as well."""
+    """Retired mappings of shared extents free nothing, so parked rows are evicted as well."""
     cache = make_cache(budget_bytes=100 * PAGE, cost_model=ALIASES)
     live = _say(cache, range(64))
     fork = live.fork() if shared else cache.open()

@@ -1,7 +1,7 @@
-"""Forks: what is shared and what is copied, in which order they end, and what is refused.
+"""Forks: shared and copied extents, chains, refusals, and forks between caches.
 
-Writing to what is shared is test_copy_on_write.py's, failing driver calls are
-memory/test_every_call_can_fail.py's, histories machines/test_cache_machine.py's.
+Writes to shared memory are tested in test_copy_on_write.py, failing driver calls in
+memory/test_every_call_can_fail.py, and histories in machines/test_cache_machine.py.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from vmkv.core.cache.cost import CostModel
 from vmkv.units import KiB, MiB
 
 PAGE = 4 * KiB
-ALIASES = CostModel(map_us=0, unmap_us=0)  # However small an extent, it is mapped again.
+ALIASES = CostModel(map_us=0, unmap_us=0)  # Extents of every size are aliased.
 MakeCache = Callable[..., KVCache]
 
 
 @pytest.fixture
 def cache(make_cache: MakeCache) -> KVCache:
-    """Four rows, four tokens in a page; everything whole is shared."""
+    """Four rows, four tokens in a page; all whole extents are aliased."""
     return make_cache(cost_model=ALIASES)
 
 
-# ---- what a fork shares -------------------------------------------------------------------
+# ---- shared extents -----------------------------------------------------------------------
 
 
 def test_fork_shares_whole_extents_and_copies_the_tail(cache: KVCache) -> None:
@@ -48,8 +48,8 @@ def test_fork_shares_whole_extents_and_copies_the_tail(cache: KVCache) -> None:
     ]
 
 
-def test_fork_of_nothing_is_an_empty_sequence(cache: KVCache) -> None:
-    """Also of a sequence that holds nothing at all."""
+def test_fork_at_zero_tokens_is_empty(cache: KVCache) -> None:
+    """A fork of an empty sequence is empty too."""
     source = cache.open()
     assert 0 == source.fork().num_tokens
     append(source, range(10))
@@ -61,7 +61,7 @@ def test_fork_of_nothing_is_an_empty_sequence(cache: KVCache) -> None:
 
 
 def test_fork_before_layers_are_known(host: HostBackend) -> None:
-    """Tokens may be counted before there is a layer to hold them; each gets memory with it."""
+    """Source and fork get memory for their tokens when the first layer is added."""
     with KVCache(host, max_tokens=50, max_sequences=2, budget_bytes=1 * MiB) as cache:
         source = cache.open()
         source.append(5)
@@ -73,7 +73,7 @@ def test_fork_before_layers_are_known(host: HostBackend) -> None:
 
 
 def test_fork_keeps_tokens_past_its_length_resident(cache: KVCache) -> None:
-    """Kernels that fetch past the length may do so in a fork as well."""
+    """Kernels may over-read in a fork as well."""
     source = cache.open()
     append(source, range(96))
     cache.keep_resident(20)
@@ -84,7 +84,7 @@ def test_fork_keeps_tokens_past_its_length_resident(cache: KVCache) -> None:
 
 
 def test_fork_runs_on_every_backend(backend: Backend) -> None:
-    """Share, go on apart, end in either order, on each kind of memory."""
+    """A source and two forks diverge, and one fork outlives the other two sequences."""
     budget_bytes = 64 * backend.granularity_bytes
     pool = ExtentPool(backend, budget_bytes, close_when_unused=True)
     cache = KVCache(pool, max_tokens=64, max_sequences=3, cost_model=ALIASES)
@@ -108,11 +108,11 @@ def test_fork_runs_on_every_backend(backend: Backend) -> None:
     cache.close()
 
 
-# ---- chains, trees, and their ends --------------------------------------------------------
+# ---- chains -------------------------------------------------------------------------------
 
 
 def test_chain_of_forks_shares_one_extent(make_cache: MakeCache) -> None:
-    """Each forks the one before it; the first extents are one memory for all."""
+    """Of twelve sequences each forks the one before, and all map the same first extent."""
     cache = make_cache(max_sequences=12, cost_model=ALIASES)
     chain = [cache.open()]
     append(chain[0], range(64))
@@ -133,7 +133,7 @@ def test_chain_of_forks_shares_one_extent(make_cache: MakeCache) -> None:
 
 
 def test_small_extents_at_the_end_are_copied_with_the_tail(make_cache: MakeCache) -> None:
-    """16 + 8 + 1 pages: only the first is worth a mapping."""
+    """Of extents of 16, 8 and 1 pages only the first is worth a mapping."""
     cost = CostModel(map_us=16 * 4, copy_us_per_mib=0, lasting_us_per_mib=1024)
     cache = make_cache(cost_model=cost)
     source = cache.open()
@@ -144,19 +144,18 @@ def test_small_extents_at_the_end_are_copied_with_the_tail(make_cache: MakeCache
     assert_holds(fork, range(100))
 
 
-def test_an_h200_aliases_what_a_fork_keeps() -> None:
-    """At 35 µs a mapping, extents of 4 MiB and more are shared; reordered ones only if large."""
+def test_default_costs_alias_large_extents() -> None:
+    """With 35 µs a mapping, forks alias extents from 4 MiB on, reorderings only larger ones."""
     cost = CostModel()
     assert [False, True, True] == [cost.prefers_alias_in_fork(n * MiB) for n in (2, 4, 64)]
     assert [False, False, True] == [cost.prefers_alias_in_reorder(n * MiB) for n in (2, 16, 64)]
 
 
-# ---- what is refused ----------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_tokens", [-1, 1.0, "3", True])
-def test_fork_wants_an_integer_from_zero(cache: KVCache, num_tokens: Any) -> None:
-    """A clear error, no sequence."""
+def test_fork_needs_a_non_negative_integer(cache: KVCache, num_tokens: Any) -> None:
     sequence = cache.open()
     append(sequence, range(10))
     with pytest.raises(ConfigError, match=r"num_tokens=.* must be an integer, zero or more"):
@@ -164,8 +163,7 @@ def test_fork_wants_an_integer_from_zero(cache: KVCache, num_tokens: Any) -> Non
     assert 1 == cache.stats().num_sequences
 
 
-def test_fork_of_more_than_there_is_is_refused(cache: KVCache) -> None:
-    """A fork begins with what its source holds, no more."""
+def test_fork_past_the_end_of_its_source_is_refused(cache: KVCache) -> None:
     sequence = cache.open()
     append(sequence, range(10))
     with pytest.raises(ConfigError, match="cannot be forked at 11 tokens"):
@@ -181,7 +179,7 @@ def test_fork_of_more_than_there_is_is_refused(cache: KVCache) -> None:
 def test_fork_into_another_cache_of_the_pool(
     host: HostBackend, make_cache: MakeCache, first_to_go: str
 ) -> None:
-    """Caches that lay out tokens alike share; either may be closed first."""
+    """Caches with equal layouts share extents, and either may be closed first."""
     pool = ExtentPool(host, 1000 * PAGE, close_when_unused=True)
     caches = [make_cache(pool, cost_model=ALIASES, max_tokens=n) for n in (400, 120)]
     source = caches[0].open()
@@ -204,7 +202,7 @@ def test_fork_into_another_cache_of_the_pool(
 def test_fork_into_a_cache_that_cannot_hold_it_is_refused(
     host: HostBackend, make_cache: MakeCache
 ) -> None:
-    """Another layout, shorter rows, another pool: said before anything is mapped."""
+    """Another layout, shorter rows and another pool are refused before anything is mapped."""
     pool = ExtentPool(host, 1000 * PAGE)
     source_cache = make_cache(pool, cost_model=ALIASES)
     source = source_cache.open()

@@ -1,4 +1,4 @@
-"""Keys and values in eight bits: what is stored, who may read it, and what never becomes NaN."""
+"""Keys and values in eight bits: encoding, scales, compatible caches, and memory free of NaN."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _bits(sequence: Sequence) -> list[bytes]:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_every_number_of_the_format_survives(dtype: torch.dtype) -> None:
-    """All 254 that are numbers, in every type of more bits; and what is between them is rounded."""
+    """All 254 finite numbers survive a conversion to a wider type and back; others are rounded."""
     stored = torch.arange(256, dtype=torch.uint8)[:, None].view(FP8)
     numbers = fp8.decode(stored, None, dtype)
     real = numbers.isfinite()
@@ -82,8 +82,8 @@ def test_every_number_of_the_format_survives(dtype: torch.dtype) -> None:
     assert bool((error.abs() <= between.abs() / 16 + 2.0**-10).all())
 
 
-def test_what_is_too_large_is_the_largest() -> None:
-    """And no NaN, unless it was one."""
+def test_large_numbers_saturate() -> None:
+    """Infinity becomes 448, and NaN stays NaN."""
     numbers = torch.tensor([449.0, 1e9, torch.inf, -1e9, torch.nan])[:, None]
     stored = fp8.decode(fp8.encode(numbers), None, torch.float32)[:, 0]
     assert [448.0, 448.0, 448.0, -448.0] == stored[:4].tolist()
@@ -92,7 +92,7 @@ def test_what_is_too_large_is_the_largest() -> None:
 
 @pytest.mark.parametrize(("heads_at", "shape"), [(-2, (5, HEADS, DIM)), (-3, (4, HEADS, 5, DIM))])
 def test_scales_belong_to_heads(heads_at: int, shape: tuple[int, ...]) -> None:
-    """Whatever a head is multiplied by, as much of it remains, beyond 448 as well."""
+    """With a scale per head, heads of very different magnitudes keep their precision."""
     scales = Scales.of(LayerScales((64.0, 2.0**-9), (1.0, 1.0)), CPU)
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     by_head = numbers.movedim(heads_at, 0)
@@ -107,7 +107,6 @@ def test_scales_belong_to_heads(heads_at: int, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf"), 1e-30, 1e30, True, "1"])
 def test_scales_are_positive_numbers(wrong: Any) -> None:
-    """Of keys and of values."""
     for keys, values in (((1.0, wrong), (1.0,)), ((1.0,), (wrong,))):
         with pytest.raises(ConfigError, match="positive numbers"):
             LayerScales(keys, values)
@@ -116,8 +115,7 @@ def test_scales_are_positive_numbers(wrong: Any) -> None:
 # ---- rows ---------------------------------------------------------------------------------
 
 
-def test_a_page_holds_twice_the_tokens(make: MakeCache) -> None:
-    """Of a type of sixteen bits."""
+def test_a_page_holds_twice_the_tokens_of_bfloat16(make: MakeCache) -> None:
     wide, narrow = make(dtype=torch.bfloat16), make()
     of_page = [each.groups[0].geometry.whole_tokens_below(1) for each in (wide, narrow)]
     assert [8, 16] == of_page
@@ -134,7 +132,6 @@ def test_a_page_holds_twice_the_tokens(make: MakeCache) -> None:
 def test_scales_that_do_not_fit_are_refused(
     make: MakeCache, options: dict[str, Any], message: str
 ) -> None:
-    """Before anything is added."""
     with pytest.raises(ConfigError, match=message):
         make(**options)
 
@@ -169,10 +166,10 @@ def _found(sequence: Sequence, folder: Path) -> Sequence:
 
 
 @pytest.mark.parametrize("happens", [_swapped, _spilled, _saved, _forked, _found])
-def test_bytes_stay_what_they_are(
+def test_bytes_survive_every_move(
     make: MakeCache, tmp_path: Path, happens: Callable[[Sequence, Path], Sequence]
 ) -> None:
-    """Wherever a sequence goes, to the bit."""
+    """Swap, spill, save and load, fork and a prefix hit keep every byte."""
     sequence = _filled(make(scales=SCALES))
     expected = _bits(sequence)
     assert expected == _bits(happens(sequence, tmp_path))
@@ -186,8 +183,8 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_saved_for_others_is_refused(make: MakeCache, tmp_path: Path, other: str) -> None:
-    """A file of another type or of other scales: it says which, and nothing is there."""
+def test_file_of_another_format_is_refused(make: MakeCache, tmp_path: Path, other: str) -> None:
+    """Another type, or other scales: the error names the option, and no sequence is opened."""
     options, remedy = OTHERS[other]
     _filled(make(scales=SCALES)).save(tmp_path / "kv")
     cache = make(**options)
@@ -197,8 +194,8 @@ def test_saved_for_others_is_refused(make: MakeCache, tmp_path: Path, other: str
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_exported_to_others_is_refused(make: MakeCache, tmp_path: Path, other: str) -> None:
-    """Likewise what another process would read in place; those who are alike get it."""
+def test_import_of_another_format_is_refused(make: MakeCache, tmp_path: Path, other: str) -> None:
+    """A cache with the same type and scales imports the prefix."""
     options, remedy = OTHERS[other]
     sequence = _filled(make(scales=SCALES))
     expected = _bits(sequence)
@@ -214,7 +211,7 @@ def test_exported_to_others_is_refused(make: MakeCache, tmp_path: Path, other: s
 
 
 def test_caches_of_other_scales_do_not_fork_from_each_other(make: MakeCache) -> None:
-    """Though they share a pool, and bytes of one would look right to the other."""
+    """With other scales the same bytes are other numbers, also in caches over one pool."""
     pool = ExtentPool(HostBackend(4 * KiB), 1024 * KiB)
     first, like, unlike = make(pool, scales=SCALES), make(pool, scales=SCALES), make(pool)
     sequence = _filled(first)
@@ -227,7 +224,7 @@ def test_caches_of_other_scales_do_not_fork_from_each_other(make: MakeCache) -> 
 
 
 def test_layers_that_move_keep_their_scales(make: MakeCache) -> None:
-    """Where others are dropped."""
+    """Layer 1 moves when the cache is compacted after layer 0 was dropped."""
     cache = make(scales=SCALES)
     cache.drop_layers([0])
     assert cache.compact()
@@ -237,7 +234,7 @@ def test_layers_that_move_keep_their_scales(make: MakeCache) -> None:
 
 
 def test_memory_of_another_type_is_never_nan(make: MakeCache) -> None:
-    """Kernels fetch past a length. What others left there is overwritten, or it may be a NaN."""
+    """Kernels over-read, so bytes that another type has left past a length are overwritten."""
     pool = ExtentPool(HostBackend(4 * KiB), 64 * KiB)
     wide, narrow = make(pool, dtype=torch.bfloat16), make(pool)
     for _ in range(2):
@@ -248,7 +245,7 @@ def test_memory_of_another_type_is_never_nan(make: MakeCache) -> None:
             sequence.values(layer).fill_(-1.9921875)
         sequence.close()
         wide.trim(0)
-        while wide.make_room(4 * KiB):  # What is parked gives way; memory is kept.
+        while wide.make_room(4 * KiB):  # Parked rows are evicted; the pool keeps the memory.
             pass
         fresh = narrow.open()
         fresh.append(1)

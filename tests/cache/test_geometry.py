@@ -1,4 +1,4 @@
-"""Geometry: where every byte lies, and what cannot be."""
+"""Geometry: the offset of every byte, rounding to pages and tokens, and refused values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ geometries = st.builds(
 )
 
 
-# ---- examples that one can do in one's head -----------------------------------------------
+# ---- examples -----------------------------------------------------------------------------
 
 
 def test_llama_3_8b_token_is_128_kib() -> None:
@@ -79,15 +79,14 @@ def test_latent_attention_has_two_widths() -> None:
     assert 61 * 2176 <= geometry.token_bytes < 61 * 2176 + 128
 
 
-def test_row_that_no_token_divides_still_ends_on_both() -> None:
-    """A token of 384 B and a page of 4 KiB meet every 32 tokens: rows are a multiple of that."""
+def test_rows_end_on_a_page_and_on_a_token() -> None:
+    """Tokens of 384 B and pages of 4 KiB meet every 32 tokens, so rows are multiples of that."""
     shape = LayerShape(num_k_heads=1, k_dim=48, num_v_heads=1, v_dim=48, itemsize_bytes=4)
     geometry = _geometry(num_layers=1, shape=shape, page_bytes=4 * KiB, max_tokens=33)
     assert (384, 64, 6) == (geometry.token_bytes, geometry.row_tokens, geometry.row_pages)
 
 
-def test_pages_of_nothing_are_none() -> None:
-    """Zero tokens need no page, and fill none."""
+def test_zero_tokens_need_no_page() -> None:
     assert (0, 0) == (_geometry().pages_for(0), _geometry().whole_pages_below(0))
 
 
@@ -95,7 +94,7 @@ def test_pages_of_nothing_are_none() -> None:
 
 
 @given(geometries)
-def test_rows_hold_what_was_asked_in_whole_pages_and_tokens(geometry: Geometry) -> None:
+def test_rows_are_whole_pages_and_whole_tokens(geometry: Geometry) -> None:
     """A row starts on a page and on a token, so one flat tensor addresses all rows."""
     assert geometry.row_tokens >= geometry.max_tokens
     assert geometry.row_tokens * geometry.token_bytes == geometry.row_bytes
@@ -105,7 +104,7 @@ def test_rows_hold_what_was_asked_in_whole_pages_and_tokens(geometry: Geometry) 
 
 @given(geometries)
 def test_layers_do_not_overlap_and_are_aligned(geometry: Geometry) -> None:
-    """Keys, values, next layer, in order, each on 16 bytes, all inside the token row."""
+    """Keys and values of all layers lie in order, at multiples of 16 B, inside the token row."""
     shape = geometry.shape
     cursor = 0
     for layer in range(geometry.num_layers):
@@ -122,15 +121,15 @@ def test_layers_do_not_overlap_and_are_aligned(geometry: Geometry) -> None:
 
 @given(geometries)
 def test_token_padding_is_small(geometry: Geometry) -> None:
-    """To a multiple of 128 B, or of a power of two where rows are smaller; never to double."""
+    """Tokens are padded to a multiple of 128 B, or of a power of two if small; never to double."""
     payload = geometry.num_layers * geometry.layer_bytes
     assert 0 == geometry.token_bytes % min(128, 1 << (payload - 1).bit_length())
     assert payload <= geometry.token_bytes < min(payload + 128, 2 * payload)
 
 
 @given(geometries, st.integers(0, 5000))
-def test_pages_for_is_the_least_that_holds(geometry: Geometry, num_tokens: int) -> None:
-    """One page fewer would not do; pages below a token hold nothing of it."""
+def test_pages_for_is_minimal(geometry: Geometry, num_tokens: int) -> None:
+    """One page fewer would be too few; `whole_pages_below` counts full pages only."""
     pages = geometry.pages_for(num_tokens)
     end = num_tokens * geometry.token_bytes
     assert (
@@ -151,10 +150,10 @@ def test_split_layers_covers_all_evenly(num_layers: int, layers_per_group: int |
 
 
 @given(st.integers(1, 1 << 20), st.integers(1, 1 << 20), st.integers(1, 512))
-def test_fitting_rows_is_wanted_or_what_fits(
+def test_fitting_rows_is_the_wanted_number_or_fewer(
     token_bytes: int, max_tokens: int, wanted_rows: int
 ) -> None:
-    """A default never fails for its own choice of rows: one at least, as wanted at most."""
+    """There is one row at least, and several rows have fewer than 2^31 positions."""
     rows = fitting_rows(token_bytes, max_tokens, wanted_rows)
     assert 1 <= rows <= wanted_rows
     if rows > 1:
@@ -166,7 +165,7 @@ def test_fitting_rows_is_wanted_or_what_fits(
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, 1.5, "4", None, True])
 @pytest.mark.parametrize("name", ["num_layers", "page_bytes", "max_tokens", "num_rows"])
-def test_geometry_refuses_what_is_no_positive_integer(name: str, value: object) -> None:
+def test_geometry_refuses_all_but_positive_integers(name: str, value: object) -> None:
     """The message names the argument and its value."""
     with pytest.raises(ConfigError, match=rf"{name}={value!r} must be a positive integer"):
         _geometry(**{name: value})
@@ -174,8 +173,7 @@ def test_geometry_refuses_what_is_no_positive_integer(name: str, value: object) 
 
 @pytest.mark.parametrize("value", [0, -8, 64.0, None])
 @pytest.mark.parametrize("name", ["num_k_heads", "k_dim", "num_v_heads", "v_dim", "itemsize_bytes"])
-def test_shape_refuses_what_is_no_positive_integer(name: str, value: object) -> None:
-    """Heads and widths likewise."""
+def test_shape_refuses_all_but_positive_integers(name: str, value: object) -> None:
     values: dict[str, Any] = dict.fromkeys(
         ("num_k_heads", "k_dim", "num_v_heads", "v_dim", "itemsize_bytes"), 8
     )
@@ -193,13 +191,11 @@ def test_positions_stay_below_2_to_31() -> None:
 
 
 def test_row_of_2_to_31_tokens_is_refused() -> None:
-    """Even one row can be too long."""
     small = LayerShape(num_k_heads=1, k_dim=1, num_v_heads=1, v_dim=1, itemsize_bytes=1)
     with pytest.raises(ConfigError, match="lower max_tokens"):
         _geometry(num_layers=1, shape=small, max_tokens=2**31, num_rows=1)
 
 
-def test_addresses_have_an_end() -> None:
-    """Some terabytes of addresses are free; petabytes are a mistake, said before reserving."""
+def test_petabytes_of_addresses_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"TiB of addresses"):
         _geometry(max_tokens=1 << 20, num_rows=1000)

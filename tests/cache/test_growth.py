@@ -1,6 +1,6 @@
-"""Growth: pure functions, and the bounds that their file claims.
+"""Growth of rows: pure functions, and the bounds that `core/cache/geometry.py` claims.
 
-How long calls take is bench/bench_mapping.py's.
+Durations are measured by bench/bench_mapping.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ rows = st.integers(0, 20_000)
 
 
 def _decode(num_pages: int) -> tuple[int, float]:
-    """Grow a row page by page to `num_pages`: mappings made, and the mean share mapped early."""
+    """Grow a row page by page; return the number of mappings and the mean share mapped early."""
     end = mappings = 0
     early = 0.0
     for needed in range(1, num_pages + 1):
@@ -30,8 +30,8 @@ def _decode(num_pages: int) -> tuple[int, float]:
 
 
 @given(rows, rows, rows)
-def test_pages_to_map_reaches_what_is_needed(end: int, needed: int, extra: int) -> None:
-    """A row that is long enough gets nothing; else enough, never past its own end."""
+def test_pages_to_map_covers_the_needed_pages(end: int, needed: int, extra: int) -> None:
+    """A row that is long enough gets nothing; another row gets enough, within its end."""
     row_pages = max(end, needed) + extra
     for size_class in (0, growth_quantum_class(end, LARGEST_CLASS)):
         more = pages_to_map(end, needed, row_pages, size_class)
@@ -41,8 +41,7 @@ def test_pages_to_map_reaches_what_is_needed(end: int, needed: int, extra: int) 
 
 
 @given(rows, rows)
-def test_a_prompt_gets_exactly_what_it_needs(end: int, missing: int) -> None:
-    """More than a quantum is never rounded up."""
+def test_growth_of_a_quantum_or_more_is_exact(end: int, missing: int) -> None:
     quantum_class = growth_quantum_class(end, LARGEST_CLASS)
     more = pages_to_map(end, end + missing, 1 << 30, quantum_class)
     assert more in (missing, 1 << quantum_class if missing else 0)
@@ -52,7 +51,7 @@ def test_a_prompt_gets_exactly_what_it_needs(end: int, missing: int) -> None:
 
 @given(rows)
 def test_quantum_is_at_most_a_64th_and_a_power_of_two(end: int) -> None:
-    """One page while a row is short; then the largest class within 1/64."""
+    """One page while a row is short, then the largest class within 1/64 of the row."""
     quantum_pages = 1 << growth_quantum_class(end, LARGEST_CLASS)
     assert quantum_pages == 1 or quantum_pages <= end / 64
     assert 2 * quantum_pages > min(end / 64, 1 << LARGEST_CLASS)
@@ -66,13 +65,13 @@ def test_quantum_grows_with_the_row(end: int) -> None:
 
 @given(st.integers(1, 3000))
 def test_decode_waste_stays_under_two_percent_once_rows_are_long(end: int) -> None:
-    """What is mapped early is at most one quantum less a page, so under 1/64 of the row."""
+    """At most one quantum less a page is mapped early: under 1/64 of the row."""
     more = pages_to_map(end, end + 1, 1 << 30, growth_quantum_class(end, LARGEST_CLASS))
     assert (more - 1) / (end + 1) < 1 / 64
 
 
 def test_decode_mean_waste_is_half_a_quantum() -> None:
-    """On average a 128th of the row is mapped too early, at most."""
+    """On average at most 1/128 of the row is mapped early."""
     for num_pages in (64, 512, 4096):
         _, early = _decode(num_pages)
         assert early <= 1 / 128
@@ -90,7 +89,7 @@ def test_decode_calls_grow_with_the_logarithm() -> None:
 
 @given(st.integers(1, 100_000), st.integers(0, 6))
 def test_window_extents_are_small_beside_the_window(window_pages: int, largest: int) -> None:
-    """An extent leaves when the window has passed all of it: 1/8 of the window at most."""
+    """An extent is unmapped once the window has passed all of it: 1/8 of the window at most."""
     size_class = largest_class_for_window(window_pages, largest)
     assert 0 <= size_class <= largest
     assert 1 << size_class <= max(1, window_pages / 8)

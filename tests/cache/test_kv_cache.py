@@ -1,4 +1,4 @@
-"""The cache as a whole: what it is made of, what it refuses, how several share one pool."""
+"""The cache as a whole: its device, layers, options, closing, and shared pools."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MakeCache = Callable[..., KVCache]
 LAYER: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 32, "dtype": torch.float32}
 
 
-# ---- made from ----------------------------------------------------------------------------
+# ---- construction -------------------------------------------------------------------------
 
 
 def test_cache_opens_and_closes_its_own_device() -> None:
-    """The three lines of the docstring."""
+    """The example in the docstring of `KVCache`."""
     cache = KVCache("host", max_tokens=4096, max_sequences=8)
     cache.add_layers(range(2), num_kv_heads=2, head_dim=64, dtype=torch.float16)
     sequence = cache.open()
@@ -36,7 +36,6 @@ def test_cache_opens_and_closes_its_own_device() -> None:
 
 
 def test_cache_may_be_used_as_a_context(host: HostBackend) -> None:
-    """Leaving the block closes it."""
     with KVCache(host, max_tokens=8, max_sequences=1, budget_bytes=PAGE) as cache:
         assert not cache.is_closed
     assert cache.is_closed
@@ -59,8 +58,7 @@ def test_unclosed_cache_warns_and_frees_nothing(host: HostBackend) -> None:
     pool.close()
 
 
-def test_cache_that_failed_to_begin_does_not_warn(host: HostBackend) -> None:
-    """There is nothing to close."""
+def test_cache_whose_constructor_failed_does_not_warn(host: HostBackend) -> None:
     with pytest.raises(ConfigError):
         KVCache(host, max_tokens=0, max_sequences=1)
     gc.collect()
@@ -72,10 +70,10 @@ def test_cache_that_failed_to_begin_does_not_warn(host: HostBackend) -> None:
 @pytest.mark.parametrize(
     ("layers_per_group", "num_groups"), [(None, 7), (1, 7), (2, 4), (3, 3), (7, 1), (100, 1)]
 )
-def test_layers_per_group_is_a_dial(
+def test_layers_per_group_sets_the_number_of_groups(
     host: HostBackend, layers_per_group: int | None, num_groups: int
 ) -> None:
-    """On the host the default is one layer a group; each layer works wherever it lies."""
+    """The host's default is one layer a group; each layer keeps its own numbers."""
     cache = KVCache(
         host,
         max_tokens=64,
@@ -96,7 +94,7 @@ def test_layers_per_group_is_a_dial(
 
 
 def test_layers_may_differ_in_shape(cache: KVCache) -> None:
-    """A layer of another shape or type goes to a group of its own; numbers are the caller's."""
+    """A layer of another shape or type gets a group of its own; the caller numbers layers."""
     cache.add_layers([40, 10], num_kv_heads=1, head_dim=128, dtype=torch.float16)
     sequence = cache.open()
     sequence.append(7)
@@ -105,7 +103,7 @@ def test_layers_may_differ_in_shape(cache: KVCache) -> None:
 
 
 def test_dropped_layers_are_forgotten(make_cache: MakeCache) -> None:
-    """A group with none left goes; the rest keep their bytes."""
+    """A group without layers is removed; the other layers keep their bytes."""
     cache = make_cache(windows=(8,))
     sequence = cache.open()
     sequence.append(6)
@@ -117,8 +115,8 @@ def test_dropped_layers_are_forgotten(make_cache: MakeCache) -> None:
         sequence.keys(0)
 
 
-def test_layers_go_without_a_wait_for_the_device(make_cache: MakeCache, host: HostBackend) -> None:
-    """What it still reads goes later: other caches of the pool come by memory meanwhile."""
+def test_dropping_layers_waits_for_no_fence(make_cache: MakeCache, host: HostBackend) -> None:
+    """Old reservations are unmapped and freed once their fence has passed."""
     cache = make_cache(windows=(8,))
     cache.open().append(40)
     host.hold_fences()
@@ -139,17 +137,17 @@ def test_layers_go_without_a_wait_for_the_device(make_cache: MakeCache, host: Ho
 @pytest.mark.parametrize(
     "name", ["max_tokens", "max_sequences", "budget_bytes", "layers_per_group"]
 )
-def test_cache_refuses_what_is_no_positive_integer(
+def test_cache_refuses_all_but_positive_integers(
     host: HostBackend, name: str, value: object
 ) -> None:
-    """The message names the argument, and nothing was begun."""
+    """The message names the argument."""
     options: dict[str, Any] = {"max_tokens": 8, "max_sequences": 1, "budget_bytes": PAGE}
     with pytest.raises(ConfigError, match=f"{name}={value!r} must be a positive integer"):
         KVCache(host, **{**options, name: value})
 
 
 def test_shared_pool_has_its_own_budget(host: HostBackend) -> None:
-    """Two budgets for one pool contradict each other; the pool stays usable."""
+    """A second budget would contradict the pool's; the pool stays usable."""
     pool = ExtentPool(host, 8 * PAGE)
     with pytest.raises(ConfigError, match="leave budget_bytes out"):
         KVCache(pool, max_tokens=8, max_sequences=1, budget_bytes=PAGE)
@@ -157,13 +155,13 @@ def test_shared_pool_has_its_own_budget(host: HostBackend) -> None:
 
 
 def test_unknown_device_is_refused() -> None:
-    """The known ones are listed."""
+    """The error lists the known devices."""
     with pytest.raises(ConfigError, match='known are "host"'):
         KVCache("npu:0", max_tokens=8, max_sequences=1)
 
 
 def test_more_positions_than_kernels_count_is_refused(host: HostBackend) -> None:
-    """2**31 positions and more: said when the layers are added, and nothing is left behind."""
+    """Adding layers with 2**31 positions or more fails and leaves nothing reserved."""
     with KVCache(host, max_tokens=1 << 25, max_sequences=64, budget_bytes=PAGE) as cache:
         with pytest.raises(ConfigError, match=r"fewer than 2\*\*31"):
             cache.add_layers([0], num_kv_heads=1, head_dim=8, dtype=torch.float16)
@@ -183,7 +181,7 @@ def test_more_positions_than_kernels_count_is_refused(host: HostBackend) -> None
     ids=str,
 )
 def test_impossible_shapes_are_refused(cache: KVCache, changes: dict[str, Any]) -> None:
-    """Nothing was added."""
+    """No layer is added."""
     with pytest.raises(ConfigError, match="must be a positive integer"):
         cache.add_layers([5], **{**LAYER, **changes})
     assert 1 == len(cache.groups)
@@ -191,7 +189,7 @@ def test_impossible_shapes_are_refused(cache: KVCache, changes: dict[str, Any]) 
 
 @pytest.mark.parametrize("layers", [[], [0], [5, 1], [5, 5]], ids=str)
 def test_layers_are_added_once(cache: KVCache, layers: list[int]) -> None:
-    """None, one that is there, or one twice: refused, and none of them was added."""
+    """An empty list, a known layer and a duplicate are refused, and no layer is added."""
     with pytest.raises(ConfigError, match="in the cache already, or none is named"):
         cache.add_layers(layers, **LAYER)
     assert 1 == len(cache.groups)
@@ -200,18 +198,18 @@ def test_layers_are_added_once(cache: KVCache, layers: list[int]) -> None:
 
 
 def test_missing_driver_is_a_config_error() -> None:
-    """A machine without a GPU says what to use instead."""
+    """On a machine without a GPU the error names the host backend."""
     if torch.cuda.device_count():
         pytest.skip("this machine has a GPU")
     with pytest.raises(ConfigError, match='backend="host"'):
         KVCache("cuda:0", max_tokens=8, max_sequences=1)
 
 
-# ---- the end ------------------------------------------------------------------------------
+# ---- closing ------------------------------------------------------------------------------
 
 
-def test_closed_cache_says_so(cache: KVCache) -> None:
-    """Closing again is nothing; everything else is `ClosedError`."""
+def test_closed_cache_raises_closed_error(cache: KVCache) -> None:
+    """A second close does nothing; every other call raises `ClosedError`."""
     sequence = cache.open()
     cache.close()
     cache.close()
@@ -232,7 +230,7 @@ def test_closed_cache_says_so(cache: KVCache) -> None:
 
 
 def test_close_waits_for_the_device(make_cache: MakeCache, host: HostBackend) -> None:
-    """Work that was submitted may still read; its fence is waited for."""
+    """Submitted work may still read the memory, so close waits for its fence."""
     cache = make_cache()
     cache.open().append(40)
     host.hold_fences()
@@ -245,7 +243,7 @@ def test_close_waits_for_the_device(make_cache: MakeCache, host: HostBackend) ->
 
 
 def test_cache_on_a_shared_pool_leaves_it_open(make_cache: MakeCache, host: HostBackend) -> None:
-    """Whoever made the pool closes it; its memory serves the next cache."""
+    """The pool's owner closes it; its memory serves the next cache."""
     pool = ExtentPool(host, 20 * PAGE)
     for _ in range(2):
         cache = make_cache(pool)
@@ -259,7 +257,7 @@ def test_cache_on_a_shared_pool_leaves_it_open(make_cache: MakeCache, host: Host
 
 
 def test_overread_tokens_are_resident(cache: KVCache) -> None:
-    """Kernels that fetch whole tiles may touch some tokens past the end, to the row's end."""
+    """Kernels that fetch whole tiles may read some tokens past the length, within the row."""
     cache.overread_tokens = 30
     sequence = cache.open()
     for num_tokens in (1, 8, 391):
@@ -271,8 +269,7 @@ def test_overread_tokens_are_resident(cache: KVCache) -> None:
         assert group.resident_tokens(sequence.row) >= end
 
 
-def test_resident_tokens_says_how_far_growth_is_free(cache: KVCache) -> None:
-    """Up to there no driver call; one further, some."""
+def test_growth_up_to_writable_tokens_makes_no_driver_call(cache: KVCache) -> None:
     sequence = cache.open()
     sequence.append(5)
     assert 8 == sequence.writable_tokens
@@ -285,7 +282,7 @@ def test_resident_tokens_says_how_far_growth_is_free(cache: KVCache) -> None:
 
 @pytest.mark.parametrize("what", ["too long", "front gone"])
 def test_check_finds_a_sequence_without_its_memory(cache: KVCache, what: str) -> None:
-    """`check` can fail: I6 broken by hand, at either end."""
+    """The test breaks I6 by hand, at either end of the row."""
     sequence = cache.open()
     sequence.append(40)
     table = cache.groups[0].table
@@ -298,8 +295,7 @@ def test_check_finds_a_sequence_without_its_memory(cache: KVCache, what: str) ->
     sequence.num_tokens = 0
 
 
-def test_check_finds_what_the_pool_finds(cache: KVCache) -> None:
-    """The pool's invariants are part of the cache's."""
+def test_check_includes_the_invariants_of_the_pool(cache: KVCache) -> None:
     cache.open().append(4)
     shelf = cache.pool._shelf(MemoryLocation.DEVICE)
     shelf.created_bytes += PAGE

@@ -1,6 +1,6 @@
-"""Prefixes: what is found again, by whom, how much of it, and what finding it costs.
+"""Prefixes: hits and misses, tenants, windows, the cost of a search, and the lock.
 
-Under memory pressure, test_eviction.py; through `generate`, the tests of `hf`.
+Memory pressure is tested in test_eviction.py, `generate` in the tests of `hf`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MakeCache = Callable[..., KVCache]
 
 @pytest.fixture
 def cache(make_cache: MakeCache) -> KVCache:
-    """Four rows, four tokens in a page; everything whole is shared."""
+    """Four rows, four tokens in a page; all whole extents are aliased."""
     return make_cache(cost_model=ALIASES)
 
 
 def _say(cache: KVCache, tokens: Any, tenant: str | None = None) -> Sequence:
-    """A live sequence that holds these tokens, recorded; stamped by their numbers."""
+    """A live sequence of these tokens, recorded and stamped with their numbers."""
     wanted = list(tokens)
     sequence = cache.open(prompt=wanted, tenant=tenant)
     append(sequence, wanted[sequence.num_tokens :])
@@ -61,7 +61,7 @@ print([each.hex() for _, each in index.beginnings(range(1, 4))])
 
 @pytest.mark.parametrize("seed", ["0", "1", "2024"])
 def test_hashes_are_the_same_in_every_process(seed: str) -> None:
-    """Whatever seed Python hashes with, whatever the machine's byte order."""
+    """Hashes depend neither on Python's hash seed nor on the machine's byte order."""
     path = str(Path(__file__).parents[2] / "vmkv")
     child = subprocess.run(
         [sys.executable, "-c", _HASHES.format(path=path)],
@@ -82,8 +82,8 @@ def test_hashes_are_the_same_in_every_process(seed: str) -> None:
     assert hashlib.blake2b(parent + block, digest_size=16).hexdigest() == hashes[0]
 
 
-def test_match_sees_rows_end_and_join_meanwhile() -> None:
-    """Where a run of blocks is split, joined with the next one, or gone and back."""
+def test_match_follows_rows_that_change_after_the_search() -> None:
+    """A run of blocks is split, joined with the next one, or removed and recorded again."""
     index = PrefixIndex()
     index.record(0, range(64))
     index.record(1, range(64))
@@ -104,8 +104,7 @@ def test_match_sees_rows_end_and_join_meanwhile() -> None:
     "tokens",
     [["a"], [1.5], [None], [2**63], "text", [[1]], torch.rand(3), torch.ones(2, 2).long()],
 )
-def test_index_wants_integers(tokens: Any) -> None:
-    """A clear error, and nothing is recorded."""
+def test_index_refuses_tokens_that_are_no_integers(tokens: Any) -> None:
     index = PrefixIndex()
     with pytest.raises(ConfigError, match="token ids must be integers"):
         index.record(0, tokens)
@@ -125,8 +124,8 @@ def test_index_wants_integers(tokens: Any) -> None:
     ],
     ids=["tensor", "32 bits", "strided", "array", "tuple"],
 )
-def test_prompts_are_what_users_have(cache: KVCache, made: Callable[[list[int]], Any]) -> None:
-    """A tensor is read as the numbers in it, however they lie."""
+def test_prompts_are_any_integer_sequence(cache: KVCache, made: Callable[[list[int]], Any]) -> None:
+    """Tensors are read by value, whatever their type and strides."""
     ids = [*range(5, 60), 2**30]
     sequence = cache.open()
     sequence.append(len(ids) - 1)
@@ -135,7 +134,7 @@ def test_prompts_are_what_users_have(cache: KVCache, made: Callable[[list[int]],
     assert 48 == cache.open(prompt=made(ids)).num_cached_tokens
 
 
-def test_bytes_are_tokens_each() -> None:
+def test_each_byte_is_a_token() -> None:
     """Byte-level models have such ids; they are not read as wider integers."""
     index = PrefixIndex()
     index.record(0, b"abc" * 8)
@@ -145,8 +144,8 @@ def test_bytes_are_tokens_each() -> None:
 # ---- hits ---------------------------------------------------------------------------------
 
 
-def test_cold_prefix_is_aliased(cache: KVCache) -> None:
-    """A live row keeps its own; the new one maps the same memory and copies a tail at most."""
+def test_prefix_of_a_live_row_is_aliased(cache: KVCache) -> None:
+    """The new row maps the same memory and copies a tail at most."""
     source = _say(cache, range(98))
     before = cache.pool.stats().created_bytes
     hit = cache.open(prompt=[*range(98), 500])
@@ -162,7 +161,6 @@ def test_cold_prefix_is_aliased(cache: KVCache) -> None:
 
 
 def test_parked_prefix_is_adopted_without_a_driver_call(cache: KVCache) -> None:
-    """The row that holds it becomes the new sequence's, as it is."""
     source = _say(cache, range(98))
     source.close()
     before = cache.stats().driver_calls
@@ -174,7 +172,7 @@ def test_parked_prefix_is_adopted_without_a_driver_call(cache: KVCache) -> None:
 
 
 def test_parked_row_that_holds_much_more_is_aliased_instead(cache: KVCache) -> None:
-    """Adopting it would throw away what it alone holds."""
+    """Adoption would lose the tokens that only this row holds."""
     source = _say(cache, range(300))
     source.close()
     hit = cache.open(prompt=[*range(40), 999])
@@ -187,7 +185,7 @@ def test_parked_row_that_holds_much_more_is_aliased_instead(cache: KVCache) -> N
 
 
 def test_parked_row_whose_boundary_is_shared_is_aliased_instead(cache: KVCache) -> None:
-    """Appending to it would have to copy: then it may as well stay."""
+    """After an adoption the first append would have to copy."""
     source = _say(cache, range(64))
     fork = source.fork()
     source.close()
@@ -199,10 +197,10 @@ def test_parked_row_whose_boundary_is_shared_is_aliased_instead(cache: KVCache) 
 
 
 @pytest.mark.parametrize("num_live", [0, 30])
-def test_finding_costs_the_same_however_many_hold_it(
+def test_search_asks_few_rows_however_many_match(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, num_live: int
 ) -> None:
-    """Whether a row can be begun from is asked of a few."""
+    """`keeps` is called about as often for 90 matching rows as for 10."""
     cache = make_cache(max_sequences=99, budget_bytes=100 * 1024 * KiB, cost_model=ALIASES)
     asked: list[int] = []
     keeps = cache.keeps
@@ -224,7 +222,7 @@ def test_finding_costs_the_same_however_many_hold_it(
 def test_rows_whose_window_has_passed_are_asked_once(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They stay known, and what they still hold of longer prompts is found."""
+    """A second search for the short prefix asks no row; longer prompts still find the rows."""
     cache = make_cache(windows=(8,), max_sequences=12, budget_bytes=100 * 1024 * KiB)
     asked: list[int] = []
     keeps = cache.keeps
@@ -247,7 +245,7 @@ def test_rows_whose_window_has_passed_are_asked_once(
 
 
 def test_last_token_is_never_found(cache: KVCache) -> None:
-    """Something must be computed for there to be logits."""
+    """The last token must be computed to get logits."""
     _say(cache, range(64)).close()
     assert 48 == cache.open(prompt=range(64)).num_cached_tokens
 
@@ -257,14 +255,14 @@ def test_last_token_is_never_found(cache: KVCache) -> None:
 
 @pytest.mark.parametrize("prompt", [[], [5], range(16), range(500, 600)])
 def test_miss_begins_empty(cache: KVCache, prompt: Any) -> None:
-    """Nothing said before, or not a whole block of it."""
+    """No prompt, a prompt of less than a block, and one with other tokens."""
     _say(cache, range(98))
     sequence = cache.open(prompt=prompt)
     assert (0, 0) == (sequence.num_tokens, sequence.num_cached_tokens)
 
 
 def test_hits_and_misses_are_counted(cache: KVCache) -> None:
-    """An open without a prompt is neither."""
+    """An open without a prompt counts as neither."""
     _say(cache, range(98)).close()
     cache.open()
     cache.open(prompt=[*range(98), 5])
@@ -279,7 +277,7 @@ def test_hits_and_misses_are_counted(cache: KVCache) -> None:
 
 @pytest.mark.parametrize("tenant", ["a", None, "", "\ud800"])
 def test_tenants_do_not_find_each_other(cache: KVCache, tenant: str | None) -> None:
-    """Not by prefix, and not by saying nothing; any string is one, also what UTF-8 cannot say."""
+    """None and every string are tenants, even a string that UTF-8 cannot encode."""
     _say(cache, range(98), tenant=tenant).close()
     others: list[str | None] = ["b", "a", None, "", "\udfff"]
     for stranger in [each for each in others if each != tenant]:
@@ -290,16 +288,16 @@ def test_tenants_do_not_find_each_other(cache: KVCache, tenant: str | None) -> N
     assert (96, tenant) == (again.num_cached_tokens, again.tenant)
 
 
-def test_what_is_not_recorded_is_not_found(cache: KVCache) -> None:
-    """Appended is not computed: only who recorded it says that it is there."""
+def test_unrecorded_tokens_are_not_found(cache: KVCache) -> None:
+    """Appended tokens need not be computed yet; `record` says that they are."""
     sequence = cache.open(prompt=range(98))
     append(sequence, range(98))
     sequence.record(range(40))
     assert 32 == cache.open(prompt=range(98)).num_cached_tokens
 
 
-def test_strangers_adopt_rows_without_a_prefix_first(cache: KVCache) -> None:
-    """A prefix is worth more than a row that merely is mapped."""
+def test_miss_adopts_a_row_without_a_prefix_first(cache: KVCache) -> None:
+    """A prefix is worth more than mapped memory alone."""
     said = _say(cache, range(98))
     plain = cache.open()
     append(plain, range(98))
@@ -324,7 +322,7 @@ def _say_by_steps(cache: KVCache, tokens: Any) -> Sequence:
 @pytest.mark.usefixtures("no_underread")
 @pytest.mark.parametrize("ends", [True, False])
 def test_window_limits_a_match(make_cache: MakeCache, ends: bool) -> None:
-    """Where the window has let go of what a query would see, nothing is found there."""
+    """A prefix is a miss where the window has unmapped tokens that its next query needs."""
     cache = make_cache(windows=(20,), cost_model=ALIASES)
     source = _say_by_steps(cache, range(98))
     if ends:
@@ -337,11 +335,10 @@ def test_window_limits_a_match(make_cache: MakeCache, ends: bool) -> None:
     assert_holds(hit, [*range(98), *range(500, 540)])
 
 
-# ---- what is refused ----------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------
 
 
-def test_recording_more_than_there_is_is_refused(cache: KVCache) -> None:
-    """Append first; nothing is recorded."""
+def test_recording_more_than_was_appended_is_refused(cache: KVCache) -> None:
     sequence = cache.open()
     append(sequence, range(20))
     sequence.record(range(15))
@@ -351,7 +348,7 @@ def test_recording_more_than_there_is_is_refused(cache: KVCache) -> None:
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [1.5, 2], "text"])
-def test_prompt_that_is_none_is_refused(cache: KVCache, prompt: Any) -> None:
+def test_prompt_that_is_no_list_of_integers_is_refused(cache: KVCache, prompt: Any) -> None:
     """No sequence is opened."""
     with pytest.raises(ConfigError, match="token ids must be integers"):
         cache.open(prompt=prompt)
@@ -359,12 +356,12 @@ def test_prompt_that_is_none_is_refused(cache: KVCache, prompt: Any) -> None:
 
 
 def test_block_is_as_long_as_documented() -> None:
-    """What other tests take for granted."""
+    """Other tests rely on this length."""
     assert 16 == BLOCK_TOKENS
 
 
-def test_a_hit_has_what_kernels_read_past_its_end(make_cache: MakeCache) -> None:
-    """A row parked before a kernel said how far it reads is too short to be adopted as it is."""
+def test_prefix_hit_keeps_the_over_read_resident(make_cache: MakeCache) -> None:
+    """A row parked before `keep_resident` is too short to be adopted as it is."""
     cache = make_cache(cost_model=ALIASES)
     first = cache.open()
     first.append(64)
@@ -377,7 +374,7 @@ def test_a_hit_has_what_kernels_read_past_its_end(make_cache: MakeCache) -> None
 
 
 def test_a_fork_into_another_cache_is_found_there(make_cache: MakeCache) -> None:
-    """What was recorded goes along, for the same tenant."""
+    """The fork takes the recorded tokens and the tenant with it."""
     first = make_cache(cost_model=ALIASES)
     second = make_cache(first.pool, cost_model=ALIASES)
     sequence = first.open(tenant="a")
@@ -389,13 +386,13 @@ def test_a_fork_into_another_cache_is_found_there(make_cache: MakeCache) -> None
     assert 0 == second.open(prompt=list(range(64)), tenant="b").num_cached_tokens
 
 
-# ---- who may search it --------------------------------------------------------------------
+# ---- the lock -----------------------------------------------------------------------------
 
 
 def test_the_tree_is_searched_and_changed_under_the_lock(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whatever a sequence does, and whatever its memory pays for."""
+    """All operations of a sequence call the tree with the pool's lock held."""
     cache = make_cache(cost_model=ALIASES)
     asked: set[str] = set()
 
@@ -433,5 +430,5 @@ def test_the_tree_is_searched_and_changed_under_the_lock(
     again.close()
     cache.load(tmp_path / "saved").close()
     cache.trim()
-    # Beginnings are lost by rows whose windows moved on, while one is looked for.
+    # Only searches that meet a row whose window has passed call `lose`.
     assert {"lose"} == {name for name in names if callable(vars(PrefixTree)[name])} - asked

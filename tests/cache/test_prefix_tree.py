@@ -1,6 +1,6 @@
-"""The prefix index finds, after anything that happens to rows, what an index by blocks would find.
+"""The prefix index against a model that compares block by block, and the shape of its tree.
 
-And its tree stays a radix tree: no node that could be one with another, none that nobody holds.
+The tree stays a radix tree: no two nodes that could be one, and no node without rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TENANTS = (None, "a")
 
 
 class _ByBlocks:
-    """What each row holds, and nothing else; the whole of it is searched."""
+    """Model of the index: the tokens of each row, which a search compares one by one."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
@@ -86,7 +86,7 @@ class _ByBlocks:
 
 
 def _check(index: PrefixIndex) -> None:
-    """The tree is what `prefix_tree.py` says."""
+    """Assert the structure of the tree that `prefix.py` describes."""
     ends = index._contents
     root = index._tree.root
     nodes: list[Node] = [root]
@@ -99,7 +99,7 @@ def _check(index: PrefixIndex) -> None:
         ending = {row for row, path in ends.items() if path.end is node}
         if node is not root:
             assert set(here) == {*below, *ending}
-            assert here, "nobody holds it"
+            assert here, "a node without rows"
             assert node.run
             assert len(node.run) % (BLOCK * 8) == 0
             assert node.above.children[node.key] is node
@@ -119,7 +119,7 @@ def _check(index: PrefixIndex) -> None:
 _tokens = st.lists(st.integers(0, 1), max_size=9)
 _row = st.sampled_from(ROWS)
 _tenant = st.sampled_from(TENANTS)
-# Each target once.
+# A row is the target of one move at most.
 _moves = st.lists(st.tuples(_row, _row, _tenant), max_size=4, unique_by=lambda move: move[1])
 _steps = st.one_of(
     st.tuples(st.just("record"), _row, _tokens, _tenant),
@@ -132,8 +132,8 @@ _steps = st.one_of(
 
 @settings(max_examples=3 * settings().max_examples)
 @given(steps=st.lists(_steps, max_size=14), prompts=st.lists(_tokens, min_size=1, max_size=3))
-def test_what_is_found_is_what_rows_hold(steps: list[tuple], prompts: list[list[int]]) -> None:
-    """Of every length, by whom and where; however rows came to hold it."""
+def test_index_finds_what_the_model_finds(steps: list[tuple], prompts: list[list[int]]) -> None:
+    """After random histories, for prompts of any length and every tenant."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix, "BLOCK_TOKENS", BLOCK)
         index, model = PrefixIndex(), _ByBlocks()
@@ -162,8 +162,8 @@ def _num_nodes(index: PrefixIndex) -> int:
     return len(nodes) - 1
 
 
-def test_what_is_common_is_one_node_however_long() -> None:
-    """Rows that part are a node each; once they have gone, nothing is left of where they parted."""
+def test_common_tokens_are_one_node() -> None:
+    """Rows that diverge have a node each; once those rows end, the split nodes are joined again."""
     index = PrefixIndex()
     index.record(0, range(64_000))
     for row in range(1, 9):
@@ -181,8 +181,8 @@ def test_what_is_common_is_one_node_however_long() -> None:
     assert 0 == _num_nodes(index)
 
 
-def test_a_match_is_of_the_index_as_it_is() -> None:
-    """Who goes while matches are looked at is not found any more, and what is left is."""
+def test_matches_follow_changes_of_the_index() -> None:
+    """A row that changes while matches are iterated is found by the tokens it then holds."""
     index = PrefixIndex()
     for row, num_tokens in enumerate([64, 48, 48]):
         index.record(row, range(num_tokens))
@@ -199,8 +199,8 @@ def test_a_match_is_of_the_index_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 20])
-def test_a_row_that_holds_nothing_is_nobodys(num_tokens: int) -> None:
-    """What it held before, or was to begin with, says nothing of whose it is next."""
+def test_empty_row_belongs_to_no_tenant(num_tokens: int) -> None:
+    """The tenant of its earlier tokens does not apply to its next ones."""
     index = PrefixIndex()
     index.record(0, range(20), "a")
     index.copy([(0, 1, "a")], num_tokens)
@@ -210,8 +210,8 @@ def test_a_row_that_holds_nothing_is_nobodys(num_tokens: int) -> None:
     assert [16] == [match.num_tokens for match in index.matches(range(40), "a")]
 
 
-def test_how_much_a_row_holds_is_told_at_any_moment() -> None:
-    """While another thread splits and joins its nodes: who asks that holds no lock."""
+def test_num_recorded_is_right_while_nodes_split_and_join() -> None:
+    """Threads read it without the lock, so the test reads it before every line of the index."""
     index = PrefixIndex()
     for row, num_blocks in enumerate((9, 9, 6)):
         index.record(row, range(16 * num_blocks))

@@ -1,6 +1,6 @@
-"""Prefixes shared between processes: what is read, what is refused, who may write, who survives.
+"""Prefixes shared between processes: import, refusals, write protection, and peers that fail.
 
-The second process is real wherever that matters; a peer that ends midway is played by hand.
+Tests marked slow start a second process; failing peers are threads of this process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DEVICES = ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 @pytest.fixture
 def make_shareable(make_cache: MakeCache) -> MakeCache:
-    """`make_cache` over a pool of its own, as a process of its own would have it."""
+    """`make_cache` over a shareable pool of its own, as another process would have."""
 
     def make(**options: Any) -> KVCache:
         pool_options: dict[str, Any] = {"is_shareable": True, "budget_bytes": 4096 * KiB}
@@ -55,13 +55,13 @@ def make_shareable(make_cache: MakeCache) -> MakeCache:
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """Where exporters listen."""
+    """Path of the exporter's socket."""
     return str(tmp_path / "s")
 
 
 def _books(cache: KVCache) -> object:
-    """What a failed import must leave alone."""
-    gc.collect()  # Other tests' descriptors may hang on a cycle.
+    """State that a failed import must not change."""
+    gc.collect()  # A garbage cycle may hold descriptors of other tests.
     cache.pool.reclaimer.wait()
     cache.check()
     return (
@@ -74,7 +74,7 @@ def _books(cache: KVCache) -> object:
 
 
 def _imported(exporter: PrefixExporter, cache: KVCache, **options: Any) -> Any:
-    """A sequence from an exporter of this process, which serves it from a thread."""
+    """Import from an exporter of this process, which serves the import in a thread."""
     with _serving(exporter) as failures:
         sequence = cache.import_prefix(exporter.socket_path, **options)
     assert [] == failures
@@ -83,7 +83,7 @@ def _imported(exporter: PrefixExporter, cache: KVCache, **options: Any) -> Any:
 
 @contextmanager
 def _serving(exporter: PrefixExporter) -> Iterator[list[BaseException]]:
-    """`exporter.serve_one` in a thread; what it raises is in the list when the block has ended."""
+    """Run `exporter.serve_one` in a thread; its error is in the list when the block has ended."""
     failures: list[BaseException] = []
 
     def serve() -> None:
@@ -201,7 +201,7 @@ def _same_cache(device: str) -> KVCache:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_import_reads_another_process_and_outlives_it(device: str, path: str) -> None:
-    """What it shares is read here before and after it is killed, and goes on here."""
+    """The import is read and continued after the exporting process was killed."""
     with _same_cache(device) as cache:
         with _exporting(device, path) as child:
             before = cache.pool.stats().created_bytes
@@ -232,7 +232,7 @@ def test_import_reads_another_process_and_outlives_it(device: str, path: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_exporter_goes_on_while_others_read(device: str, path: str) -> None:
-    """It truncates into what it shared, writes, closes and trims: nobody else sees any of it."""
+    """The exporter truncates, writes, closes and trims; the importers' tokens do not change."""
     with _same_cache(device) as cache, _exporting(device, path) as child:
         sequences = [cache.import_prefix(path) for _ in range(3)]
         child.stdin.write("\n")
@@ -250,7 +250,7 @@ def test_exporter_goes_on_while_others_read(device: str, path: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_importers_write_is_a_fault(device: str, path: str) -> None:
-    """The hardware refuses it, and whoever else reads sees nothing of the attempt."""
+    """The hardware refuses the write, and another importer reads the old numbers."""
     with _same_cache(device) as cache, _exporting(device, path):
         sequence = cache.import_prefix(path)
         child = _start(_WRITER, device, path)
@@ -266,7 +266,7 @@ def test_importers_write_is_a_fault(device: str, path: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_exporters_own_write_is_a_fault(device: str, path: str) -> None:
-    """What was shared is frozen for its writer as well; the tail behind is not."""
+    """Exported extents are frozen for the exporter as well; its tail is not."""
     child = _start(_WRITING_EXPORTER, device, path)
     output, errors = child.communicate(timeout=120)
     assert "the tail is written\n" == output, errors
@@ -276,14 +276,14 @@ def test_exporters_own_write_is_a_fault(device: str, path: str) -> None:
         assert "illegal memory access" in errors
 
 
-# ---- what is shared -----------------------------------------------------------------------
+# ---- shared extents -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_tokens", [None, 333, 300, 37, 20, 4])
 def test_prefix_is_cut_to_whole_extents(
     make_shareable: MakeCache, path: str, num_tokens: int | None
 ) -> None:
-    """The importer gets what they cover, never more than was asked for, and no copy is made."""
+    """The importer gets no more tokens than asked for, without a copy."""
     source, target = make_shareable(), make_shareable()
     sequence = source.open()
     for length in (4, 37, 292):  # Extents of 1; of 8, 2; of 32, 32, 8, 1 pages.
@@ -306,8 +306,8 @@ def test_prefix_is_cut_to_whole_extents(
     assert_holds(sequence, range(340))
 
 
-def test_row_of_one_import_takes_the_next(make_shareable: MakeCache, path: str) -> None:
-    """What the row held before is unmapped first."""
+def test_row_of_an_import_serves_the_next_import(make_shareable: MakeCache, path: str) -> None:
+    """The row's earlier mappings are unmapped first."""
     source, target = make_shareable(), make_shareable(max_sequences=1)
     sequence = source.open()
     append(sequence, range(64))
@@ -319,8 +319,8 @@ def test_row_of_one_import_takes_the_next(make_shareable: MakeCache, path: str) 
     assert 1 == len(target.pool.imported_extents())
 
 
-def test_token_rows_that_straddle_pages(path: str) -> None:
-    """Half a token at the end of what is shared: appending copies that extent first."""
+def test_import_that_ends_within_a_token_row(path: str) -> None:
+    """The last shared extent ends with part of a token row, so the first append copies it."""
     caches = []
     for _ in range(2):
         pool = ExtentPool(HostBackend(PAGE), 4096 * KiB, is_shareable=True, close_when_unused=True)
@@ -332,7 +332,7 @@ def test_token_rows_that_straddle_pages(path: str) -> None:
     with sequence.export(path) as exporter:
         restored = _imported(exporter, target)
     length = restored.num_tokens
-    assert length * 768 % PAGE, "tokens end where a page does: this tests nothing"
+    assert length * 768 % PAGE, "the prefix ends where a page does: this tests nothing"
     append(restored, range(800, 830))
     assert_holds(restored, [*range(length), *range(800, 830)])
     assert_holds(sequence, range(415))
@@ -341,8 +341,8 @@ def test_token_rows_that_straddle_pages(path: str) -> None:
         cache.close()
 
 
-def test_parent_of_what_a_fork_exports_is_frozen_too(make_shareable: MakeCache, path: str) -> None:
-    """The extents are the parent's, which kept its right to write: it loses it."""
+def test_export_of_a_fork_freezes_its_parent(make_shareable: MakeCache, path: str) -> None:
+    """The parent had kept its write access to the shared extents, and loses it."""
     cache = make_shareable()
     parent = cache.open()
     append(parent, range(300))
@@ -364,8 +364,8 @@ def test_parent_of_what_a_fork_exports_is_frozen_too(make_shareable: MakeCache, 
     assert_holds(fork, range(300))
 
 
-def test_what_was_exported_is_never_recycled(make_shareable: MakeCache, path: str) -> None:
-    """A new sequence in the parked row gets other memory; the old is released."""
+def test_exported_extents_are_never_recycled(make_shareable: MakeCache, path: str) -> None:
+    """A sequence in the parked row gets other memory; the exported extents are released."""
     source, target = make_shareable(), make_shareable()
     sequence = source.open()
     append(sequence, range(128))
@@ -382,8 +382,8 @@ def test_what_was_exported_is_never_recycled(make_shareable: MakeCache, path: st
     assert_holds(stranger, range(900, 1028))
 
 
-def test_imported_row_is_parked_adopted_and_given_up(make_shareable: MakeCache, path: str) -> None:
-    """A new sequence cannot write there, so it gives the imported extents up."""
+def test_adopted_import_gives_up_its_extents(make_shareable: MakeCache, path: str) -> None:
+    """Imported extents are read-only, so a new sequence in the row cannot use them."""
     source, target = make_shareable(), make_shareable(max_sequences=1)
     sequence = source.open()
     append(sequence, range(128))
@@ -398,7 +398,7 @@ def test_imported_row_is_parked_adopted_and_given_up(make_shareable: MakeCache, 
 
 
 def test_exporter_outlives_sequence_and_cache(make_shareable: MakeCache, path: str) -> None:
-    """It holds what it shares, and the pool with it, until it is closed."""
+    """The exporter keeps the shared extents and their pool until it is closed."""
     source, target = make_shareable(), make_shareable()
     sequence = source.open()
     append(sequence, range(128))
@@ -412,11 +412,11 @@ def test_exporter_outlives_sequence_and_cache(make_shareable: MakeCache, path: s
         source.pool.acquire([0])
 
 
-# ---- what cannot be exported --------------------------------------------------------------
+# ---- refused exports ----------------------------------------------------------------------
 
 
-def test_exports_that_cannot_be(make_shareable: MakeCache, path: str) -> None:
-    """Each says why, leaves no socket, and freezes nothing."""
+def test_impossible_exports_are_refused(make_shareable: MakeCache, path: str) -> None:
+    """Each error says why, leaves no socket, and freezes no extent."""
     plain = make_shareable(pool={"is_shareable": False}).open()
     append(plain, range(20))
     with pytest.raises(ConfigError, match="is_shareable=True"):
@@ -450,7 +450,7 @@ def test_exports_that_cannot_be(make_shareable: MakeCache, path: str) -> None:
 
 
 def test_import_is_not_exported_again(make_shareable: MakeCache, path: str) -> None:
-    """Its descriptors are the first exporter's to give."""
+    """Only the first exporter may pass on its descriptors."""
     source, target = make_shareable(), make_shareable()
     sequence = source.open()
     append(sequence, range(128))
@@ -466,7 +466,7 @@ def test_import_is_not_exported_again(make_shareable: MakeCache, path: str) -> N
 
 @pytest.fixture
 def sequence(make_shareable: MakeCache) -> Any:
-    """A sequence of 39 tokens: nine pages are whole, in two extents."""
+    """A sequence of 39 tokens, whose nine whole pages are two extents."""
     cache = make_shareable()
     made = cache.open()
     append(made, range(36))
@@ -476,7 +476,7 @@ def sequence(make_shareable: MakeCache) -> Any:
 
 
 def test_path_in_use_is_left_alone(sequence: Any, tmp_path: Path, path: str) -> None:
-    """A file, or an exporter that lives; only what a dead one left is replaced."""
+    """A file or the socket of a live exporter stays; a stale socket is replaced."""
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError, match="exists already"):
         sequence.export(tmp_path / "file")
@@ -485,7 +485,7 @@ def test_path_in_use_is_left_alone(sequence: Any, tmp_path: Path, path: str) -> 
         with pytest.raises(ConfigError, match="exists already"):
             sequence.export(path)
         assert os.path.exists(path)
-        with pytest.raises(ConnectionError):  # That was the second, looking whether we live.
+        with pytest.raises(ConnectionError):  # The second export had tried to connect.
             first.serve_one(timeout_s=60)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(path)
@@ -498,7 +498,7 @@ def test_path_in_use_is_left_alone(sequence: Any, tmp_path: Path, path: str) -> 
 
 
 def test_waiting_for_importers_ends(sequence: Any, path: str) -> None:
-    """After the given time, or when the exporter is closed from another thread."""
+    """After `timeout_s`, or when the exporter is closed from another thread."""
     exporter = sequence.export(path)
     with pytest.raises(TimeoutError, match="nobody came"):
         exporter.serve_one(timeout_s=0.01)
@@ -510,8 +510,8 @@ def test_waiting_for_importers_ends(sequence: Any, path: str) -> None:
     assert [] == [each for each in threading.enumerate() if path in each.name]
 
 
-def test_nobody_there(make_shareable: MakeCache, path: str) -> None:
-    """No socket; one that nobody listens to; one whose exporter never answers."""
+def test_import_without_an_exporter_fails(make_shareable: MakeCache, path: str) -> None:
+    """No socket, a socket without a listener, and a listener that never answers."""
     cache = make_shareable()
     before = _books(cache)
     with pytest.raises(FileNotFoundError):
@@ -527,7 +527,7 @@ def test_nobody_there(make_shareable: MakeCache, path: str) -> None:
 
 
 def test_socket_is_this_users_and_goes_with_the_exporter(sequence: Any, path: str) -> None:
-    """Nobody else can connect, except root."""
+    """The socket's mode admits this user only; closing the exporter removes the socket."""
     with sequence.export(path) as exporter:
         assert 0o600 == stat.S_IMODE(os.lstat(path).st_mode)
         assert path == exporter.socket_path
@@ -549,9 +549,9 @@ cache.import_prefix(sys.argv[1])
 @pytest.mark.slow
 @pytest.mark.skipif(not can_become_nobody(), reason="only root can be another user")
 def test_another_user_is_refused() -> None:
-    """By the kernel's word for who it is, on either side, even where it can connect."""
+    """Both sides ask the kernel for the peer's user, even where the socket's mode admits it."""
     with tempfile.TemporaryDirectory() as folder, _same_cache("host") as cache:
-        os.chmod(folder, 0o755)  # Which pytest's folders are not.
+        os.chmod(folder, 0o755)  # Pytest's folders admit one user only.
         sequence = cache.open()
         append(sequence, range(100))
         with sequence.export(f"{folder}/s") as exporter:
@@ -564,7 +564,7 @@ def test_another_user_is_refused() -> None:
         assert (0, 1) == (exporter.num_served, exporter.num_failed)
 
 
-# ---- a peer that fails --------------------------------------------------------------------
+# ---- failing peers ------------------------------------------------------------------------
 
 
 def _offer(sequence: Any, path: str) -> dict[str, Any]:
@@ -611,10 +611,10 @@ def _fake_exporter(path: str, talk: Callable[[socket.socket], None]) -> Iterator
     ],
     ids=str,
 )
-def test_server_that_is_no_exporter(
+def test_import_from_another_server_fails(
     make_shareable: MakeCache, path: str, sent: bytes, error: type[Exception], match: str
 ) -> None:
-    """Another version, another program, or one that ends midway: nothing is held."""
+    """Another protocol version, another program, and a message that ends midway."""
     cache = make_shareable()
     before = _books(cache)
     with (
@@ -638,7 +638,7 @@ OFFERS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 def test_offer_that_does_not_fit_is_refused(
     sequence: Any, make_shareable: MakeCache, path: str, name: str
 ) -> None:
-    """Before any descriptor is taken."""
+    """The import fails before it takes a descriptor."""
     change, match = OFFERS[name]
     offer = _offer(sequence, path)
     change(offer)
@@ -653,14 +653,14 @@ def test_offer_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("num_batches", [0, 1])
-def test_exporter_that_ends_between_batches(
+def test_import_releases_its_extents_when_the_exporter_ends(
     sequence: Any,
     make_shareable: MakeCache,
     path: str,
     monkeypatch: pytest.MonkeyPatch,
     num_batches: int,
 ) -> None:
-    """What was imported by then is released."""
+    """The exporter ends before the first or the second batch."""
     monkeypatch.setattr(process, "_BATCH", 1)
     offer = _offer(sequence, path)
     assert [8 * PAGE, PAGE] == offer["groups"][0]["sizes_bytes"]
@@ -694,7 +694,7 @@ def _hang_up(path: str) -> None:
 def test_exporter_serves_on_after_importers_that_end(
     sequence: Any, make_shareable: MakeCache, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are logged and counted; so is one that is too slow."""
+    """Importers that end midway or are too slow are counted, and logged by the thread."""
     with sequence.export(path, timeout_s=0.05) as exporter:
         num_descriptors = len(os.listdir("/proc/self/fd"))
         _hang_up(path)
@@ -716,12 +716,12 @@ def test_exporter_serves_on_after_importers_that_end(
 def test_close_ends_a_conversation(
     sequence: Any, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An importer that says nothing keeps no exporter from closing, and is not complained of."""
+    """A silent importer does not delay the close, and is not logged."""
     exporter = sequence.export(path, timeout_s=200)
     exporter.start()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.connect(path)
-        assert client.recv(4), "the offer, so the conversation is under way"
+        assert client.recv(4), "no offer came: no conversation is under way"
         exporter.close()
         while client.recv(1 << 16):
             pass
@@ -733,7 +733,7 @@ def test_close_ends_a_conversation(
 
 
 def test_more_extents_than_one_message_carries(make_shareable: MakeCache, path: str) -> None:
-    """Descriptors go in batches, of which the sender has one open at a time."""
+    """Descriptors go in batches; the sender has one batch open at a time."""
     source, target = make_shareable(), make_shareable()
     sequence = source.open()
     for step in range(80):
@@ -744,7 +744,7 @@ def test_more_extents_than_one_message_carries(make_shareable: MakeCache, path: 
 
 
 def test_row_too_short_is_refused(sequence: Any, make_shareable: MakeCache, path: str) -> None:
-    """`max_tokens` may differ between the two, as long as the prefix fits."""
+    """`max_tokens` may differ between the caches if the prefix fits."""
     with sequence.export(path) as exporter:
         exporter.start()
         with pytest.raises(ConfigError, match="max_tokens=35"):
@@ -756,7 +756,7 @@ def test_row_too_short_is_refused(sequence: Any, make_shareable: MakeCache, path
 def test_every_driver_call_of_import_can_fail(
     no_underread: None, make_shareable: MakeCache, path: str
 ) -> None:
-    """No sequence, nothing held, and the next attempt succeeds."""
+    """A failed import leaves no sequence and no extent, and the next attempt succeeds."""
     source = make_shareable(windows=(20,))
     sequence = source.open()
     append(sequence, range(36))
@@ -791,7 +791,7 @@ def test_every_driver_call_of_import_can_fail(
 
 
 def test_every_driver_call_of_export_can_fail(path: str) -> None:
-    """No exporter and no socket; the sequence goes on, and can be exported then."""
+    """A failed export leaves no exporter, no socket and no frozen extent; the next one succeeds."""
 
     def scenario(backend: FaultInjectingBackend) -> Scenario:
         pool = ExtentPool(backend, 64 * PAGE, is_shareable=True, close_when_unused=True)
@@ -821,10 +821,10 @@ def test_every_driver_call_of_export_can_fail(path: str) -> None:
     assert {"record_fence", "mem_set_access"} <= set(struck)
 
 
-def test_descriptor_that_cannot_be_made(
+def test_failing_mem_export_ends_one_import_only(
     make_cache: MakeCache, make_shareable: MakeCache, path: str
 ) -> None:
-    """The importer sees the end of the conversation; the exporter says why, and goes on."""
+    """The importer gets a `ConnectionError`; `serve_one` raises the driver's error."""
     backend = FaultInjectingBackend(HostBackend(PAGE))
     pool = ExtentPool(backend, 64 * PAGE, is_shareable=True, close_when_unused=True)
     sequence = make_cache(pool).open()
@@ -842,7 +842,7 @@ def test_descriptor_that_cannot_be_made(
 
 
 def test_exporter_closes_in_spite_of_a_failing_driver(make_cache: MakeCache, path: str) -> None:
-    """What could not be released is tried again; closing once more does no harm."""
+    """A later close releases the handles that the first one could not."""
     backend = FaultInjectingBackend(HostBackend(PAGE))
     pool = ExtentPool(backend, 64 * PAGE, is_shareable=True, close_when_unused=True)
     cache = make_cache(pool)
@@ -863,7 +863,7 @@ def test_exporter_closes_in_spite_of_a_failing_driver(make_cache: MakeCache, pat
 
 
 def test_exporter_that_outlives_its_cache_closes_the_pool(make_cache: MakeCache, path: str) -> None:
-    """It is the last user then: what fails is gone on with by closing it again."""
+    """The exporter is the pool's last user; a second close completes one that failed."""
     struck = set()
     for fail_at in range(1, 20):
         host = HostBackend(PAGE)

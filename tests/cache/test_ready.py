@@ -1,6 +1,6 @@
-"""Memory made ready ahead: growing then maps and does nothing else, and waits for nothing.
+"""Memory is made ready ahead, so that a growth only maps it and waits for no fence.
 
-Told by the calls that reach the driver. How parked rows give way is test_eviction.py's.
+The tests count driver calls. Eviction itself is tested in test_eviction.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MakeCache = Callable[..., KVCache]
 
 
 def _parked(cache: KVCache, *lengths: int) -> None:
-    """Rows of ended sequences, the first used longest ago; from row 0 on."""
+    """Park rows of these lengths from row 0 on; the first was used longest ago."""
     live = [cache.open(row=row) for row in range(len(lengths))]
     for sequence, num_tokens in zip(live, lengths, strict=True):
         append(sequence, range(num_tokens))
@@ -43,8 +43,8 @@ def _pages(cache: KVCache) -> list[int]:
     return [pages.num_pages for pages in cache.groups[0].table.rows]
 
 
-def test_what_is_ready_is_only_mapped(make_cache: MakeCache) -> None:
-    """Nothing is created, released, unmapped or waited for when the sequence grows."""
+def test_growth_into_ready_memory_only_maps(make_cache: MakeCache) -> None:
+    """The growth creates, releases and unmaps nothing, and waits for no fence."""
     cache = make_cache(budget_bytes=40 * PAGE)
     _parked(cache, 80, 80)
     live = cache.open(row=2)
@@ -54,8 +54,8 @@ def test_what_is_ready_is_only_mapped(make_cache: MakeCache) -> None:
     check_pool(cache.pool)
 
 
-def test_what_is_not_short_is_created_ahead(make_cache: MakeCache) -> None:
-    """And is asked for once: a second call finds it."""
+def test_make_ready_creates_missing_extents_once(make_cache: MakeCache) -> None:
+    """A second call for the same growth finds them."""
     cache = make_cache()
     live = cache.open()
     calls = _calls_of(cache, lambda: make_ready(cache, [(live, 84)]))
@@ -64,8 +64,7 @@ def test_what_is_not_short_is_created_ahead(make_cache: MakeCache) -> None:
     assert Counter(mem_map=3, mem_set_access=1) == _calls_of(cache, lambda: live.append(84))
 
 
-def test_rows_to_come_are_counted(make_cache: MakeCache) -> None:
-    """A prompt that has no row yet finds memory too."""
+def test_make_ready_counts_a_prompt_without_a_row(make_cache: MakeCache) -> None:
     cache = make_cache(budget_bytes=40 * PAGE)
     _parked(cache, 80)
     assert make_ready(cache, [], 60, begins_empty=False)
@@ -73,8 +72,7 @@ def test_rows_to_come_are_counted(make_cache: MakeCache) -> None:
     assert MAPS == set(_calls_of(cache, lambda: row.append(60)))
 
 
-def test_what_kernels_fetch_past_the_end_of_rows_to_come_is_counted(make_cache: MakeCache) -> None:
-    """It is mapped with the rest."""
+def test_make_ready_counts_the_over_read_of_a_new_row(make_cache: MakeCache) -> None:
     cache = make_cache(budget_bytes=40 * PAGE)
     _parked(cache, 80)
     cache.keep_resident(20)
@@ -83,8 +81,8 @@ def test_what_kernels_fetch_past_the_end_of_rows_to_come_is_counted(make_cache: 
     assert MAPS == set(_calls_of(cache, lambda: row.append(60)))
 
 
-def test_extents_of_the_wanted_classes_are_handed_over(make_cache: MakeCache) -> None:
-    """Where rows like the wanted one give way nothing is released, and nothing created."""
+def test_evicted_extents_of_the_wanted_sizes_are_used_again(make_cache: MakeCache) -> None:
+    """Where the evicted row has extents of the same sizes, none is released or created."""
     cache = make_cache(budget_bytes=3 * 21 * PAGE)
     _parked(cache, 84, 84, 84)
     live = cache.open(row=3)
@@ -93,18 +91,18 @@ def test_extents_of_the_wanted_classes_are_handed_over(make_cache: MakeCache) ->
     assert MAPS == set(_calls_of(cache, lambda: live.append(84)))
 
 
-def test_no_more_gives_way_than_twice_what_is_wanted(make_cache: MakeCache) -> None:
-    """However often it is called."""
+def test_make_ready_evicts_at_most_twice_the_request(make_cache: MakeCache) -> None:
+    """One extent is evicted if that is more; repeated calls evict nothing further."""
     cache = make_cache(budget_bytes=60 * PAGE)
     _parked(cache, 80, 80, 80)
     live = cache.open(row=3)
     for _ in range(5):
         assert make_ready(cache, [(live, 4)])
-    assert [16, 20, 20, 0] == _pages(cache)  # The least that a row can give up.
+    assert [16, 20, 20, 0] == _pages(cache)  # One extent, the least to evict.
 
 
-def test_the_row_used_longest_ago_gives_way_first(make_cache: MakeCache) -> None:
-    """From its end, as in any eviction; a prefix that is left is what it was."""
+def test_make_ready_evicts_the_least_recently_used_row(make_cache: MakeCache) -> None:
+    """The row loses its end, and the rest stays usable as a prefix."""
     cache = make_cache(budget_bytes=40 * PAGE)
     _parked(cache, 80, 80)
     live = cache.open(row=2)
@@ -115,8 +113,8 @@ def test_the_row_used_longest_ago_gives_way_first(make_cache: MakeCache) -> None
     hit.close()
 
 
-def test_live_rows_keep_what_they_have(make_cache: MakeCache) -> None:
-    """Where nobody is parked it says that it is not ready, and nothing has changed."""
+def test_make_ready_takes_nothing_from_live_rows(make_cache: MakeCache) -> None:
+    """Without parked rows `make_ready` returns False and changes nothing."""
     cache = make_cache(budget_bytes=40 * PAGE)
     live = [cache.open(row=row) for row in range(2)]
     for sequence in live:
@@ -129,8 +127,8 @@ def test_live_rows_keep_what_they_have(make_cache: MakeCache) -> None:
         assert_holds(sequence, range(80))
 
 
-def test_it_never_waits_unless_it_is_told_to(host: HostBackend, make_cache: MakeCache) -> None:
-    """What may still be read stays; once its fence has passed, it is ready."""
+def test_make_ready_does_not_wait_by_default(host: HostBackend, make_cache: MakeCache) -> None:
+    """`make_ready` returns False until the fences of retired memory have passed."""
     cache = make_cache(budget_bytes=40 * PAGE)
     live = cache.open(row=2)
     host.hold_fences()
@@ -146,8 +144,7 @@ def test_it_never_waits_unless_it_is_told_to(host: HostBackend, make_cache: Make
     assert MAPS == set(_calls_of(cache, lambda: live.append(8)))
 
 
-def test_told_to_it_waits(host: HostBackend, make_cache: MakeCache) -> None:
-    """And all is ready then."""
+def test_make_ready_waits_on_request(host: HostBackend, make_cache: MakeCache) -> None:
     cache = make_cache(budget_bytes=40 * PAGE)
     live = cache.open(row=2)
     host.hold_fences()
@@ -156,8 +153,7 @@ def test_told_to_it_waits(host: HostBackend, make_cache: MakeCache) -> None:
     assert MAPS == set(_calls_of(cache, lambda: live.append(60)))
 
 
-def test_sequences_that_are_elsewhere_are_passed_over(make_cache: MakeCache) -> None:
-    """Who is swapped out does not grow; who fits needs nothing."""
+def test_make_ready_skips_swapped_and_fitting_sequences(make_cache: MakeCache) -> None:
     cache = make_cache(budget_bytes=40 * PAGE, host_budget_bytes=40 * PAGE)
     live, away = cache.open(), cache.open()
     append(live, range(40))
@@ -166,7 +162,7 @@ def test_sequences_that_are_elsewhere_are_passed_over(make_cache: MakeCache) -> 
     assert Counter() == _calls_of(cache, lambda: make_ready(cache, [(away, 80), (live, 40)]))
 
 
-def test_rows_left_before_the_last_fence_give_way_without_a_wait(
+def test_row_parked_before_a_passed_fence_is_evicted_without_a_wait(
     host: HostBackend, make_cache: MakeCache
 ) -> None:
     """Work that was submitted after a row was parked does not read it."""
@@ -176,7 +172,7 @@ def test_rows_left_before_the_last_fence_give_way_without_a_wait(
     _parked(cache, 80)
     cache.pool.reclaimer.new_fence()
     reached = cache.pool.reclaimer.new_fence()
-    reached.wait()  # So far the device has come; what follows is under way.
+    reached.wait()  # The device has come this far; later work is running.
     parked_later = cache.open(row=1)
     append(parked_later, range(76))
     parked_later.close()
@@ -185,19 +181,19 @@ def test_rows_left_before_the_last_fence_give_way_without_a_wait(
     assert passed == host.last_passed_fence
     live.append(40)
     assert passed == host.last_passed_fence
-    live.append(40)  # Only now the row that was just left goes, and that waits.
+    live.append(40)  # This evicts the row that was parked later, and waits.
     assert passed < host.last_passed_fence
 
 
 def _end_idle(cache: KVCache, doing: Callable[[Sequence], object]) -> Sequence:
-    """A row that was idle before its end, since when the device has done all but the last work.
+    """Close a row that the last step did not use, with all earlier work done.
 
     Args:
         cache: A cache of 40 pages.
-        doing: What is done with its sequence after that.
+        doing: Called with the row's sequence during the last step.
 
     Returns:
-        A sequence that holds the other half.
+        A live sequence that holds the other half of the pages.
     """
     live, leaving = cache.open(row=2), cache.open(row=0)
     live.append(80)
@@ -219,13 +215,10 @@ def _end_idle(cache: KVCache, doing: Callable[[Sequence], object]) -> Sequence:
     ],
     ids=["nothing", "copied", "not-copied"],
 )
-def test_who_says_since_when_a_row_is_idle_spares_a_wait(
-    host: HostBackend,
-    make_cache: MakeCache,
-    doing: Callable[[Sequence], object],
-    waits: bool,
+def test_close_idle_spares_the_wait_for_the_last_step(
+    host: HostBackend, make_cache: MakeCache, doing: Callable[[Sequence], object], waits: bool
 ) -> None:
-    """Unless a fork has read it since, which the caller need not know."""
+    """The wait is needed after all if a fork has copied from the row since."""
     host.hold_fences()
     live = _end_idle(make_cache(budget_bytes=41 * PAGE), doing)
     passed = host.last_passed_fence
@@ -243,13 +236,10 @@ def test_who_says_since_when_a_row_is_idle_spares_a_wait(
     ],
     ids=["nothing", "no-token", "grown-and-cut", "grown"],
 )
-def test_what_a_new_sequence_does_not_use_was_idle_before_it(
-    host: HostBackend,
-    make_cache: MakeCache,
-    doing: Callable[[Sequence], object],
-    waits: bool,
+def test_adopted_row_stays_idle_until_it_holds_tokens(
+    host: HostBackend, make_cache: MakeCache, doing: Callable[[Sequence], object], waits: bool
 ) -> None:
-    """The memory of an adopted row is nobody's, until there are tokens in it."""
+    """The memory of an adopted row without tokens is evicted without a wait."""
     host.hold_fences()
     cache = make_cache(budget_bytes=40 * PAGE)
     live = _end_idle(cache, lambda leaving: None)
@@ -260,10 +250,10 @@ def test_what_a_new_sequence_does_not_use_was_idle_before_it(
 
 
 @pytest.mark.parametrize("scrub", ["never", "always"])
-def test_what_is_scrubbed_for_a_new_sequence_is_not_idle(
+def test_adopted_row_that_is_scrubbed_is_not_idle(
     host: HostBackend, make_cache: MakeCache, scrub: str
 ) -> None:
-    """Nothing is unmapped that is still being overwritten."""
+    """Memory is not unmapped while the device overwrites it."""
     host.hold_fences()
     cache = make_cache(ExtentPool(host, 40 * PAGE, scrub=scrub, close_when_unused=True))
     live = _end_idle(cache, lambda leaving: None)
@@ -273,10 +263,10 @@ def test_what_is_scrubbed_for_a_new_sequence_is_not_idle(
     assert (scrub == "always") == (passed < host.last_passed_fence)
 
 
-def test_what_a_growth_that_failed_has_filled_is_not_idle(
+def test_memory_filled_by_a_failed_growth_is_not_idle(
     host: HostBackend, make_cache: MakeCache
 ) -> None:
-    """Where it cannot even be retired, because no fence can be recorded either."""
+    """The growth could not even retire it, because no fence could be recorded."""
     cache = make_cache(ExtentPool(host, 41 * PAGE, scrub="poison", close_when_unused=True))
     live = cache.open(row=2)
     live.append(80)
@@ -300,8 +290,8 @@ def test_what_a_growth_that_failed_has_filled_is_not_idle(
 # ---- growing ahead ------------------------------------------------------------------------
 
 
-def test_what_has_grown_ahead_is_written_without_a_driver_call(make_cache: MakeCache) -> None:
-    """Nothing else has changed: the sequence is as long as before, and holds what it did."""
+def test_append_after_grow_ahead_makes_no_driver_call(make_cache: MakeCache) -> None:
+    """`grow_ahead` changes neither the length nor the contents of a sequence."""
     cache = make_cache()
     live = cache.open()
     append(live, range(8))
@@ -314,8 +304,7 @@ def test_what_has_grown_ahead_is_written_without_a_driver_call(make_cache: MakeC
     cache.check()
 
 
-def test_growing_ahead_takes_only_what_is_to_be_had(make_cache: MakeCache) -> None:
-    """Nobody gives way for it."""
+def test_grow_ahead_evicts_nothing(make_cache: MakeCache) -> None:
     cache = make_cache(budget_bytes=22 * PAGE)
     _parked(cache, 80)
     live = cache.open(row=1)
@@ -324,8 +313,7 @@ def test_growing_ahead_takes_only_what_is_to_be_had(make_cache: MakeCache) -> No
     assert [20, 2] == _pages(cache)[:2]
 
 
-def test_who_has_begun_with_nothing_yet_does_not_grow_ahead(make_cache: MakeCache) -> None:
-    """Nor who is swapped out: their next growth is not this one."""
+def test_grow_ahead_skips_empty_and_swapped_sequences(make_cache: MakeCache) -> None:
     cache = make_cache(host_budget_bytes=40 * PAGE)
     empty, away = cache.open(), cache.open()
     append(away, range(40))
@@ -334,10 +322,10 @@ def test_who_has_begun_with_nothing_yet_does_not_grow_ahead(make_cache: MakeCach
     assert Counter() == _calls_of(cache, lambda: grow_ahead(cache, wanted))
 
 
-def test_growing_ahead_waits_for_no_address_that_is_in_use(
+def test_grow_ahead_does_not_wait_for_retired_addresses(
     host: HostBackend, make_cache: MakeCache
 ) -> None:
-    """What was given up there may still be read; later it is mapped."""
+    """`grow_ahead` maps there once the fence of the old mapping has passed."""
     cache = make_cache()
     live = cache.open()
     append(live, range(8))
@@ -352,10 +340,10 @@ def test_growing_ahead_waits_for_no_address_that_is_in_use(
 
 
 @pytest.mark.parametrize("fail_at", [1, 2])
-def test_a_driver_that_fails_while_rows_grow_ahead_leaves_them_as_they_were(
+def test_failing_driver_call_in_grow_ahead_changes_nothing(
     make_cache: MakeCache, fail_at: int
 ) -> None:
-    """And what was to be mapped is free again."""
+    """The extents that were to be mapped are free again."""
     backend = FaultInjectingBackend(HostBackend(PAGE))
     cache = make_cache(backend, budget_bytes=100 * PAGE)
     live = cache.open()
@@ -371,8 +359,7 @@ def test_a_driver_that_fails_while_rows_grow_ahead_leaves_them_as_they_were(
     cache.check()
 
 
-def test_closed_cache_says_so(make_cache: MakeCache) -> None:
-    """As every call does."""
+def test_make_ready_of_a_closed_cache_raises_closed_error(make_cache: MakeCache) -> None:
     cache = make_cache()
     cache.close()
     with pytest.raises(ClosedError):

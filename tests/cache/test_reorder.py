@@ -1,7 +1,7 @@
-"""Reordering beams: each goes on from another one, and what they had in common stays one memory.
+"""Reordering beams: each beam goes on from another one, and common tokens stay shared.
 
-Failing driver calls are memory/test_every_call_can_fail.py's, `generate` with beams the tests of
-`hf`.
+Failing driver calls are tested in memory/test_every_call_can_fail.py, `generate` with beams in the
+tests of `hf`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MakeCache = Callable[..., KVCache]
 
 
 class _Beams:
-    """Sequences of equal length, and what each is to hold."""
+    """Sequences of equal length, and the stamps that each must hold."""
 
     def __init__(self, cache: KVCache, num_beams: int, prompt_tokens: int, *, forked: bool):
         self.cache = cache
@@ -46,7 +46,7 @@ class _Beams:
         self._next = 500_000
 
     def step(self, num_tokens: int = 1) -> None:
-        """Every beam appends tokens of its own."""
+        """Append new tokens to every beam."""
         for sequence, stamps in zip(self.sequences, self.wanted, strict=True):
             new = range(self._next, self._next + num_tokens)
             self._next += num_tokens
@@ -69,7 +69,7 @@ class _Beams:
 def test_every_order_of_three(
     make_cache: MakeCache, cost: CostModel, sources: tuple[int, ...]
 ) -> None:
-    """Permutations, duplicates, cycles; twice, with tokens between and after."""
+    """Permutations, duplicates and cycles, twice, with tokens appended between and after."""
     beams = _Beams(make_cache(cost_model=cost), 3, 70, forked=False)
     beams.reorder(list(sources))
     beams.step(5)
@@ -81,7 +81,7 @@ def test_every_order_of_three(
 @pytest.mark.usefixtures("no_underread")
 @pytest.mark.parametrize("cost", [ALIASES, COPIES], ids=["alias", "copy"])
 def test_beams_of_windowed_layers(make_cache: MakeCache, cost: CostModel) -> None:
-    """Whose runs begin at different pages."""
+    """The mapped runs of a row's groups begin at different pages."""
     beams = _Beams(make_cache(windows=(9, 40), cost_model=cost), 3, 30, forked=False)
     generator = torch.Generator().manual_seed(5)
     for _ in range(40):
@@ -90,7 +90,7 @@ def test_beams_of_windowed_layers(make_cache: MakeCache, cost: CostModel) -> Non
 
 
 def test_reorder_runs_on_every_backend(backend: Backend) -> None:
-    """Alias, swap and go on, on each kind of memory."""
+    """Beams alias, swap and go on, on each kind of memory."""
     budget_bytes = 200 * backend.granularity_bytes
     cache = KVCache(
         backend, max_tokens=64, max_sequences=3, budget_bytes=budget_bytes, cost_model=ALIASES
@@ -105,11 +105,11 @@ def test_reorder_runs_on_every_backend(backend: Backend) -> None:
     cache.close()
 
 
-# ---- what it costs ------------------------------------------------------------------------
+# ---- costs --------------------------------------------------------------------------------
 
 
 def test_first_reordering_aliases_and_later_ones_copy(make_cache: MakeCache) -> None:
-    """Once the prompt is one memory, a step moves tails and calls no driver but to copy."""
+    """Once the prompt is shared, a reordering copies tails and makes no other driver call."""
     cache = make_cache(cost_model=ALIASES)
     beams = _Beams(cache, 4, 96, forked=False)
     assert 4 * 24 * PAGE == cache.stats().resident_bytes
@@ -133,7 +133,7 @@ def test_first_reordering_aliases_and_later_ones_copy(make_cache: MakeCache) -> 
 
 @pytest.mark.parametrize("sources", [[0, 1, 2], []])
 def test_reordering_nothing_does_nothing(make_cache: MakeCache, sources: list[int]) -> None:
-    """Each from itself, or nobody."""
+    """The identity, and a reordering of no beams."""
     cache = make_cache(cost_model=ALIASES)
     beams = _Beams(cache, 3, 70, forked=False)
     before = cache.stats()
@@ -142,12 +142,12 @@ def test_reordering_nothing_does_nothing(make_cache: MakeCache, sources: list[in
     beams.check()
 
 
-# ---- what others know and hold ------------------------------------------------------------
+# ---- recorded tokens ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sources", [[1, 0, 2], [1, 1, 0], [2, 0, 1], [0, 0, 0]])
 def test_records_move_with_the_beams(make_cache: MakeCache, sources: list[int]) -> None:
-    """Who goes on from another holds what that one did, and is found and recorded on by it."""
+    """A beam takes over the recorded tokens of its source, and is found by them."""
     cache = make_cache(cost_model=ALIASES, max_sequences=5)
     beams = _Beams(cache, 3, 64, forked=False)
     num_recorded = [64, 40, 0]
@@ -170,7 +170,7 @@ def test_records_move_with_the_beams(make_cache: MakeCache, sources: list[int]) 
 
 
 def test_records_of_beams_are_their_tenants(make_cache: MakeCache) -> None:
-    """A beam of another tenant is found by its own alone."""
+    """A beam is found by prompts of its own tenant only."""
     cache = make_cache(cost_model=ALIASES, max_sequences=5)
     beams = [cache.open(tenant="a"), cache.open(tenant="b")]
     for at, beam in enumerate(beams):
@@ -188,10 +188,10 @@ def test_records_of_beams_are_their_tenants(make_cache: MakeCache) -> None:
 
 
 @pytest.mark.parametrize("cost", [ALIASES, COPIES], ids=["alias", "copy"])
-def test_beams_that_could_not_move_keep_their_records(
+def test_failed_reorder_keeps_the_records(
     host: HostBackend, make_cache: MakeCache, cost: CostModel
 ) -> None:
-    """Whichever driver call fails before the first byte is copied over, nothing has changed."""
+    """A driver call that fails before the first overwriting copy changes nothing."""
     faulty = FaultInjectingBackend(host)
     pool = ExtentPool(faulty, 400 * PAGE, close_when_unused=True)
     cache = make_cache(pool, cost_model=cost)
@@ -209,7 +209,7 @@ def test_beams_that_could_not_move_keep_their_records(
             break
         faulty.arm(0)
         if struck.count("copy") == 3:
-            break  # Two saved what is to be overwritten; this one overwrites it.
+            break  # Two copies save tails; the third overwrites one.
         beams.check()
         for sequence, stamps in zip(beams.sequences, beams.wanted, strict=True):
             assert stamps == cache.prefixes.token_ids(sequence.row)
@@ -218,10 +218,10 @@ def test_beams_that_could_not_move_keep_their_records(
     assert {"mem_unmap", "mem_map"} <= set(struck) if cost is ALIASES else struck == ["copy"] * 3
 
 
-def test_beams_whose_copy_failed_are_not_found_by_what_they_held(
+def test_beams_whose_copy_failed_lose_their_records(
     host: HostBackend, make_cache: MakeCache
 ) -> None:
-    """Their tails are undefined, so nobody may begin with them."""
+    """The beams' tails are undefined, so no prefix hit may contain them."""
     faulty = FaultInjectingBackend(host)
     pool = ExtentPool(faulty, 400 * PAGE, close_when_unused=True)
     cache = make_cache(pool, cost_model=COPIES)
@@ -239,11 +239,11 @@ def test_beams_whose_copy_failed_are_not_found_by_what_they_held(
         assert stamps[: hit.num_tokens] == found
 
 
-# ---- what is refused ----------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------
 
 
 def test_beams_of_unequal_length_are_refused(make_cache: MakeCache) -> None:
-    """Beams are as long as each other, and have one source each."""
+    """Another number of sources than of beams is refused as well."""
     cache = make_cache()
     first, second = cache.open(), cache.open()
     append(first, range(5))
@@ -256,7 +256,7 @@ def test_beams_of_unequal_length_are_refused(make_cache: MakeCache) -> None:
 
 
 def test_closed_beams_are_refused(make_cache: MakeCache) -> None:
-    """Before any other is touched."""
+    """No other beam is changed."""
     beams = _Beams(make_cache(), 3, 10, forked=False)
     beams.sequences[2].close()
     with pytest.raises(ClosedError):
@@ -266,7 +266,7 @@ def test_closed_beams_are_refused(make_cache: MakeCache) -> None:
 
 @pytest.mark.parametrize("sources", [[0, 3], [0, -1], [0, 1.5], [0, None]])
 def test_sources_are_among_the_beams(make_cache: MakeCache, sources: Any) -> None:
-    """A clear error, and nothing moved."""
+    """Other sources are refused, and no beam is changed."""
     beams = _Beams(make_cache(), 2, 10, forked=False)
     with pytest.raises(ConfigError, match="source"):
         beams.cache.reorder(beams.sequences, sources)
@@ -274,7 +274,7 @@ def test_sources_are_among_the_beams(make_cache: MakeCache, sources: Any) -> Non
 
 
 def test_one_beam_twice_is_refused(make_cache: MakeCache) -> None:
-    """It cannot go on from two."""
+    """A beam cannot go on from two sources."""
     beams = _Beams(make_cache(), 2, 10, forked=False)
     first, second = beams.sequences
     with pytest.raises(ConfigError):
@@ -283,7 +283,7 @@ def test_one_beam_twice_is_refused(make_cache: MakeCache) -> None:
 
 
 def test_beams_of_another_cache_are_refused(host: HostBackend, make_cache: MakeCache) -> None:
-    """Their rows are other rows."""
+    """The row numbers of another cache's beams name other rows here."""
     pool = ExtentPool(host, 200 * PAGE, close_when_unused=True)
     cache, other = make_cache(pool), make_cache(pool)
     beams = _Beams(other, 2, 10, forked=False)

@@ -1,4 +1,4 @@
-"""Rows: parked memory is adopted by the sequence it fits best, at no driver call."""
+"""Rows: a sequence adopts the parked row that fits best, and parked rows give up memory."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _parked(sizes: Sequence[int], num_empty: int = 0) -> tuple[Rows, Callable[[i
 
 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=8), st.integers(1, 200))
-def test_no_parked_row_would_have_been_better(sizes: list[int], num_tokens: int) -> None:
-    """Stated as a property: no fitting row is smaller, and none fits if the choice does not."""
+def test_choose_takes_the_parked_row_that_fits_best(sizes: list[int], num_tokens: int) -> None:
+    """The smallest row that is long enough; the longest one if none is."""
     rows, size_of = _parked(sizes, num_empty=2)
     chosen = sizes[rows.choose(num_tokens, size_of)]
     fitting = [size for size in sizes if size >= num_tokens]
@@ -46,13 +46,12 @@ def test_choose_takes_the_lowest_empty_row_when_nothing_is_parked() -> None:
 
 
 def test_choose_changes_nothing() -> None:
-    """Asking twice gives the same row."""
     rows, size_of = _parked([10, 20])
     assert rows.choose(5, size_of) == rows.choose(5, size_of)
 
 
 def test_no_row_left_is_out_of_address_space() -> None:
-    """Live rows are nobody else's."""
+    """Live rows cannot be chosen."""
     rows = Rows(2)
     for row in range(2):
         rows.take(row)
@@ -61,7 +60,7 @@ def test_no_row_left_is_out_of_address_space() -> None:
 
 
 @pytest.mark.parametrize("row", [-1, 2, 0])
-def test_taking_what_is_not_free_is_refused(row: int) -> None:
+def test_taking_a_row_that_is_not_free_is_refused(row: int) -> None:
     """Row 0 is live, the others do not exist."""
     rows = Rows(2)
     rows.take(0)
@@ -73,7 +72,7 @@ def test_taking_what_is_not_free_is_refused(row: int) -> None:
 
 
 def test_adoption_costs_no_driver_call(cache: KVCache) -> None:
-    """A sequence as long as the one before it: nothing reaches the driver."""
+    """Each sequence is as long as the one before it."""
     first = cache.open()
     first.append(100)
     first.close()
@@ -87,8 +86,8 @@ def test_adoption_costs_no_driver_call(cache: KVCache) -> None:
     assert before == dict(cache.stats().driver_calls)
 
 
-def test_open_takes_just_the_row_that_is_named(cache: KVCache) -> None:
-    """For callers that number rows themselves; a live one is refused and stays."""
+def test_open_takes_the_row_that_is_named(cache: KVCache) -> None:
+    """Live rows and numbers out of range are refused, and the live sequence stays."""
     sequence = cache.open(row=2)
     sequence.append(3)
     assert 2 == sequence.row
@@ -98,8 +97,8 @@ def test_open_takes_just_the_row_that_is_named(cache: KVCache) -> None:
     assert (3, 1) == (sequence.num_tokens, cache.stats().num_sequences)
 
 
-def test_trim_of_some_bytes_spares_the_youngest(cache: KVCache) -> None:
-    """Parked rows go oldest first and from their ends, until enough has gone back."""
+def test_trim_takes_the_oldest_parked_rows_first(cache: KVCache) -> None:
+    """Rows lose extents from their ends, until enough bytes are freed."""
     sequences = [cache.open() for _ in range(3)]
     for sequence in sequences:
         sequence.append(40)
@@ -111,15 +110,15 @@ def test_trim_of_some_bytes_spares_the_youngest(cache: KVCache) -> None:
     assert 2 == cache.open(40).row
 
 
-def test_trim_gives_back_what_is_free_first(cache: KVCache) -> None:
-    """Parked rows are not asked for what lies idle already."""
+def test_trim_releases_free_extents_first(cache: KVCache) -> None:
+    """Parked rows keep their memory while free extents suffice."""
     sequences = [cache.open() for _ in range(2)]
     for sequence in sequences:
         sequence.append(40)
     sequences[0].close()
     cache.trim()
     sequences[1].close()
-    cache.pool.disown(cache.pool.acquire([2, 0]))  # Five pages that nobody needs.
+    cache.pool.disown(cache.pool.acquire([2, 0]))  # Five free pages.
     assert 5 * PAGE == cache.trim(5 * PAGE)
     assert 10 * PAGE == cache.stats().parked_bytes
     assert 12 * PAGE > cache.trim(10 * PAGE) >= 10 * PAGE
@@ -127,8 +126,8 @@ def test_trim_gives_back_what_is_free_first(cache: KVCache) -> None:
 
 
 @pytest.mark.parametrize("num_pages", [0, 1, 5, 9, 12, 14, 99])
-def test_room_is_made_beside_what_is_free(make_cache: MakeCache, num_pages: int) -> None:
-    """So much more than before, by parked rows and then by what live ones do not need."""
+def test_make_room_adds_to_the_available_memory(make_cache: MakeCache, num_pages: int) -> None:
+    """Parked rows give up memory first, then live rows their pages beyond their length."""
     cache = make_cache(budget_bytes=40 * PAGE)
     live, ended = cache.open(), cache.open()
     for sequence in (live, ended):
@@ -147,8 +146,7 @@ def test_room_is_made_beside_what_is_free(make_cache: MakeCache, num_pages: int)
     assert 20 == live.num_tokens
 
 
-def test_room_is_made_by_this_cache_alone(host: HostBackend, make_cache: MakeCache) -> None:
-    """Another one over the pool keeps its parked rows."""
+def test_make_room_spares_rows_of_other_caches(host: HostBackend, make_cache: MakeCache) -> None:
     pool = ExtentPool(host, 64 * PAGE, close_when_unused=True)
     mine, other = make_cache(pool), make_cache(pool)
     for cache in (mine, other):

@@ -1,7 +1,7 @@
-"""Scrubbing: nobody reads what another tenant left, however a sequence comes by its memory.
+"""Scrubbing: a sequence reads nothing that another tenant has left in its memory.
 
-There are two ways: memory that is mapped for it, and a parked row that it adopts. What a sequence
-has appended and not written is how a test reads what was there before.
+A sequence gets memory in two ways: by new mappings, and by adopting a parked row. The tests read
+old bytes in tokens that were appended and not written.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _write(sequence: Sequence, value: float = SECRET) -> None:
 
 
 def _leave_secret(cache: KVCache, tenant: str | None, num_tokens: int = 30) -> Sequence:
-    """A sequence of `tenant`, ended, that has filled its tokens."""
+    """Fill a sequence of `tenant` with the secret, and close it."""
     sequence = cache.open(tenant=tenant)
     sequence.append(num_tokens)
     _write(sequence)
@@ -55,7 +55,7 @@ def _leave_secret(cache: KVCache, tenant: str | None, num_tokens: int = 30) -> S
 
 
 def _contents(sequence: Sequence) -> torch.Tensor:
-    """Everything that a sequence can read."""
+    """All keys and values of a sequence."""
     return torch.stack(
         [
             tensor
@@ -66,7 +66,7 @@ def _contents(sequence: Sequence) -> torch.Tensor:
 
 
 def _read_unwritten(cache: KVCache, way: str, tenant: str | None) -> torch.Tensor:
-    """What a new sequence finds in tokens that it never wrote."""
+    """Contents of tokens that a new sequence has appended and not written."""
     if way == "mapped":
         for row in range(4):
             if row in cache.rows.parked:
@@ -87,7 +87,7 @@ WAYS = ["mapped", "adopted"]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_without_scrubbing_old_bytes_are_there(make_scrubbed: MakeScrubbed, way: str) -> None:
-    """Which shows that the tests below look in the right place."""
+    """This shows that the tests below look in the right place."""
     cache = make_scrubbed("never")
     _leave_secret(cache, "a")
     assert (_read_unwritten(cache, way, "b") == SECRET).any()
@@ -99,7 +99,7 @@ def test_without_scrubbing_old_bytes_are_there(make_scrubbed: MakeScrubbed, way:
 def test_new_tenant_reads_zeros(
     make_scrubbed: MakeScrubbed, scrub: str, way: str, tenants: tuple[str | None, str | None]
 ) -> None:
-    """Nobody in particular is a tenant like any other."""
+    """No tenant, None, is a tenant like any other."""
     cache = make_scrubbed(scrub)
     _leave_secret(cache, tenants[0])
     assert not _read_unwritten(cache, way, tenants[1]).any()
@@ -107,10 +107,9 @@ def test_new_tenant_reads_zeros(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("scrub", "is_zeroed"), [("cross-tenant", False), ("always", True)])
-def test_the_same_tenant(
+def test_same_tenant_reads_zeros_in_mode_always_only(
     make_scrubbed: MakeScrubbed, scrub: str, way: str, is_zeroed: bool
 ) -> None:
-    """Its own past is scrubbed only where everything is."""
     cache = make_scrubbed(scrub)
     _leave_secret(cache, "a")
     assert is_zeroed != (_read_unwritten(cache, way, "a") == SECRET).any().item()
@@ -118,7 +117,7 @@ def test_the_same_tenant(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_third_tenant_does_not_read_the_first(make_scrubbed: MakeScrubbed, way: str) -> None:
-    """Who it was scrubbed for is who it belongs to, whether that one wrote or not."""
+    """Memory belongs to the tenant that it was scrubbed for, even if that tenant writes nothing."""
     cache = make_scrubbed("cross-tenant")
     _leave_secret(cache, "a")
     assert not _read_unwritten(cache, way, "b").any()
@@ -129,7 +128,7 @@ def test_third_tenant_does_not_read_the_first(make_scrubbed: MakeScrubbed, way: 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_poison_is_nan(make_scrubbed: MakeScrubbed, way: str) -> None:
-    """In memory that was used before, and in memory that never was."""
+    """Both recycled and new memory are filled."""
     cache = make_scrubbed("poison")
     first = cache.open()
     first.append(30)
@@ -141,7 +140,7 @@ def test_poison_is_nan(make_scrubbed: MakeScrubbed, way: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_poison_is_nan_in_every_float_type(host: HostBackend, dtype: torch.dtype) -> None:
-    """All ones are no number in any of them."""
+    """All bits set is NaN in each type."""
     pool = ExtentPool(host, 100 * PAGE, scrub="poison", close_when_unused=True)
     with KVCache(pool, max_tokens=50, max_sequences=1) as cache:
         cache.add_layers([0], num_kv_heads=2, head_dim=32, dtype=dtype)
@@ -152,7 +151,7 @@ def test_poison_is_nan_in_every_float_type(host: HostBackend, dtype: torch.dtype
 
 
 def test_new_tenant_reads_zeros_on_every_backend(backend: Backend) -> None:
-    """In both ways, on each kind of memory."""
+    """The memory is adopted, or mapped anew."""
     pool = ExtentPool(
         backend, 64 * backend.granularity_bytes, scrub="cross-tenant", close_when_unused=True
     )
@@ -172,19 +171,19 @@ def test_new_tenant_reads_zeros_on_every_backend(backend: Backend) -> None:
         assert not _contents(mapped).any()
 
 
-# ---- shared memory changes hands ----------------------------------------------------------
+# ---- shared and copied memory -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scrub", ["cross-tenant", "always"])
 @pytest.mark.parametrize("adopted", ["source", "fork"])
 @pytest.mark.parametrize("when", ["before", "after", "in between"])
-def test_row_that_shared_is_scrubbed_for_the_next_tenant(
+def test_adopted_row_with_shared_extents_is_scrubbed(
     make_scrubbed: MakeScrubbed, scrub: str, adopted: str, when: str
 ) -> None:
     """Read-only memory cannot be scrubbed when it is adopted; it is when it becomes writable.
 
-    The other holder goes before the row is adopted, after its new sequence has grown, or between
-    the two, when what was shared becomes the stranger's alone.
+    The other holder ends before the adoption, after the new sequence has grown, or between the two,
+    when the shared extents become the new sequence's alone.
     """
     cache = make_scrubbed(scrub)
     source = cache.open(tenant="a")
@@ -211,8 +210,8 @@ def test_row_that_shared_is_scrubbed_for_the_next_tenant(
         assert (_contents(other) == SECRET).all()
 
 
-def test_tail_of_a_fork_is_scrubbed_behind_what_is_copied(make_scrubbed: MakeScrubbed) -> None:
-    """It gets a page of its own, which held somebody else's."""
+def test_tail_of_a_fork_is_scrubbed_behind_the_copied_tokens(make_scrubbed: MakeScrubbed) -> None:
+    """The tail's page has held another tenant's tokens."""
     cache = make_scrubbed("cross-tenant", pages=20)
     _leave_secret(cache, "a", 4)
     cache.retire_parked(0, 0)
@@ -226,8 +225,8 @@ def test_tail_of_a_fork_is_scrubbed_behind_what_is_copied(make_scrubbed: MakeScr
     assert (_contents(fork)[:, :18] == _contents(source)).all()
 
 
-def test_copy_on_write_is_scrubbed_behind_what_is_kept(make_scrubbed: MakeScrubbed) -> None:
-    """The copy is made in memory that held somebody else's."""
+def test_copy_on_write_is_scrubbed_behind_the_kept_tokens(make_scrubbed: MakeScrubbed) -> None:
+    """The copy is made in memory that has held another tenant's tokens."""
     cache = make_scrubbed("cross-tenant")
     _leave_secret(cache, "a", 8)
     cache.retire_parked(0, 0)
@@ -241,8 +240,8 @@ def test_copy_on_write_is_scrubbed_behind_what_is_kept(make_scrubbed: MakeScrubb
     assert (_contents(fork)[:, :6] == _contents(source)[:, :6]).all()
 
 
-def test_reordered_beams_are_scrubbed_behind_what_is_copied(make_scrubbed: MakeScrubbed) -> None:
-    """Where extents are exchanged, tails get new memory."""
+def test_reordered_beams_are_scrubbed_behind_the_copied_tokens(make_scrubbed: MakeScrubbed) -> None:
+    """Tails get new memory, which has held another tenant's tokens."""
     cache = make_scrubbed("cross-tenant")
     _leave_secret(cache, "a", 100)
     cache.retire_parked(0, 0)
@@ -257,7 +256,7 @@ def test_reordered_beams_are_scrubbed_behind_what_is_copied(make_scrubbed: MakeS
 
 
 def test_prefix_hit_of_the_same_tenant_is_not_scrubbed(make_scrubbed: MakeScrubbed) -> None:
-    """What was found stays; what lies behind it is scrubbed where everything is."""
+    """The tokens behind the prefix are scrubbed in mode `always`."""
     cache = make_scrubbed("always")
     sequence = cache.open(tenant="a")
     append(sequence, range(98))
@@ -270,7 +269,7 @@ def test_prefix_hit_of_the_same_tenant_is_not_scrubbed(make_scrubbed: MakeScrubb
 
 
 def test_tokens_kept_past_the_length_belong_to_the_tenant(make_scrubbed: MakeScrubbed) -> None:
-    """Memory mapped for over-reads is written later, by its sequence's tenant."""
+    """Memory mapped for over-reads is later written by the sequence's tenant."""
     cache = make_scrubbed("cross-tenant")
     sequence = cache.open(tenant="a")
     append(sequence, range(16))
@@ -284,7 +283,7 @@ def test_tokens_kept_past_the_length_belong_to_the_tenant(make_scrubbed: MakeScr
 
 
 def test_compacted_layers_belong_to_the_tenant(host: HostBackend) -> None:
-    """Layers that move to memory without gaps take their tenant along."""
+    """Memory to which compaction moves a layer is scrubbed for the next tenant."""
     pool = ExtentPool(host, 400 * PAGE, scrub="cross-tenant", close_when_unused=True)
     with KVCache(pool, max_tokens=100, max_sequences=2, layers_per_group=2) as cache:
         cache.add_layers(range(2), num_kv_heads=2, head_dim=32, dtype=torch.float32)
@@ -300,6 +299,6 @@ def test_compacted_layers_belong_to_the_tenant(host: HostBackend) -> None:
 
 
 def test_unknown_mode_is_refused(host: HostBackend) -> None:
-    """With the names there are."""
+    """The error lists the modes."""
     with pytest.raises(ConfigError, match="'never', 'cross-tenant', 'always', 'poison'"):
         ExtentPool(host, 100 * PAGE, scrub="sometimes")

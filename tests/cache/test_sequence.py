@@ -1,4 +1,4 @@
-"""Sequences: append, truncate, close; what stays, what is refused."""
+"""Sequences: append, truncate, grow, close, and refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = 4 * KiB
 MakeCache = Callable[..., KVCache]
 
 
-def test_append_makes_room_of_exactly_that_length(cache: KVCache) -> None:
+def test_append_lengthens_the_views(cache: KVCache) -> None:
     """Views are as long as the sequence, and writable to their end."""
     sequence = cache.open()
     for num_tokens in (1, 3, 0, 60):
@@ -25,8 +25,7 @@ def test_append_makes_room_of_exactly_that_length(cache: KVCache) -> None:
     assert [(64, 2, 32)] * 2 == [tuple(sequence.keys(0).shape), tuple(sequence.values(1).shape)]
 
 
-def test_append_nothing_does_nothing(cache: KVCache) -> None:
-    """Zero tokens cost no call and change no length."""
+def test_append_of_zero_tokens_does_nothing(cache: KVCache) -> None:
     sequence = cache.open()
     sequence.append(3)
     before = dict(cache.stats().driver_calls)
@@ -35,7 +34,7 @@ def test_append_nothing_does_nothing(cache: KVCache) -> None:
 
 
 def test_append_within_the_last_page_costs_no_call(cache: KVCache) -> None:
-    """Most decode steps: the extent has room."""
+    """Most decode steps are of this kind."""
     sequence = cache.open()
     sequence.append(1)
     before = dict(cache.stats().driver_calls)
@@ -44,7 +43,7 @@ def test_append_within_the_last_page_costs_no_call(cache: KVCache) -> None:
 
 
 def test_new_prompt_is_one_access_call(cache: KVCache) -> None:
-    """62 pages are five extents and some (32 + 16 + 8 + 4 + 2): five maps, one access."""
+    """62 pages are five extents (32 + 16 + 8 + 4 + 2): five maps and one access call."""
     sequence = cache.open()
     sequence.append(62 * 4)
     calls = cache.stats().driver_calls
@@ -70,11 +69,11 @@ def test_append_runs_on_every_backend(backend: Backend) -> None:
     cache.close()
 
 
-# ---- the end of a row, and of memory ------------------------------------------------------
+# ---- short memory -------------------------------------------------------------------------
 
 
-def test_tail_growth_is_modest_when_memory_is_short(make_cache: MakeCache) -> None:
-    """Where the growth quantum does not fit, a single page will do."""
+def test_row_grows_by_one_page_when_memory_is_short(make_cache: MakeCache) -> None:
+    """The growth quantum is more than is left."""
     cache = make_cache(budget_bytes=130 * PAGE, max_tokens=2000)
     sequence = cache.open()
     sequence.append(129 * 4)
@@ -86,7 +85,7 @@ def test_tail_growth_is_modest_when_memory_is_short(make_cache: MakeCache) -> No
 
 
 def test_truncate_keeps_the_front_and_the_memory(cache: KVCache) -> None:
-    """Forgotten tokens' pages stay for new ones: no call, no change below."""
+    """Pages of truncated tokens stay mapped for new ones, and kept tokens keep their values."""
     sequence = cache.open()
     sequence.append(50)
     sequence.keys(0)[:] = torch.arange(50.0)[:, None, None]
@@ -98,7 +97,6 @@ def test_truncate_keeps_the_front_and_the_memory(cache: KVCache) -> None:
 
 
 def test_truncate_cannot_lengthen(cache: KVCache) -> None:
-    """Tokens that were never appended cannot be kept."""
     sequence = cache.open()
     sequence.append(5)
     with pytest.raises(ConfigError, match="holds 5 tokens, fewer than the 6"):
@@ -108,8 +106,8 @@ def test_truncate_cannot_lengthen(cache: KVCache) -> None:
 
 @pytest.mark.parametrize("num_tokens", [-1, 1.0, "3", None, True])
 @pytest.mark.parametrize("call", ["append", "truncate"])
-def test_lengths_are_integers_from_zero(cache: KVCache, call: str, num_tokens: Any) -> None:
-    """A clear error, and the sequence as it was."""
+def test_lengths_are_non_negative_integers(cache: KVCache, call: str, num_tokens: Any) -> None:
+    """Other values are refused and leave the sequence as it was."""
     sequence = cache.open()
     sequence.append(5)
     with pytest.raises(ConfigError, match=r"num_tokens=.* must be an integer, zero or more"):
@@ -121,7 +119,6 @@ def test_lengths_are_integers_from_zero(cache: KVCache, call: str, num_tokens: A
 
 
 def test_grow_leaves_longer_sequences_alone(cache: KVCache) -> None:
-    """A target below the length is met already."""
     first, second = cache.open(), cache.open()
     cache.grow([(first, 30), (second, 1)])
     cache.grow([(first, 10), (second, 10)])
@@ -129,7 +126,7 @@ def test_grow_leaves_longer_sequences_alone(cache: KVCache) -> None:
 
 
 def test_grow_refuses_another_caches_sequences(make_cache: MakeCache) -> None:
-    """Their rows have the same numbers: one of this cache's would grow in their place."""
+    """Row numbers of another cache's sequences would make rows of this cache grow."""
     mine, others = make_cache().open(), make_cache().open()
     with pytest.raises(ConfigError, match="another cache"):
         mine.cache.grow([(mine, 5), (others, 9)])
@@ -137,8 +134,8 @@ def test_grow_refuses_another_caches_sequences(make_cache: MakeCache) -> None:
     assert 0 == mine.cache.stats().resident_bytes
 
 
-def test_grow_names_a_sequence_twice(cache: KVCache) -> None:
-    """The longer wish counts; nothing is mapped twice."""
+def test_grow_accepts_a_sequence_twice(cache: KVCache) -> None:
+    """The larger target counts, and nothing is mapped twice."""
     sequence = cache.open()
     cache.grow([(sequence, 10), (sequence, 30)])
     assert 30 == sequence.num_tokens
@@ -146,12 +143,12 @@ def test_grow_names_a_sequence_twice(cache: KVCache) -> None:
     cache.check()
 
 
-def test_who_is_named_twice_keeps_what_the_longer_one_needs(make_cache: MakeCache) -> None:
-    """Where memory is short and what is beyond that gives way."""
+def test_sequence_named_twice_keeps_the_pages_of_its_larger_target(make_cache: MakeCache) -> None:
+    """Memory is short, so pages beyond that target go to the other sequence."""
     cache = make_cache(budget_bytes=44 * 4 * KiB)
     twice, other = cache.open(), cache.open()
     for _ in range(20):
-        twice.append(4)  # A page each, so that what goes, goes page by page.
+        twice.append(4)  # Extents of one page each, which are taken one by one.
     other.append(80)
     twice.truncate(8)
     cache.grow([(other, 112), (twice, 64), (twice, 10)])
@@ -159,11 +156,11 @@ def test_who_is_named_twice_keeps_what_the_longer_one_needs(make_cache: MakeCach
     cache.check()
 
 
-# ---- after the end ------------------------------------------------------------------------
+# ---- closed sequences ---------------------------------------------------------------------
 
 
-def test_closed_sequence_says_so(cache: KVCache) -> None:
-    """Everything but closing again is `ClosedError`."""
+def test_closed_sequence_raises_closed_error(cache: KVCache) -> None:
+    """A second close does nothing."""
     sequence = cache.open()
     sequence.append(3)
     sequence.close()
@@ -180,7 +177,7 @@ def test_closed_sequence_says_so(cache: KVCache) -> None:
 
 
 def test_sequences_end_with_their_cache(cache: KVCache) -> None:
-    """Use after the cache is closed is `ClosedError`, not a fault."""
+    """Use of such a sequence is a `ClosedError`, not a memory fault."""
     sequence = cache.open()
     sequence.append(3)
     cache.close()

@@ -1,4 +1,4 @@
-"""Statistics: every number means what its docstring says."""
+"""Statistics: the meaning of every number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MakeCache = Callable[..., KVCache]
 
 
 def test_stats_of_an_empty_cache_are_zero(make_cache: MakeCache) -> None:
-    """Addresses are reserved, nothing else."""
+    """Only addresses are reserved."""
     stats = make_cache(budget_bytes=64 * PAGE).stats()
     assert (0, 0, 0, 0, 0, 0) == (
         stats.num_sequences,
@@ -49,7 +49,7 @@ def test_stats_count_live_parked_and_free(cache: KVCache) -> None:
 
 @pytest.mark.usefixtures("no_underread")
 def test_stats_used_is_at_most_resident_after_the_window_moved(make_cache: MakeCache) -> None:
-    """Also at once after what the window has passed is let go."""
+    """The bound also holds right after passed pages are unmapped."""
     cache = make_cache(windows=(5,))
     sequence = cache.open()
     for _ in range(40):
@@ -62,7 +62,7 @@ def test_stats_used_is_at_most_resident_after_the_window_moved(make_cache: MakeC
 
 @pytest.mark.usefixtures("no_underread")
 def test_stats_retired_waits_for_fences(make_cache: MakeCache, host: HostBackend) -> None:
-    """Between retiring and the fence bytes are neither resident nor free."""
+    """Until their fence has passed, retired bytes are neither resident nor free."""
     cache = make_cache(windows=(8,))
     sequence = cache.open()
     sequence.append(64)
@@ -75,7 +75,7 @@ def test_stats_retired_waits_for_fences(make_cache: MakeCache, host: HostBackend
 
 
 def test_stats_are_a_snapshot(cache: KVCache) -> None:
-    """Frozen, and unmoved by what happens later."""
+    """The object is frozen and does not follow later changes."""
     stats = cache.stats()
     before = dict(stats.driver_calls)
     cache.open().append(40)
@@ -85,14 +85,13 @@ def test_stats_are_a_snapshot(cache: KVCache) -> None:
 
 
 def test_stats_count_driver_calls_by_primitive(cache: KVCache) -> None:
-    """A prompt of 10 pages: 8 + 2, in one access."""
+    """A prompt of 10 pages takes extents of 8 and 2 pages, and one access call."""
     cache.open().append(40)
     calls = cache.stats().driver_calls
     assert (2, 2, 1) == (calls["mem_create"], calls["mem_map"], calls["mem_set_access"])
 
 
 def test_stats_read_as_a_line(cache: KVCache) -> None:
-    """For a person at a prompt."""
     cache.open().append(5)
     assert str(cache.stats()).startswith("1 sequence: 5 KiB used, 8 KiB resident (0 B parked)")
 
@@ -100,7 +99,7 @@ def test_stats_read_as_a_line(cache: KVCache) -> None:
 def test_stats_of_several_devices_add_up() -> None:
     """Bytes and calls add; a sequence that spans devices is one sequence."""
     names = [each.name for each in fields(CacheStats)]
-    numbers = names[1:-2]  # Without the sequences before, the counters behind.
+    numbers = names[1:-2]  # Without the number of sequences, `sharing` and `driver_calls`.
     one = CacheStats(
         num_sequences=2,
         sharing=SharingStats(num_forks=1, copied_bytes=4),

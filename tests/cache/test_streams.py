@@ -1,7 +1,7 @@
-"""Several streams: what is copied, or written over, waits for what others were given before.
+"""Several streams: copies and overwrites wait for the earlier work of other streams.
 
-Played on a device that does what each stream was told as late as it may, and draws whose turn it
-is. A wait that is missing shows in one draw or another, as content that is another's.
+The simulated device runs the work of each stream as late as it may, in a random order. A missing
+wait shows, with one seed or another, as tokens of another sequence.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from vmkv.units import MiB
 
 #: Numbers that no new stream gets.
 _FIRST, _SECOND, _THIRD = 101, 201, 301
-_ALIASES, _COPIES = 0, 1000  # From how many pages on an extent is mapped again.
+_ALIASES, _COPIES = 0, 1000  # Extents of at least so many pages are aliased.
 
 
 class _Play:
-    """A cache of one group, an eighth of a page a token, on a late device."""
+    """A cache of one group, with eight tokens in a page, on a late device."""
 
     def __init__(self, seed: int, alias_pages: int):
         self.device = Device(PAGE, is_late=True, seed=seed)
@@ -45,7 +45,7 @@ class _Play:
         self.kept: list[object] = []
 
     def on(self, stream: int) -> None:
-        """From now on the current stream is another one."""
+        """Make `stream` the current stream."""
         self.device.stream = stream
 
     def open(self, num_tokens: int, first: int = 0) -> Sequence:
@@ -66,7 +66,7 @@ class _Play:
         self.histories[sequence] = known
 
     def read(self, sequence: Sequence) -> None:
-        """Have the current stream look at all that a sequence holds."""
+        """Have the current stream compare all tokens of a sequence."""
         row, known = sequence.row, self.histories[sequence]
         self.device.submit(lambda: self.rows.compare("a kernel", row, known, [0]))
 
@@ -80,7 +80,7 @@ class _Play:
 
 @pytest.fixture(params=range(6))
 def make_play(request: pytest.FixtureRequest) -> Iterator[Callable[[int], _Play]]:
-    """Makes a play, whose draws differ from one parameter to the next."""
+    """Makes a play whose seed is the parameter."""
     with ExitStack() as stack:
 
         def make(alias_pages: int) -> _Play:
@@ -92,10 +92,13 @@ def make_play(request: pytest.FixtureRequest) -> Iterator[Callable[[int], _Play]
 
 
 @pytest.mark.parametrize("alias_pages", [_ALIASES, _COPIES], ids=["alias", "copy"])
-def test_source_writes_over_what_another_stream_forks(
+def test_source_waits_for_a_fork_on_another_stream(
     make_play: Callable[[int], _Play], alias_pages: int
 ) -> None:
-    """As who forks by a prompt's beginning does, whom the source's owner does not know."""
+    """The source overwrites its tokens after the copy.
+
+    A prefix hit forks like this, unknown to its owner.
+    """
     play = make_play(alias_pages)
     play.on(_FIRST)
     source = play.open(30)
@@ -110,7 +113,8 @@ def test_source_writes_over_what_another_stream_forks(
     play.read(fork)
 
 
-def test_source_writes_over_what_a_fork_that_ended_read(make_play: Callable[[int], _Play]) -> None:
+def test_source_waits_for_a_fork_that_has_ended(make_play: Callable[[int], _Play]) -> None:
+    """The ended fork's stream may still read the tokens that the source overwrites."""
     play = make_play(_ALIASES)
     play.on(_FIRST)
     source = play.open(32)
@@ -124,12 +128,12 @@ def test_source_writes_over_what_a_fork_that_ended_read(make_play: Callable[[int
     fork.close()
     play.on(_FIRST)
     with play.cache.pool.lock:
-        play.cache.retire_parked(fork.row, 0)  # It gives way, which waits for nothing.
+        play.cache.retire_parked(fork.row, 0)  # Evicted without a wait.
     play.write(source, 25, first=100)
     play.read(source)
 
 
-def test_newcomer_in_a_row_that_another_stream_reads(make_play: Callable[[int], _Play]) -> None:
+def test_adopted_row_waits_for_the_stream_that_reads_it(make_play: Callable[[int], _Play]) -> None:
     play = make_play(_COPIES)
     play.on(_FIRST)
     first = play.open(30)
@@ -140,7 +144,7 @@ def test_newcomer_in_a_row_that_another_stream_reads(make_play: Callable[[int], 
 
 
 @pytest.mark.parametrize("alias_pages", [_ALIASES, _COPIES], ids=["alias", "copy"])
-def test_beams_that_other_streams_write_are_reordered(
+def test_reorder_waits_for_streams_that_write_the_beams(
     make_play: Callable[[int], _Play], alias_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reorder = sys.modules["vmkv.core.cache.forking"]
@@ -148,7 +152,7 @@ def test_beams_that_other_streams_write_are_reordered(
 
     def kept(*args: Any) -> Any:
         copies, buffer = through_buffer(*args)
-        play.kept.append(buffer)  # As torch keeps those of a GPU until the copies are through.
+        play.kept.append(buffer)  # Torch keeps a GPU's buffer until the copies are done.
         return copies, buffer
 
     monkeypatch.setattr(reorder, "_through_buffer", kept)
@@ -169,7 +173,7 @@ def test_beams_that_other_streams_write_are_reordered(
 def test_saving_waits_for_every_stream(
     cache: KVCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is written to a file is read from the host's memory, which is never late."""
+    """The file's bytes are read by the host, which no stream orders."""
     joined: list[int] = []
     monkeypatch.setattr(cache.pool.backend, "join_streams", joined.append)
     sequence = cache.open(10)
@@ -180,7 +184,7 @@ def test_saving_waits_for_every_stream(
 
 
 @pytest.mark.gpu
-def test_source_writes_over_what_another_stream_of_a_gpu_forks() -> None:
+def test_gpu_source_waits_for_a_fork_on_another_stream() -> None:
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     with KVCache("cuda:0", max_tokens=1024, max_sequences=2, budget_bytes=64 * MiB) as cache:
         cache.add_layers(range(4), num_kv_heads=8, head_dim=128, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""Host memory: sequences that are swapped, at their addresses, and spilled extents."""
+"""Host memory: sequences that are swapped out and in at their addresses, and spilled extents."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _host_bytes(cache: KVCache) -> int:
 # ---- out and in ---------------------------------------------------------------------------
 
 
-def test_what_comes_back_has_what_is_kept_past_its_length_by_then(cache: KVCache) -> None:
-    """Also if nobody asked for that when it went; and not while it goes."""
+def test_swapped_in_sequence_has_the_over_read_resident(cache: KVCache) -> None:
+    """`keep_resident` may be called while the sequence is swapped out, but not while it moves."""
     sequence = cache.open()
     append(sequence, range(40))
     transfer = sequence.swap_out(wait=False)
@@ -49,8 +49,8 @@ def test_what_comes_back_has_what_is_kept_past_its_length_by_then(cache: KVCache
     assert_holds(sequence, range(40))
 
 
-def test_what_is_shared_stays(cache: KVCache) -> None:
-    """It costs nothing while others hold it; only what is a sequence's own moves."""
+def test_swap_out_leaves_shared_extents(cache: KVCache) -> None:
+    """Moving them would free nothing; only the sequence's own extents move."""
     parent = cache.open()
     append(parent, range(64))
     fork = parent.fork()
@@ -65,8 +65,8 @@ def test_what_is_shared_stays(cache: KVCache) -> None:
     assert_holds(fork, [*range(64), *range(100, 108)])
 
 
-def test_stats_count_what_moved(cache: KVCache) -> None:
-    """In bytes of tokens, both ways."""
+def test_stats_count_swapped_bytes(cache: KVCache) -> None:
+    """Bytes of tokens are counted, in both directions."""
     sequence = cache.open()
     append(sequence, range(16))
     sequence.swap_out()
@@ -80,10 +80,10 @@ def test_stats_count_what_moved(cache: KVCache) -> None:
 # ---- moving -------------------------------------------------------------------------------
 
 
-def test_memory_that_is_moving_serves_whoever_is_short(
+def test_swap_in_finishes_the_swap_out_of_another_sequence(
     host: HostBackend, make_cache: MakeCache
 ) -> None:
-    """Not growth alone: a sequence that comes back as well."""
+    """The sequence that comes back needs the memory that the other one frees."""
     pool = ExtentPool(host, 150 * PAGE, host_budget_bytes=300 * PAGE, close_when_unused=True)
     cache = make_cache(pool, windows=(40,))
     first, second = cache.open(), cache.open()
@@ -97,8 +97,8 @@ def test_memory_that_is_moving_serves_whoever_is_short(
     assert_holds(first, range(240))
 
 
-def test_a_cache_out_of_memory_finishes_what_is_moving(cache: KVCache) -> None:
-    """Its device memory is held until somebody needs it."""
+def test_growth_finishes_the_swap_out_of_another_sequence(cache: KVCache) -> None:
+    """The moving sequence keeps its device memory until another one needs it."""
     first, second = cache.open(), cache.open()
     append(first, range(250))
     first.swap_out(wait=False)
@@ -111,7 +111,7 @@ def test_a_cache_out_of_memory_finishes_what_is_moving(cache: KVCache) -> None:
 def test_nothing_is_unmapped_while_the_device_may_read_it(
     host: HostBackend, cache: KVCache
 ) -> None:
-    """The copy is work as well: memory goes after its fence."""
+    """The copy to the host is device work, so memory is unmapped after its fence."""
     sequence = cache.open()
     append(sequence, range(50))
     host.hold_fences()
@@ -144,7 +144,7 @@ def test_nothing_is_unmapped_while_the_device_may_read_it(
 def test_a_swapped_sequence_cannot_be_used(
     cache: KVCache, is_moving: bool, use: Callable[[object], object]
 ) -> None:
-    """The error says what to do; nothing is lost."""
+    """The error names `swap_in`, and no token is lost."""
     sequence = cache.open()
     append(sequence, range(9))
     sequence.swap_out(wait=not is_moving)
@@ -156,7 +156,7 @@ def test_a_swapped_sequence_cannot_be_used(
 
 
 def test_no_host_memory_left(make_cache: MakeCache) -> None:
-    """The error names the budget; the sequence is as it was."""
+    """The error names the budget, and the sequence is as it was."""
     cache = make_cache()
     sequence = cache.open()
     append(sequence, range(9))
@@ -168,8 +168,7 @@ def test_no_host_memory_left(make_cache: MakeCache) -> None:
     assert_holds(sequence, range(9))
 
 
-def test_a_closed_sequence_is_closed(cache: KVCache) -> None:
-    """Whichever way it is asked to go."""
+def test_closed_sequence_cannot_be_swapped_or_spilled(cache: KVCache) -> None:
     sequence = cache.open()
     sequence.close()
     for use in (sequence.swap_out, sequence.swap_in, lambda: sequence.spill(1)):
@@ -178,8 +177,7 @@ def test_a_closed_sequence_is_closed(cache: KVCache) -> None:
 
 
 @pytest.mark.parametrize("is_moving", [True, False])
-def test_closing_lets_the_host_memory_go(cache: KVCache, is_moving: bool) -> None:
-    """A conversation that nobody continues."""
+def test_close_frees_the_host_memory(cache: KVCache, is_moving: bool) -> None:
     sequence = cache.open()
     append(sequence, range(80))
     sequence.swap_out(wait=not is_moving)
@@ -192,8 +190,7 @@ def test_closing_lets_the_host_memory_go(cache: KVCache, is_moving: bool) -> Non
     assert_holds(heir, range(500, 580))
 
 
-def test_closing_the_cache_lets_it_go_as_well(host: HostBackend, cache: KVCache) -> None:
-    """Streams included."""
+def test_closing_the_cache_frees_host_memory_and_streams(host: HostBackend, cache: KVCache) -> None:
     for wait in (True, False):
         sequence = cache.open()
         append(sequence, range(40))
@@ -206,7 +203,7 @@ def test_closing_the_cache_lets_it_go_as_well(host: HostBackend, cache: KVCache)
 
 
 def test_spilled_extents_are_read_in_place(cache: KVCache) -> None:
-    """The sequence stays usable; its oldest extents are elsewhere, at the same addresses."""
+    """The oldest extents are in host memory at the same addresses; the sequence stays usable."""
     sequence = cache.open()
     append(sequence, range(200))
     view, before = sequence.keys(0), cache.pool.stats().resident_bytes
@@ -224,8 +221,7 @@ def test_spilled_extents_are_read_in_place(cache: KVCache) -> None:
     assert 0 == _host_bytes(cache)
 
 
-def test_spilling_takes_what_there_is(cache: KVCache) -> None:
-    """Not the extents still written to, nor what is shared."""
+def test_spill_leaves_written_and_shared_extents(cache: KVCache) -> None:
     sequence = cache.open()
     append(sequence, range(3))
     assert 0 == sequence.spill(10 * PAGE)
@@ -235,8 +231,8 @@ def test_spilling_takes_what_there_is(cache: KVCache) -> None:
     assert_holds(fork, range(64))
 
 
-def test_host_memory_goes_with_the_last_that_lives(cache: KVCache) -> None:
-    """What a fork shares is spilled memory too: parked rows keep none of it."""
+def test_spilled_memory_is_freed_with_its_last_live_sequence(cache: KVCache) -> None:
+    """Parked rows keep no spilled extents, even if a fork shared them."""
     sequence = cache.open()
     append(sequence, range(100))
     sequence.record(range(100))
@@ -250,7 +246,7 @@ def test_host_memory_goes_with_the_last_that_lives(cache: KVCache) -> None:
     cache.check()
 
 
-# ---- on the device ------------------------------------------------------------------------
+# ---- on a GPU -----------------------------------------------------------------------------
 
 
 def _gpu_cache() -> KVCache:
@@ -267,7 +263,7 @@ def _gpu_cache() -> KVCache:
 
 @pytest.mark.gpu
 def test_a_captured_graph_is_valid_after_swapping() -> None:
-    """It was captured over addresses, and they hold the same again, in other memory."""
+    """The addresses that it was captured with hold the same tokens again, in other memory."""
     with _gpu_cache() as cache:
         sequence = cache.open()
         sequence.append(4096)
@@ -298,8 +294,8 @@ def test_a_captured_graph_is_valid_after_swapping() -> None:
 
 
 @pytest.mark.gpu
-def test_kernels_read_what_is_spilled() -> None:
-    """Host and device extents side by side in one tensor."""
+def test_kernels_read_spilled_extents() -> None:
+    """Host and device extents lie side by side in one tensor."""
     with _gpu_cache() as cache:
         sequence = cache.open()
         sequence.append(8000)

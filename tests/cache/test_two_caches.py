@@ -1,6 +1,6 @@
-"""Two models on one device: caches over one pool borrow from each other, on one thread and on many.
+"""Caches over one pool use its memory from several threads, each without harm to the others.
 
-Forks from one cache to another are test_fork.py's.
+Forks between caches are tested in test_fork.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MakeCache = Callable[..., KVCache]
 
 @pytest.fixture
 def pool(host: HostBackend) -> ExtentPool:
-    """64 pages."""
+    """A pool of 64 device pages and 64 host pages."""
     return ExtentPool(host, 64 * PAGE, host_budget_bytes=64 * PAGE, close_when_unused=True)
 
 
@@ -48,7 +48,7 @@ NUM_THREADS = 8
 
 
 class _Worker:
-    """One thread's cache, the sequences it has, and what each is to hold."""
+    """One thread's cache, its sequences, and the stamps that each must hold."""
 
     def __init__(self, pool: ExtentPool, number: int):
         self.cache = KVCache(
@@ -61,14 +61,14 @@ class _Worker:
         self.num_refused = 0
         self.num_forks = 0
         self.num_hits = 0
-        self._next = number * 100_000  # Stamps of no other thread.
+        self._next = number * 100_000  # No other thread uses these stamps.
 
     def _fresh(self, num_tokens: int) -> list[int]:
         self._next += num_tokens
         return list(range(self._next - num_tokens, self._next))
 
     def open(self) -> None:
-        """From nothing, or with a prompt that was said before."""
+        """Open an empty sequence, or one whose prompt begins with a live sequence's tokens."""
         if self.live and self.random.random() < 0.5:
             _, said = self.random.choice(self.live)
             sequence = self.cache.open(prompt=[*said, 1])
@@ -114,7 +114,7 @@ class _Worker:
         sequence.close()
 
     def run(self, num_steps: int, barrier: threading.Barrier) -> None:
-        """Do something at random, many times; all sequences hold what they are to hold."""
+        """Do random operations, and check all sequences after each."""
         barrier.wait()
         for _ in range(num_steps):
             steps = [self.append] * 4 + [self.fork, self.truncate, self.reorder, self.close]
@@ -133,10 +133,10 @@ class _Worker:
 
 
 @pytest.mark.parametrize("use", ["make", "stats", "close", "compact"])
-def test_parked_rows_are_looked_at_under_the_pools_lock(
+def test_parked_rows_are_read_under_the_pools_lock(
     pool: ExtentPool, make_cache: MakeCache, use: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another cache's thread may have them give way at any moment, and asks whose there are."""
+    """Another cache's thread may evict them at any moment."""
     cache = make_cache(pool)
     _end(cache, range(64))
     was_held: list[bool] = []
@@ -173,7 +173,7 @@ def test_parked_rows_are_looked_at_under_the_pools_lock(
 @pytest.mark.slow
 @pytest.mark.parametrize("budget_pages", [8 * 5 * 30 * 2, 300], ids=["plenty", "short"])
 def test_threads_with_a_cache_each(host: HostBackend, budget_pages: int) -> None:
-    """Eight threads on one pool: none reads another's bytes, or fails where there is plenty."""
+    """Eight threads on one pool read their own bytes; none is refused where memory is plenty."""
     pool = ExtentPool(host, budget_pages * PAGE, close_when_unused=True)
     workers = [_Worker(pool, number) for number in range(NUM_THREADS)]
     with ThreadPoolExecutor(NUM_THREADS) as threads:
@@ -192,7 +192,7 @@ def test_threads_with_a_cache_each(host: HostBackend, budget_pages: int) -> None
 
 
 def test_budget_changes_under_way(host: HostBackend) -> None:
-    """One thread moves the budget up and down while others open, fork and close."""
+    """One thread moves the budget up and down while two others open, fork and close."""
     pool = ExtentPool(host, 400 * PAGE, close_when_unused=True)
     workers = [_Worker(pool, number) for number in range(2)]
     budgets = 0

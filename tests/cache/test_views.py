@@ -1,4 +1,4 @@
-"""Views: torch tensors over addresses that vmkv owns; never a copy, never a wrong device."""
+"""Views: torch tensors over addresses of vmkv, without a copy, on the right device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, tor
 
 
 def test_views_are_on_the_device_of_the_memory(backend: Backend) -> None:
-    """Said by the capsule, not guessed from a pointer."""
+    """The capsule states the device; torch does not guess it from a pointer."""
     budget_bytes = 8 * backend.granularity_bytes
     with KVCache(backend, max_tokens=64, max_sequences=1, budget_bytes=budget_bytes) as cache:
         cache.add_layers([0], num_kv_heads=1, head_dim=8, dtype=torch.float32)
@@ -26,7 +26,7 @@ def test_views_are_on_the_device_of_the_memory(backend: Backend) -> None:
 
 
 def test_views_lie_inside_the_reservation(cache: KVCache) -> None:
-    """Each token of each layer is where the geometry says."""
+    """Each token of each layer lies where the geometry says."""
     group, _ = cache.place(0)
     geometry, base = group.geometry, group.table.address
     for row in range(4):
@@ -40,7 +40,7 @@ def test_views_lie_inside_the_reservation(cache: KVCache) -> None:
 
 
 def test_views_have_the_documented_strides(cache: KVCache) -> None:
-    """`[rows, tokens, heads, dim]`: a token apart is all layers apart, heads lie side by side."""
+    """The shape is `[rows, tokens, heads, dim]`; tokens are a token row apart."""
     group, _ = cache.place(1)
     geometry = group.geometry
     keys = cache.keys(1)
@@ -50,7 +50,7 @@ def test_views_have_the_documented_strides(cache: KVCache) -> None:
 
 
 def test_views_share_memory_with_the_range(cache: KVCache) -> None:
-    """What a view writes is in the bytes, at once: nothing is copied on the way."""
+    """A write through a view changes the bytes at once, without a copy."""
     sequence = cache.open()
     sequence.append(3)
     sequence.keys(0)[2] = 1.5
@@ -76,7 +76,7 @@ def test_views_have_any_dtype(host: HostBackend, dtype: torch.dtype) -> None:
 
 
 def test_keys_and_values_may_differ_in_shape(host: HostBackend) -> None:
-    """Latent attention: one wide key, one narrower value."""
+    """Latent attention has one wide key and narrower values."""
     with KVCache(host, max_tokens=64, max_sequences=2, budget_bytes=64 * PAGE) as cache:
         cache.add_layers(
             range(2),
@@ -145,7 +145,7 @@ def test_cache_without_outside_views_frees_its_addresses(cache: KVCache) -> None
 
 
 def test_view_that_outlives_the_pool_frees_its_addresses_later(host: HostBackend) -> None:
-    """A cache with a pool of its own closes it; the addresses must not be lost for good."""
+    """The cache closes its own pool; the addresses are freed when the view is gone."""
     cache = KVCache(host, max_tokens=64, max_sequences=1, budget_bytes=64 * PAGE)
     cache.add_layers([0], num_kv_heads=1, head_dim=8, dtype=torch.float32)
     view = cache.keys(0)

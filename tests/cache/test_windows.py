@@ -1,4 +1,4 @@
-"""Sliding windows: what no later query can see leaves; what one may see stays."""
+"""Sliding windows: pages that no later query sees are unmapped, other pages stay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_underread")
 
 
 def _decode(cache: KVCache, sequence: Sequence, num_tokens: int, step: int = 1) -> list[int]:
-    """Append step by step, writing each position; the pages resident in the windowed group."""
+    """Append step by step, writing each position; return the windowed group's resident pages."""
     group, _ = cache.place(WINDOWED)
     pages = []
     for _ in range(num_tokens // step):
@@ -41,13 +41,13 @@ def test_resident_pages_of_a_window_stay_flat(
     """Once the window is full, memory no longer grows with the sequence."""
     cache = make_cache(windows=(window_tokens,))
     pages = _decode(cache, cache.open(), 392, step)
-    # The window and what it straddles, the step, and an extent that has not left as a whole.
+    # The window and a partial page, the step, and an extent that the window has partly passed.
     bound = window_tokens / 4 + 1 + step / 4 + 1 + max(1, window_tokens / 4 / 8)
     assert max(pages) <= bound
 
 
 def test_window_pages_are_used_again(make_cache: MakeCache, host: HostBackend) -> None:
-    """What leaves at the front serves at the end: decoding creates nothing in the long run."""
+    """Pages that the window has passed serve at the row's end, so decoding creates no more."""
     cache = make_cache(windows=(8,), max_tokens=2000)
     sequence = cache.open()
     sequence.append(300)
@@ -61,7 +61,7 @@ def test_window_pages_are_used_again(make_cache: MakeCache, host: HostBackend) -
 
 
 def test_window_of_one_token_may_leave_nothing_to_read(make_cache: MakeCache) -> None:
-    """Then the first token that is there is the next one."""
+    """The first readable token is then the next one."""
     cache = make_cache(windows=(1,))
     sequence = cache.open()
     _decode(cache, sequence, 8, 4)
@@ -69,11 +69,11 @@ def test_window_of_one_token_may_leave_nothing_to_read(make_cache: MakeCache) ->
     assert sequence.num_tokens == sequence.first_token(WINDOWED)
 
 
-# ---- going back ---------------------------------------------------------------------------
+# ---- truncation ---------------------------------------------------------------------------
 
 
-def test_truncate_into_a_lost_past_is_refused(make_cache: MakeCache) -> None:
-    """What the shorter sequence's next query would see is gone: said, and nothing changed."""
+def test_truncate_before_the_window_is_refused(make_cache: MakeCache) -> None:
+    """The next query would need tokens that are unmapped; nothing changes."""
     cache = make_cache(windows=(8,))
     sequence = cache.open()
     _decode(cache, sequence, 100)
@@ -84,7 +84,7 @@ def test_truncate_into_a_lost_past_is_refused(make_cache: MakeCache) -> None:
 
 
 def test_truncate_within_the_window_is_allowed(make_cache: MakeCache) -> None:
-    """Rejected draft tokens are a few: their queries' window is still there."""
+    """Rejected draft tokens are few, so the window of the queries before them is still mapped."""
     cache = make_cache(windows=(12,))
     sequence = cache.open()
     _decode(cache, sequence, 100, 4)
@@ -95,8 +95,8 @@ def test_truncate_within_the_window_is_allowed(make_cache: MakeCache) -> None:
     assert torch.equal(torch.arange(float(first), 100.0), sequence.keys(WINDOWED)[first:, 0, 0])
 
 
-def test_keeping_the_past_keeps_it(make_cache: MakeCache) -> None:
-    """`keeps_past` is for rollback: nothing leaves while it is set."""
+def test_keeps_past_allows_truncation_before_the_window(make_cache: MakeCache) -> None:
+    """No page is unmapped while it is set."""
     cache = make_cache(windows=(8,))
     cache.keeps_past = True
     sequence = cache.open()
@@ -106,7 +106,7 @@ def test_keeping_the_past_keeps_it(make_cache: MakeCache) -> None:
 
 
 def test_displaced_row_is_not_adopted(make_cache: MakeCache) -> None:
-    """A run that begins in the middle of its row is of no use to a new sequence."""
+    """A new sequence cannot use pages that begin in the middle of a row."""
     cache = make_cache(windows=(8,))
     sequence = cache.open()
     _decode(cache, sequence, 100)
@@ -133,7 +133,7 @@ def test_window_keeps_a_tile_before_it(
 
 
 def test_window_pages_wait_for_their_fence(make_cache: MakeCache, host: HostBackend) -> None:
-    """What a running step still reads is retired, not unmapped."""
+    """Pages that a running step may read are retired, and unmapped after the fence."""
     cache = make_cache(windows=(8,))
     sequence = cache.open()
     sequence.append(64)
@@ -152,10 +152,10 @@ def test_window_pages_wait_for_their_fence(make_cache: MakeCache, host: HostBack
     assert host.calls["mem_unmap"] > unmaps
 
 
-def test_growth_waits_for_what_is_retired_in_its_way(
+def test_growth_waits_for_retired_mappings_at_its_addresses(
     make_cache: MakeCache, host: HostBackend
 ) -> None:
-    """A row that begins anew while the device still reads its old pages lets it finish first."""
+    """The device may still read the old pages of a row that was truncated to nothing."""
     cache = make_cache(windows=(8,))
     sequence = cache.open()
     _decode(cache, sequence, 40, 4)
@@ -170,7 +170,6 @@ def test_growth_waits_for_what_is_retired_in_its_way(
 
 @pytest.mark.parametrize("window_tokens", [0, -1, 2.5])
 def test_window_is_a_positive_integer(cache: KVCache, window_tokens: int) -> None:
-    """A window of nothing sees nothing."""
     with pytest.raises(ConfigError, match="window_tokens="):
         cache.add_layers(
             [7], num_kv_heads=1, head_dim=8, dtype=torch.float16, window_tokens=window_tokens

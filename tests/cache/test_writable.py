@@ -1,4 +1,4 @@
-"""How far a row may be written: one number, asked before every step, and I10 held against it."""
+"""How far a row may be written: `writable_tokens`, and the check of I10 at each submission."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MakeCache = Callable[..., KVCache]
 
 @pytest.fixture
 def cache(make_cache: MakeCache) -> KVCache:
-    """Four rows, four tokens in a page; everything whole is shared."""
+    """Four rows, four tokens in a page; all whole extents are aliased."""
     return make_cache(cost_model=CostModel(map_us=0, unmap_us=0), host_budget_bytes=64 * PAGE)
 
 
@@ -41,24 +41,24 @@ def test_new_memory_is_writable_to_its_end(cache: KVCache) -> None:
     assert sequence.writable_tokens >= 9
 
 
-def test_what_is_read_past_the_end_is_mapped_below_it(cache: KVCache) -> None:
+def test_writable_tokens_leave_the_over_read_mapped(cache: KVCache) -> None:
     sequence = _written(cache, 5)
     cache.keep_resident(6)
     assert 5 <= sequence.writable_tokens <= cache.groups[0].resident_tokens(sequence.row) - 6
 
 
-def test_a_fork_may_be_written_behind_what_it_shares(cache: KVCache) -> None:
+def test_fork_is_writable_behind_its_shared_pages(cache: KVCache) -> None:
     parent = _written(cache, 9)
     fork = parent.fork()
     assert fork.writable_tokens >= 9
     assert parent.writable_tokens >= 9
     for each in (parent, fork):
         each.truncate(6)
-        assert each.writable_tokens < 7, "the second page is both's"
+        assert each.writable_tokens < 7, "the second page is shared"
 
 
-def test_the_last_holder_of_a_page_asks_once_more(cache: KVCache) -> None:
-    """A fork's page stays read-only when the other row is gone, until something is written."""
+def test_last_holder_of_a_page_may_write_after_its_next_append(cache: KVCache) -> None:
+    """The page stays read-only when the other row is gone, until something is appended."""
     parent = _written(cache, 8)
     fork = parent.fork()
     fork.truncate(6)
@@ -69,9 +69,7 @@ def test_the_last_holder_of_a_page_asks_once_more(cache: KVCache) -> None:
     assert 8 == fork.writable_tokens
 
 
-def test_a_row_adopted_with_another_ones_prefix_may_not_be_written_where_it_shares(
-    cache: KVCache,
-) -> None:
+def test_adopted_row_is_not_writable_where_it_shares(cache: KVCache) -> None:
     parent = _written(cache, 12)
     parent.fork()
     row = parent.row
@@ -83,7 +81,7 @@ def test_a_row_adopted_with_another_ones_prefix_may_not_be_written_where_it_shar
     cache.check()
 
 
-def test_a_moving_and_a_swapped_sequence_may_not_be_written(cache: KVCache) -> None:
+def test_moving_and_swapped_sequences_are_not_writable(cache: KVCache) -> None:
     sequence = _written(cache, 9)
     transfer = sequence.swap_out(wait=False)
     assert 0 == sequence.writable_tokens
@@ -94,13 +92,13 @@ def test_a_moving_and_a_swapped_sequence_may_not_be_written(cache: KVCache) -> N
     assert sequence.writable_tokens >= 9
 
 
-def test_memory_beyond_the_length_gives_way_to_others(make_cache: MakeCache) -> None:
-    """A row that adopted more than it needs is no reason to refuse another one."""
+def test_pages_beyond_the_length_go_to_another_row(make_cache: MakeCache) -> None:
+    """A row that holds more than it needs does not make another row's growth fail."""
     cache = make_cache(budget_bytes=8 * PAGE)
     first = _written(cache, 28)
     first.truncate(1)
     assert 28 == first.writable_tokens
-    assert 3 * PAGE == surplus_bytes(cache), "extents go whole: four pages, two and one"
+    assert 3 * PAGE == surplus_bytes(cache), "extents of two pages and of one, behind one of four"
     second = _written(cache, 16)
     assert 16 == first.writable_tokens
     with pytest.raises(OutOfPagesError):
@@ -109,9 +107,7 @@ def test_memory_beyond_the_length_gives_way_to_others(make_cache: MakeCache) -> 
     cache.check()
 
 
-def test_a_write_that_is_not_the_rows_own_is_refused_before_it_is_submitted(
-    cache: KVCache,
-) -> None:
+def test_write_to_shared_or_unmapped_memory_is_refused_at_submission(cache: KVCache) -> None:
     parent = _written(cache, 9)
     fork = parent.fork()
     fork.append(2)
@@ -124,7 +120,7 @@ def test_a_write_that_is_not_the_rows_own_is_refused_before_it_is_submitted(
     assert ["behind"] == submitted
 
 
-def test_what_is_under_way_stays_mapped_until_its_fence(host: HostBackend, cache: KVCache) -> None:
+def test_submitted_writes_stay_mapped_until_their_fence(host: HostBackend, cache: KVCache) -> None:
     sequence = _written(cache, 12)
     table = cache.groups[0].table
     host.hold_fences()
@@ -143,10 +139,10 @@ def test_what_is_under_way_stays_mapped_until_its_fence(host: HostBackend, cache
     cache.check()
 
 
-def test_checks_are_a_switch(host: HostBackend, make_cache: MakeCache) -> None:
+def test_checks_can_be_switched_off(host: HostBackend, make_cache: MakeCache) -> None:
     pool = ExtentPool(host, 100 * PAGE, checks=False, close_when_unused=True)
     cache = make_cache(pool)
-    with cache.submitting([(0, 0, 400)]):  # Nobody looks.
+    with cache.submitting([(0, 0, 400)]):  # Not checked.
         pass
     with pytest.raises(ConfigError):
         cache.open(row=99)

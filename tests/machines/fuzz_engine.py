@@ -1,13 +1,13 @@
-"""Plays the engine at random for as long as it is told, and says how to play a failure again.
+"""Plays the engine at random for a given time, and prints how to repeat a failure.
 
     make fuzz FUZZ_SECONDS=600
     python tests/machines/fuzz_engine.py --seconds 600 --jobs 2
-    python tests/machines/fuzz_engine.py --seed 4711 --episodes 1 --verbose      # one again
+    python tests/machines/fuzz_engine.py --seed 4711 --episodes 1 --verbose      # repeats one
 
 An episode is an engine, a `RaggedCache`, or several engines over one model or one pool, and some
-hundred operations on it, all drawn from its seed (see `helpers.random_plays`). Each is played in a
-process of its own, so that one that ends by a signal is a failure with a seed like any other. Runs
-until a failure, unless told to go on.
+hundred operations on it, all drawn from its seed (see `helpers.random_plays`). Each runs in a
+process of its own, so that an episode that ends by a signal is a failure with a seed too. Runs
+until a failure, unless `--keep-going` is given.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-# Episodes are forks of this process, in which torch's other threads would not be.
+# Episodes are forks of this process, and a fork does not have torch's other threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from helpers.random_plays import PLAYS, play_episode
@@ -40,14 +40,14 @@ _TIMEOUT_S = 120
 
 @dataclass
 class Episode:
-    """One that runs.
+    """An episode that is running.
 
     Attributes:
-        seed: Of everything in it.
+        seed: Seed of all its draws.
         pid: Its process.
-        pipe: Where it says how many steps it made.
+        pipe: Read end of the pipe for its number of steps.
         start_s: When it began.
-        log: What it printed.
+        log: File with its output.
     """
 
     seed: int
@@ -90,7 +90,7 @@ def _run(seed: int, options: argparse.Namespace, pipe: int) -> int:
 
 
 def end(episode: Episode, status: int) -> tuple[int, str | None]:
-    """The steps of an episode that has ended, and what went wrong."""
+    """The number of steps of an episode that has ended, and its failure if there is one."""
     with os.fdopen(episode.pipe, "rb") as pipe:
         said = pipe.read()
     if status == 0:
@@ -103,7 +103,7 @@ def end(episode: Episode, status: int) -> tuple[int, str | None]:
 
 
 def _cause(failure: str) -> str:
-    """What failures of one kind have in common: their last line without its numbers."""
+    """The last line of a failure without its numbers, which failures of one kind have in common."""
     last = failure.splitlines()[-1] if failure else "nothing was said"
     return re.sub(r"\[.*?\]|\d+", "#", last)[:150]
 
@@ -112,16 +112,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--play", choices=sorted(PLAYS), default="engine")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--steps", type=int, default=None, help="end after so many submitted ones")
+    parser.add_argument("--steps", type=int, default=None, help="end after this many")
     parser.add_argument("--episodes", type=int, default=None)
-    parser.add_argument("--operations", type=int, default=300, help="of an episode")
+    parser.add_argument("--operations", type=int, default=300, help="number per episode")
     parser.add_argument(
         "--without", nargs="*", default=[], metavar="OPERATION", help="leave operations out"
     )
     parser.add_argument("--seed", type=int, default=None, help="of the first episode")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--keep-going", action="store_true", help="count failures, by their cause")
-    parser.add_argument("--verbose", action="store_true", help="say all that was done")
+    parser.add_argument("--verbose", action="store_true", help="print all operations")
     parser.add_argument("--out", type=Path, default=Path("out/fuzz"), help="for logs")
     options = parser.parse_args()
     first = random.SystemRandom().getrandbits(31) if options.seed is None else options.seed

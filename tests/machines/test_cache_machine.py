@@ -1,12 +1,12 @@
-"""Histories of the cache, with content as the oracle.
+"""Random operations on a cache, checked by contents.
 
-Every token written carries a stamp that is unique to that write, in keys and values of every
-layer. After any history of opening, growing, shrinking, closing, adopting, forking, reordering,
-starting from found prefixes, swapping, spilling, saving, exporting, trimming, held fences and
-failing driver calls, each live sequence must read exactly its own stamps. That one comparison finds
-aliasing, memory reused too early, pages off by one, and rows adopted while in use.
+Every token written carries a stamp that is unique to that write, in keys and values of every layer.
+After any history of opening, growing, shrinking, closing, adopting, forking, reordering, prefix
+hits, swapping, spilling, saving, exporting, trimming, held fences and failing driver calls, each
+live sequence must read exactly its own stamps. That one comparison finds aliasing, memory reused
+too early, pages off by one, and rows adopted while in use.
 
-After every step the invariants I1-I9 are checked as well. Not played here: several threads (one
+The invariants I1-I9 are checked after every step as well. Not tested here: several threads (one
 thread works on a cache), and kernels that read asynchronously (the GPU tests do).
 """
 
@@ -62,7 +62,7 @@ has_sequences = precondition(lambda self: self.by_id)
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """One cache of a full and a windowed group beside a model of its content."""
+    """One cache of a full and a windowed group, beside a model of its contents."""
 
     #: Tokens of a windowed layer that a query sees; varied by the initial rule.
     windows: ClassVar[list[int]] = [1, 3, 8, 20]
@@ -104,7 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.add_layers([2, 3], **SHAPE, window_tokens=window_tokens)
         self.model = ModelCache()
         self.by_id: dict[int, Sequence] = {}
-        self.said: dict[int, list[int]] = {}  # What was recorded, and may be found again.
+        self.said: dict[int, list[int]] = {}  # Recorded tokens, which prompts may find.
         self.is_shareable = is_shareable
         self._temporary = tempfile.TemporaryDirectory()
         self.folder = Path(self._temporary.name)
@@ -122,14 +122,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _write(self, key: int, start: int, stamps: list[int]) -> None:
         sequence = self.by_id[key]
-        self.cache.check()  # Before writing: where memory is missing, that would be a fault.
+        self.cache.check()  # Writing would fault where memory is missing.
         for layer in self.cache.layers:
             for value, tensor in enumerate((sequence.keys(layer), sequence.values(layer))):
                 fresh = [self._stamp(stamp, layer, value) for stamp in stamps]
                 tensor[start:] = torch.tensor(fresh, dtype=torch.int64)[:, None, None]
 
     def _refuses_if_swapped(self, sequence: Sequence, use: Callable[[], object]) -> bool:
-        """Whether `sequence` is swapped out; then `use` must be refused, and change nothing."""
+        """Whether `sequence` is swapped out; if so, `use` must be refused and change nothing."""
         if sequence.is_resident:
             return False
         with pytest.raises(ConfigError, match="swapped out"):
@@ -137,7 +137,7 @@ class CacheMachine(RuleBasedStateMachine):
         return True
 
     def _fault(self, fail_at: int) -> None:
-        """Let a driver call of the next operation fail (0: none)."""
+        """Make a driver call of the next operation fail (0: none)."""
         self.backend.arm(fail_at)
         if fail_at:
             self.unmaps_at_hold = None  # Undoing a failed batch unmaps, rightly.
@@ -155,7 +155,7 @@ class CacheMachine(RuleBasedStateMachine):
         for group in self.cache.groups:
             pages = group.table.rows[self.by_id[key].row]
             if pages.shared_end_page:
-                return False  # May need copies of what it shares.
+                return False  # Shared extents may have to be copied.
             missing += max(0, group.geometry.pages_for(num_tokens) - pages.end_page)
         live_bytes = stats.resident_bytes - stats.parked_bytes
         return live_bytes + missing * PAGE <= self.cache.pool.stats().budget_bytes
@@ -226,7 +226,7 @@ class CacheMachine(RuleBasedStateMachine):
             sequence.truncate(num_tokens)
         except ConfigError:
             self._end_fault()
-            # Too long, or what the window has let go of.
+            # Too long, or into tokens that the window has unmapped.
             lost = sequence.num_tokens - num_tokens > 0 and num_tokens > 0
             assert num_tokens > sequence.num_tokens or lost
         except DriverError:
@@ -268,7 +268,7 @@ class CacheMachine(RuleBasedStateMachine):
         except OutOfAddressSpaceError:
             assert 0 == self.num_rows_free
         except ConfigError:
-            assert 0 < num_tokens < source.num_tokens  # The window has let go of it.
+            assert 0 < num_tokens < source.num_tokens  # The window has unmapped it.
         except OutOfPagesError:
             assert not self._end_fault()
         except DriverError:
@@ -282,7 +282,7 @@ class CacheMachine(RuleBasedStateMachine):
     @has_sequences
     @rule(pick=picks, sources=st.lists(picks, min_size=NUM_ROWS, max_size=NUM_ROWS))
     def reorder(self, pick: int, sources: list[int]) -> None:
-        """All sequences as long as the picked one take over from each other."""
+        """All sequences as long as the picked one go on from each other."""
         length = self.by_id[self._picked(pick)].num_tokens
         keys = [
             key
@@ -300,7 +300,7 @@ class CacheMachine(RuleBasedStateMachine):
     @has_sequences
     @rule(pick=picks)
     def record(self, pick: int) -> None:
-        """Stamps serve as token ids: equal ones mean equal content."""
+        """Stamps serve as token ids: equal ids mean equal contents."""
         key = self._picked(pick)
         sequence = self.by_id[key]
         if self._refuses_if_swapped(sequence, lambda: sequence.record([1])):
@@ -314,7 +314,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.said)
     @rule(pick=st.integers(0, 30), num_new=st.integers(0, 9), share=st.floats(0, 1))
     def open_with_prompt(self, pick: int, num_new: int, share: float) -> None:
-        """A prompt that begins as something said before, whether that still lives or not."""
+        """The prompt begins with tokens recorded by a live or an ended sequence."""
         said = self.said[sorted(self.said)[pick % len(self.said)]]
         prompt = said[: int(len(said) * share)] + [-1 - at for at in range(num_new + 1)]
         before = self.cache.prefixes.num_hits
@@ -347,7 +347,7 @@ class CacheMachine(RuleBasedStateMachine):
         except OutOfPagesError:
             assert sequence.is_resident
         except DriverError:
-            assert self._end_fault()  # Wherever it is now, it is whole: `swap_in` shows.
+            assert self._end_fault()  # It is whole on either side, as `swap_in` shows.
         else:
             assert not sequence.is_resident
             assert (sequence.transfer is None) == wait
@@ -376,7 +376,7 @@ class CacheMachine(RuleBasedStateMachine):
     @has_sequences
     @rule(pick=picks, cancels=st.booleans(), fail_at=st.sampled_from([0, 0, 1, 2, 3]))
     def end_transfer(self, pick: int, cancels: bool, fail_at: int) -> None:
-        """Of a sequence that is moving: it has left, or it stays."""
+        """A moving sequence has left after `finish`, and stays after `cancel`."""
         sequence = self.by_id[self._picked(pick)]
         transfer = sequence.transfer
         if transfer is None:
@@ -421,7 +421,7 @@ class CacheMachine(RuleBasedStateMachine):
     @has_sequences
     @rule(pick=picks, fail_at=st.sampled_from([0, 0, 0, 2, 5, 9]))
     def save_and_load(self, pick: int, fail_at: int) -> None:
-        """What was saved, resident or swapped out, is a sequence with the same content."""
+        """A loaded sequence has the contents of the saved one, which may be swapped out."""
         key = self._picked(pick)
         self._fault(fail_at)
         try:
@@ -442,16 +442,16 @@ class CacheMachine(RuleBasedStateMachine):
     @has_sequences
     @rule(pick=picks)
     def export(self, pick: int) -> None:
-        """Another backend's cache reads what is shared; here it is frozen from now on."""
+        """Another backend's cache reads the exported extents, which are frozen from then on."""
         key = self._picked(pick)
         sequence = self.by_id[key]
         if self._refuses_if_swapped(sequence, lambda: sequence.export(self.folder / "s")):
             return
-        self.unmaps_at_hold = None  # Taking the right to write away waits for the device.
+        self.unmaps_at_hold = None  # Revoking write access waits for the device.
         try:
             exporter = sequence.export(self.folder / "s")
         except ConfigError:
-            return  # Nothing of it fills an extent, or a window has let go of the beginning.
+            return  # It fills no extent, or the window has unmapped its beginning.
         with exporter, self._importer() as other:
             exporter.start()
             imported = other.import_prefix(self.folder / "s")
@@ -467,7 +467,7 @@ class CacheMachine(RuleBasedStateMachine):
         cache = KVCache(pool, max_tokens=MAX_TOKENS + 3, max_sequences=1, layers_per_group=2)
         for group in self.cache.groups:
             layers = [layer for layer in self.cache.layers if self.cache.place(layer)[0] is group]
-            # Where there was no memory to close the gap of a dropped layer, it is here as well.
+            # A gap of a dropped layer that could not be compacted is needed here as well.
             gaps = range(100, 100 + group.geometry.num_layers - len(layers))
             cache.add_layers([*layers, *gaps], **SHAPE, window_tokens=group.window_tokens)
             cache.drop_layers(gaps)
@@ -488,7 +488,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
         self._end_fault()
 
-    # ---- what takes several steps -----------------------------------------------------
+    # ---- combinations of operations ---------------------------------------------------
 
     @rule(
         num_tokens=st.integers(8, MAX_TOKENS),
@@ -496,7 +496,7 @@ class CacheMachine(RuleBasedStateMachine):
         then=st.sampled_from(["stay", "park", "fork and park", "fork and move", "move"]),
     )
     def say(self, num_tokens: int, num_steps: int, then: str) -> None:
-        """A prompt, in chunks, on record; then it is what others can begin with."""
+        """Open a prompt, append it in chunks and record it, so that later prompts can find it."""
         known = set(self.by_id)
         self.open(num_tokens)
         if known == set(self.by_id):
@@ -523,7 +523,7 @@ class CacheMachine(RuleBasedStateMachine):
     def search_with_beams(
         self, pick: int, num_forks: int, num_tokens: int, sources: list[int]
     ) -> None:
-        """Forks of a sequence part, are recorded, and go on from each other."""
+        """Forks of a sequence diverge, are recorded, and go on from each other."""
         for _ in range(num_forks):
             self.fork(pick, 1.0, 0)
         length = self.by_id[self._picked(pick)].num_tokens
@@ -542,7 +542,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(1, BUDGET_PAGES))
     def lower_budget(self, num_pages: int) -> None:
-        """What is refused is refused for good: the same call again finds nothing more."""
+        """A refused budget is refused again: a second call cannot evict more."""
         self.unmaps_at_hold = None  # Making room waits for the device.
         pool = self.cache.pool
         try:
@@ -555,7 +555,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @contextmanager
     def _full(self, num_free_pages: int) -> Iterator[None]:
-        """Memory is full but for so many pages, for the length of a block."""
+        """Leave only `num_free_pages` of memory for the length of a block."""
         self.unmaps_at_hold = None
         pool = self.cache.pool
         pool.reclaimer.wait()
@@ -582,7 +582,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.open_with_prompt(pick, num_new, share)
 
     @rule(
-        # Whole pages half the time: then forks share all of it.
+        # Half of the lengths are whole pages, which forks share completely.
         num_tokens=st.one_of(st.sampled_from([24, 32, 40, 48, 56]), st.integers(20, MAX_TOKENS)),
         num_steps=st.integers(1, 2),
         then=st.sampled_from(["park", "fork and park", "fork and park", "fork and move", "move"]),
@@ -592,7 +592,7 @@ class CacheMachine(RuleBasedStateMachine):
     def say_and_hear_when_full(
         self, num_tokens: int, num_steps: int, then: str, share: float, num_free_pages: int
     ) -> None:
-        """Who could give way is who is begun from."""
+        """The source of the prefix is also the likeliest victim."""
         known = set(self.said)
         self.say(num_tokens, num_steps, then)
         for key in set(self.said) - known:
@@ -626,7 +626,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.model.stamps and not self.said)
     @rule()
     def keep_the_past(self) -> None:
-        """From now on; loaded sequences alone may lack some of it."""
+        """Only sequences loaded later may lack tokens before the window."""
         self.cache.keeps_past = True
 
     @rule()
@@ -645,7 +645,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: all(each.is_resident for each in self.by_id.values()))
     @rule()
     def drop_a_layer_and_compact(self) -> None:
-        """Layer 2 moves to a group of its own, with its content; layer 3 comes back, unwindowed."""
+        """Layer 2 moves with its contents to its own group; layer 3 returns without a window."""
         self.unmaps_at_hold = None
         try:
             self.cache.drop_layers([3])
@@ -660,7 +660,7 @@ class CacheMachine(RuleBasedStateMachine):
         self._rewrite_layer_3()
 
     def _rewrite_layer_3(self) -> None:
-        for row in range(NUM_ROWS):  # What was recorded there has no layer 3.
+        for row in range(NUM_ROWS):  # Recorded rows lack layer 3.
             self.cache.prefixes.truncate(row)
         for key, sequence in self.by_id.items():
             stamps = self.model.stamps[key]
@@ -685,14 +685,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def records_are_the_models(self) -> None:
-        """Wherever its sequence was moved, swapped or reordered to."""
+        """Also after the sequence was moved, swapped or reordered."""
         for key, sequence in self.by_id.items():
             recorded = self.cache.prefixes.token_ids(sequence.row)
             assert len(recorded) == sequence.num_recorded
             assert recorded == self.model.stamps[key][: len(recorded)]
 
     def _assert_content(self, sequence: Sequence, stamps: list[int]) -> None:
-        """Also of what a window keeps beyond what its next query sees."""
+        """Compare all tokens that are mapped, also those before a window's next query."""
         for layer in sequence.cache.layers:
             window = sequence.cache.place(layer)[0].window_tokens
             first = sequence.first_token(layer)
@@ -715,7 +715,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_unmapped_before_its_fence(self) -> None:
-        """Unless something waited, which lets the device catch up."""
+        """Unless an operation has waited, which lets the device catch up."""
         if self.unmaps_at_hold is None:
             return
         if self.host.last_passed_fence == self.passed_at_hold:

@@ -24,7 +24,7 @@ PROMPT = list(range(1, 60))
 
 @contextmanager
 def engines(num_engines: int, num_requests: float = 1.2) -> Iterator[list[Engine]]:
-    """Engines over a pool that holds so many of the requests of `PROMPT` and 20 tokens."""
+    """Engines over a pool that holds `num_requests` requests of `PROMPT` and 20 tokens."""
     made: list[Engine] = []
     pool = ExtentPool(HostBackend(PAGE), 1000 * PAGE)
     model = tiny_model("llama")
@@ -51,7 +51,7 @@ def engines(num_engines: int, num_requests: float = 1.2) -> Iterator[list[Engine
 
 
 def finish(*engines: Engine) -> None:
-    """Step engines in turn until none has anything left to do."""
+    """Step engines in turn until all requests are finished."""
     while any(each.has_unfinished for each in engines):
         for each in engines:
             each.step()
@@ -66,7 +66,7 @@ def reason(handle: RequestHandle) -> str:
 
 
 def test_a_request_waits_for_another_engines_request_to_finish() -> None:
-    """The later request of a second engine waits while the first engine makes progress."""
+    """The later request of the second engine waits while the first engine makes progress."""
     with engines(2) as (first, second):
         before = first.add(PROMPT, params())
         first.step()
@@ -78,7 +78,7 @@ def test_a_request_waits_for_another_engines_request_to_finish() -> None:
 
 
 def test_a_later_request_of_another_engine_is_preempted() -> None:
-    """The earlier request takes its memory, at once in the same thread."""
+    """The earlier request takes its memory at once, in the same thread."""
     with engines(2) as (first, second):
         before = first.add(PROMPT, params())
         after = second.add(PROMPT, params())
@@ -93,7 +93,7 @@ def test_a_later_request_of_another_engine_is_preempted() -> None:
 
 
 def test_a_swapped_request_gives_up_the_pages_it_shared() -> None:
-    """Its sibling is preempted too, so that pages of both are the swapped request's alone."""
+    """The request that shares them is preempted too, so only the swapped one holds them."""
     playing = EnginesPlay(random.Random(9030), 2)
     while playing.num_steps < 150:
         playing.operate()
@@ -101,8 +101,8 @@ def test_a_swapped_request_gives_up_the_pages_it_shared() -> None:
     assert playing.num_finished
 
 
-def test_an_engine_that_is_not_stepped_gives_way_to_any_request() -> None:
-    """After `PATIENCE_STEPS` an earlier request is preempted, and finishes later."""
+def test_requests_of_an_engine_that_is_not_stepped_are_preempted() -> None:
+    """After `PATIENCE_STEPS` even an earlier request is preempted, and finishes later."""
     with engines(2) as (first, second):
         before = first.add(PROMPT, params())
         first.step()
@@ -115,7 +115,7 @@ def test_an_engine_that_is_not_stepped_gives_way_to_any_request() -> None:
 
 
 def test_a_claim_that_is_not_renewed_ends() -> None:
-    """An engine that claimed memory and is not stepped any more holds up nobody for long."""
+    """An engine that claimed memory and is not stepped delays others for a time only."""
     with engines(2) as (first, second):
         first.add(PROMPT, params())
         after = second.add(PROMPT, params())
@@ -130,8 +130,8 @@ def test_a_claim_that_is_not_renewed_ends() -> None:
         assert "length" == reason(after)
 
 
-def test_memory_that_nobody_gives_up_is_an_error() -> None:
-    """A cache of the user's own holds the memory: the request fails after the stated steps."""
+def test_memory_that_a_users_cache_holds_is_an_error() -> None:
+    """The request fails after `PATIENCE_STEPS` steps."""
     with engines(1) as [engine]:
         pool = engine.cache.pool
         cache = KVCache(pool, max_tokens=4096, max_sequences=1)
@@ -161,7 +161,7 @@ def in_threads(*calls: Callable[[], None]) -> None:
 
 
 def test_engines_in_threads_of_their_own() -> None:
-    """Each engine obeys at its next step; all requests finish with the tokens they get alone."""
+    """Each engine preempts at its next step; all requests get the tokens that they get alone."""
     prompts = [PROMPT[: 20 * at + 19] for at in range(3)]
     with engines(2) as several:
         expected = [each.outputs[0].token_ids for each in several[0].generate(prompts, params())]
@@ -178,7 +178,7 @@ def test_engines_in_threads_of_their_own() -> None:
 def test_a_later_request_of_another_thread_is_preempted_at_its_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The engine that needs its memory asks, and the engine's own thread preempts."""
+    """The other engine asks for the memory, and the request's own thread preempts it."""
     monkeypatch.setattr("vmkv.core.memory.arbiter._WAIT_S", 0.0)
     with engines(2) as (first, second):
         before = second.add(PROMPT, params())
@@ -196,7 +196,7 @@ def test_a_later_request_of_another_thread_is_preempted_at_its_next_step(
 def test_an_engine_of_another_thread_that_is_not_stepped_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody else may preempt its requests."""
+    """No other thread may preempt its requests."""
     monkeypatch.setattr("vmkv.core.memory.arbiter._WAIT_S", 0.0)
     with engines(2) as (first, second):
         held = first.add(PROMPT, params())

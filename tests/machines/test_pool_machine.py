@@ -1,7 +1,8 @@
-"""Histories of the pool beside a model of it: every number equal, every invariant, at every step.
+"""Random operations on a pool and on a model of it; all numbers and invariants agree at every step.
 
 Extents are acquired, owned, mapped into rows, retired at either end while the device is busy or
-idle, and given back; the budget moves; driver calls fail. Content is test_cache_machine.py's.
+idle, and disowned; the budget moves; driver calls fail. Contents are tested in
+test_cache_machine.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ pages = st.integers(0, ROW_PAGES)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """One pool, one table of two rows, and what the model thinks of them."""
+    """One pool with one table of two rows, and the model's numbers for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.table = PageTable(self.pool, NUM_ROWS, ROW_PAGES)
         self.model = ModelPool(budget_pages=40)
         self.held: list[list[Extent]] = []
-        # Per row, the size classes mapped, in order; and what waits for fences, oldest first.
+        # Per row, the size classes mapped, in order; and the retired ones, oldest first.
         self.mapped: list[deque[int]] = [deque() for _ in range(NUM_ROWS)]
         self.first_page = [0] * NUM_ROWS
         self.retired: deque[list[int]] = deque()
@@ -80,7 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(row=rows)
     def map_held(self, row: int) -> None:
-        """Map the extents held last at the end of a row, which then holds them."""
+        """Map the extents acquired last at the end of a row, which then holds them."""
         extents = self.held[-1]
         start = self.table.rows[row].end_page
         num_pages = sum(extent.num_pages for extent in extents)
@@ -149,7 +150,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.unmaps_at_hold = self.host.calls["mem_unmap"]
 
     def _reclaim_all(self) -> int:
-        """What is retired becomes free; returns its pages."""
+        """Free all retired extents in the model; return their pages."""
         num_pages = 0
         for taken in self.retired:
             for size_class in taken:
@@ -168,7 +169,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(num_pages=st.integers(0, 60))
     def set_budget(self, num_pages: int) -> None:
         if num_pages < self.model.in_use_pages:
-            self.wait()  # As the pool does, since what waits for fences is no longer in use.
+            self.wait()  # As the pool does: retired memory is no longer in use.
         possible = self.model.set_budget(num_pages)
         try:
             self.pool.set_budget(num_pages * PAGE)
@@ -179,7 +180,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(wanted=classes, fail_at=st.integers(1, 6), is_full=st.booleans())
     def acquire_with_fault(self, wanted: list[int], fail_at: int, is_full: bool) -> None:
-        """A driver call fails: an error and nothing taken, or a success that went round it."""
+        """A driver call fails: the acquisition takes nothing, or succeeds by other calls."""
         before = self.model.in_use_pages
         self.backend.arm(fail_at, is_out_of_memory=is_full)
         try:
@@ -189,7 +190,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.backend.arm(0)
         if extents is not None:
             self.held.append(extents)
-        # Which free extents are left after a failure is the pool's choice; in use is not.
+        # A failure may release free extents, but does not change those in use.
         self.model.created_pages = self.pool.stats().created_bytes // PAGE
         for size_class in range(self.pool.largest_class + 1):
             self.model.free[size_class] = self.pool.count_free(size_class)

@@ -1,10 +1,10 @@
-"""Random episodes of engines and caches, with content as the oracle; `fuzz_engine.py` plays more.
+"""Random episodes of engines and caches, checked by contents; `fuzz_engine.py` plays more.
 
-Requests come, begin as others did, run beside each other, are cancelled, give way and come back,
-while memory is short, taken by others, given back and refused; driver calls and steps fail; the
-device runs behind. Every step reads what an attention kernel would read, and finds the tokens of
-its own request or fails; what it writes must be the row's alone. What a request says is a hash of
-all that it has read, or what transformers says, and must be what it would have said alone.
+Requests arrive, share prefixes, run beside each other, are cancelled, preempted and resumed, while
+memory is short, taken by other users, freed and refused; driver calls and steps fail; the device
+runs behind. Every step reads what an attention kernel would read, and fails unless these are tokens
+of its own request; it may write memory of its row only. A request's output is a hash of all that it
+has read, or the output of transformers, and must be the same as without other requests.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ pytestmark = [
 def test_random_episodes_end_with_the_right_tokens(
     name: str, num_episodes: int, num_operations: int
 ) -> None:
-    """Books are checked after each operation; a failure prints what was done."""
+    """Books are checked after each operation; a failure prints the operations."""
     num_steps = sum(play_episode(name, seed, num_operations) for seed in range(num_episodes))
     assert num_steps > num_episodes

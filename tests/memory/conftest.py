@@ -1,4 +1,4 @@
-"""A pool over a host backend, checked and closed at the end of every test."""
+"""A pool over a host backend, checked and closed after every test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = 4 * KiB
 
 @pytest.fixture
 def make_pool(host: HostBackend) -> Iterator[Callable[..., ExtentPool]]:
-    """Makes a pool over `host` with a budget in pages; its invariants are checked at the end."""
+    """Makes a pool over `host` with a budget in pages, and checks its invariants at the end."""
     pools: list[ExtentPool] = []
 
     def make(budget_pages: int, backend: Any = None, **options: Any) -> ExtentPool:

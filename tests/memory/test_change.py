@@ -1,6 +1,6 @@
-"""Changes: other extents behind addresses in use, all or none, and never before the fence.
+"""Changes replace extents at addresses in use: all of them or none, and after their fence.
 
-Each extent is filled with its own number, so that what a row reads says what stands behind it.
+Each extent is filled with its own number, so that the contents of a row name its extents.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
 
 
 def exchange(pool: ExtentPool, exchanges: Sequence[Exchange]) -> None:
-    """Carry exchanges out, as one change whose fresh extents are at hand."""
+    """Carry out exchanges as one change, whose fresh extents exist already."""
     rows, fresh = [], []
     for each in exchanges:
         again = [Mapping(0, extent, access) for extent, access in each.new if access is Access.READ]
@@ -72,7 +72,7 @@ def _table(pool: ExtentPool, *rows: Sequence[int], row_pages: int = 16) -> PageT
 
 
 def _reads(table: PageTable, row: int) -> list[int]:
-    """What each mapped page of a row holds."""
+    """The number that each mapped page of a row holds."""
     pages = table.rows[row]
     backend = table.pool.backend
     found = []
@@ -92,7 +92,7 @@ def _read_only(mappings: Sequence[Mapping]) -> list[tuple[Extent, Access]]:
 
 
 def test_exchange_puts_other_extents_behind_the_same_addresses(pool: ExtentPool) -> None:
-    """In the middle of a run; its neighbours stay."""
+    """The exchanged extents are in the middle of a run; their neighbours stay."""
     table = _table(pool, [0, 1, 0], [0, 0, 1])
     old, new = _mappings(table, 0, 1, 2), _mappings(table, 1, 0, 2)
     exchange(pool, [Exchange(table, 0, 1, old, _read_only(new))])
@@ -100,11 +100,11 @@ def test_exchange_puts_other_extents_behind_the_same_addresses(pool: ExtentPool)
     assert ([1, 17, 18, 4], [17, 18, 19, 20]) == (_reads(table, 0), _reads(table, 1))
     accesses = [mapping.access for mapping in table.rows[0].mappings]
     assert [Access.READ_WRITE, Access.READ, Access.READ, Access.READ_WRITE] == accesses
-    assert 2 * PAGE == pool.stats().free_bytes, "what was replaced is free again"
+    assert 2 * PAGE == pool.stats().free_bytes, "the replaced extent is free again"
 
 
 def test_one_access_call_for_each_run_of_equal_access(pool: ExtentPool) -> None:
-    """Read-only ones come first, then what is the row's own."""
+    """Read-only mappings come first, then the row's own."""
     table = _table(pool, [1, 1], [0, 0])
     fresh = pool.acquire([0, 0])
     new = _read_only(_mappings(table, 1)) + [(each, Access.READ_WRITE) for each in fresh]
@@ -114,10 +114,10 @@ def test_one_access_call_for_each_run_of_equal_access(pool: ExtentPool) -> None:
     pool.disown(fresh)
 
 
-def test_nothing_is_unmapped_before_the_device_is_done(
+def test_exchange_unmaps_after_the_fence(
     host: HostBackend, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was submitted may still read the old extents: the fence has passed at each unmap."""
+    """Submitted work may still read the old extents, so the fence has passed at each unmap."""
     pool = make_pool(64)
     table = _table(pool, [0, 1], [0, 1])
     old, new = _mappings(table, 0), _mappings(table, 1)
@@ -139,8 +139,7 @@ def test_nothing_is_unmapped_before_the_device_is_done(
     assert [17, 18, 19] == _reads(table, 0)
 
 
-def test_books_that_disagree_are_an_internal_error(pool: ExtentPool) -> None:
-    """An exchange of what the row does not hold is our bug, and says so."""
+def test_exchange_of_mappings_of_another_row_is_an_internal_error(pool: ExtentPool) -> None:
     table = _table(pool, [0, 0], [0])
     with pytest.raises(InternalError, match="row 0 does not hold"):
         table.note_mapped(0, [], _mappings(table, 1))
@@ -149,10 +148,10 @@ def test_books_that_disagree_are_an_internal_error(pool: ExtentPool) -> None:
 # ---- failing driver calls -----------------------------------------------------------------
 
 
-def test_failure_and_failure_to_undo_it_is_said(
+def test_change_that_cannot_be_undone_is_an_internal_error(
     host: HostBackend, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver that goes on failing leaves a row without memory: that is no state to go on in."""
+    """A driver that goes on failing leaves the row without memory, so the books are void."""
     faulty = FaultInjectingBackend(host)
     pool = make_pool(64, faulty)
     table = _table(pool, [0, 0], [0])
@@ -168,17 +167,17 @@ def test_failure_and_failure_to_undo_it_is_said(
     old = _mappings(table, 0, 1)
     with pytest.raises(InternalError, match="and so did its undoing"):
         exchange(pool, [Exchange(table, 0, 1, old, _read_only(_mappings(table, 1)))])
-    # The books are void from here on; what is mapped can still be given back.
+    # The books are void from here on, but mapped memory can be given back.
     is_broken = False
     table.note_mapped(0, [], old)
     assert [1] == _reads(table, 0)
 
 
-# ---- a change as its callers see it -------------------------------------------------------
+# ---- blocks of a change -------------------------------------------------------------------
 
 
 def test_refused_change_changes_nothing(make_pool: MakePool) -> None:
-    """All extents or none; what it would have read may go again."""
+    """A refused change acquires no extent, and unpins the mappings that it would have read."""
     pool = make_pool(6)
     table = _table(pool, [1, 0], [0])
     read = _mappings(table, 0)
@@ -191,8 +190,8 @@ def test_refused_change_changes_nothing(make_pool: MakePool) -> None:
     assert 2 * PAGE == pool.available_bytes
 
 
-def test_what_a_change_reads_is_pinned_while_it_is_made(pool: ExtentPool) -> None:
-    """Also what it maps again."""
+def test_change_pins_the_mappings_that_it_reads(pool: ExtentPool) -> None:
+    """Mappings whose extents are mapped again are pinned too."""
     table = _table(pool, [1, 0], [0], [])
     read, again = _mappings(table, 0), _mappings(table, 1)
     rows = [RowChange(table, 2, 0, [0], again=again, source=(table, 1))]
@@ -209,7 +208,7 @@ def test_what_a_change_reads_is_pinned_while_it_is_made(pool: ExtentPool) -> Non
 
 @pytest.mark.parametrize("is_mapped", [False, True])
 def test_block_that_fails_leaves_rows_as_they_were(pool: ExtentPool, is_mapped: bool) -> None:
-    """Nothing stays behind in rows in which nothing gave way."""
+    """Mappings that the block has made are removed."""
     table = _table(pool, [1, 0], [0], [])
     rows = [
         RowChange(table, 0, 3, [1]),
@@ -227,8 +226,8 @@ def test_block_that_fails_leaves_rows_as_they_were(pool: ExtentPool, is_mapped: 
     assert resident_bytes == pool.stats().resident_bytes
 
 
-def test_what_is_kept_is_copied_before_the_old_goes(pool: ExtentPool) -> None:
-    """Two runs at once; what lies behind what is kept is undefined."""
+def test_kept_bytes_are_copied_to_the_new_extents(pool: ExtentPool) -> None:
+    """One change keeps bytes in two rows; the bytes behind them are undefined."""
     table = _table(pool, [0, 1, 0], [1])
     old = [_mappings(table, 0, 1, 2), _mappings(table, 1)]
     rows = [
@@ -244,7 +243,7 @@ def test_what_is_kept_is_copied_before_the_old_goes(pool: ExtentPool) -> None:
 
 @pytest.mark.parametrize("num_made", [0, 1, 2, 3])
 def test_parts_are_made_one_by_one_and_undone_together(pool: ExtentPool, num_made: int) -> None:
-    """A part may follow another in its row."""
+    """A part may follow another one in its row."""
     table = _table(pool, [0], [])
     rows = [RowChange(table, 0, 1, [1]), RowChange(table, 0, 3, [0]), RowChange(table, 1, 4, [0])]
     with contextlib.suppress(KeyError), Change(pool, rows) as made:

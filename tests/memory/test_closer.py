@@ -1,7 +1,6 @@
-"""The closer: what nobody uses goes behind its fence, and nobody waits for that.
+"""The closer: page tables are closed behind their fence, and no call waits for it.
 
-Not covered here: which driver call may fail on the way (`test_every_call_can_fail.py`), and what
-caches close like this.
+Failing driver calls of whole operations are tested in test_every_call_can_fail.py.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MakePool = Callable[..., ExtentPool]
 
 
 class _BusyDevice(HostBackend):
-    """A device that is busy for longer than anybody can wait."""
+    """A device whose fences never pass."""
 
     def record_fence(self) -> Fence:
         super().record_fence()
@@ -34,11 +33,11 @@ class _Never(Fence):
         return False
 
     def wait(self) -> None:
-        raise AssertionError("somebody waits for the device")
+        raise AssertionError("a call waits for the device")
 
 
-def test_nobody_waits_for_the_device_that_still_reads_what_is_closed() -> None:
-    """Neither who closes it, nor who comes by memory and gives it back meanwhile."""
+def test_no_call_waits_for_a_table_that_is_being_closed() -> None:
+    """Neither `close_soon` waits, nor calls that acquire, disown and trim memory meanwhile."""
     pool = ExtentPool(_BusyDevice(PAGE), 64 * PAGE)
     table = table_of(pool, 2, 1)
     pool.reclaimer.close_soon(table.close_behind)
@@ -52,8 +51,8 @@ def test_nobody_waits_for_the_device_that_still_reads_what_is_closed() -> None:
     check_pool(pool)
 
 
-def test_what_is_closed_goes_behind_its_fence(host: HostBackend, make_pool: MakePool) -> None:
-    """Memory is the next one's, and addresses are free, only when the device has passed it."""
+def test_closed_table_is_unmapped_after_its_fence(host: HostBackend, make_pool: MakePool) -> None:
+    """Before the fence, the table's memory is retired and its addresses stay reserved."""
     pool = make_pool(8)
     table = table_of(pool, 1, 0)
     host.hold_fences()
@@ -68,8 +67,8 @@ def test_what_is_closed_goes_behind_its_fence(host: HostBackend, make_pool: Make
     assert 0 == pool.stats().created_bytes
 
 
-def test_on_an_idle_device_it_goes_at_once(pool: ExtentPool) -> None:
-    """All but addresses that somebody's tensor still points into."""
+def test_table_closes_at_once_on_an_idle_device(pool: ExtentPool) -> None:
+    """Addresses that a tensor still points into stay reserved."""
     has_views = [True]
     seen, plain = table_of(pool, 1), table_of(pool, 0)
     pool.reclaimer.close_soon(
@@ -83,8 +82,8 @@ def test_on_an_idle_device_it_goes_at_once(pool: ExtentPool) -> None:
     assert 0 == len(pool.reclaimer.idle_reservations)
 
 
-def test_what_is_closed_makes_room(host: HostBackend, make_pool: MakePool) -> None:
-    """Who is short waits for its fence, and is not refused."""
+def test_acquisition_waits_for_a_closed_table(host: HostBackend, make_pool: MakePool) -> None:
+    """Memory is short, and the acquisition is not refused."""
     pool = make_pool(4)
     table = table_of(pool, 2)
     host.hold_fences()
@@ -93,10 +92,10 @@ def test_what_is_closed_makes_room(host: HostBackend, make_pool: MakePool) -> No
 
 
 @pytest.mark.parametrize("again", [lambda pool: pool.trim(), lambda pool: pool.make_room(PAGE)])
-def test_what_the_driver_refuses_is_closed_later(
+def test_tables_that_could_not_be_closed_are_closed_later(
     host: HostBackend, make_pool: MakePool, again: Callable[[ExtentPool], object]
 ) -> None:
-    """By whoever gives memory back or wants some; once, whoever comes first."""
+    """The next call that frees memory closes them; if the driver fails again, a later one does."""
     backend = FaultInjectingBackend(host)
     pool = make_pool(8, backend)
     tables = [table_of(pool, 1), table_of(pool, 2)]
@@ -118,7 +117,7 @@ def test_what_the_driver_refuses_is_closed_later(
 def test_a_table_that_was_half_closed_is_closed_once(
     host: HostBackend, make_pool: MakePool
 ) -> None:
-    """Wherever its own `close` stopped, the closer goes on there."""
+    """The closer goes on where the table's own `close` stopped."""
     struck = set()
     for fail_at in range(1, 10):
         backend = FaultInjectingBackend(host)

@@ -1,12 +1,12 @@
-"""Every driver call of every operation fails once, and nothing is left half done.
+"""Every driver call of every operation fails once, and no operation is left half done.
 
-For each operation: the first call fails, then the second, and so on to the last. Each time what a
-user can see is as before, the books balance (I1-I9), the operation succeeds when repeated, and
-closing leaves nothing behind. This covers the failures that systems of this kind ship most.
+For each operation the first call fails, then the second, and so on to the last. Each time the
+visible state is as before, the books balance (I1-I9), the operation succeeds when repeated, and
+closing leaves nothing behind.
 
-Interrupts come as SIGINT, at some bytecode offsets of each operation (all: see `STRIDE`).
+SIGINT is sent at some bytecode offsets of each operation (at all of them: see `STRIDE`).
 
-Faults are single; a driver that goes on failing is not played here.
+One call fails at a time; a driver that goes on failing is not tested here.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_f
 _MAPS = {"mem_create", "mem_map", "mem_set_access"}
 _EXCHANGES = {"record_fence", "mem_unmap", "mem_map", "mem_set_access"}
 Prepared = Callable[[], object] | Scenario
-#: By name: how to make an operation, and the primitives it is known to consist of.
+#: By name: a maker of the operation's scenario, and the primitives that it must call.
 OPERATIONS: dict[str, tuple[Callable[[Any], Scenario], set[str]]] = {}
 
 
 def operation(*primitives: str, **options: Any) -> Callable[[Any], Any]:
-    """Register what is done to a cache with such options, once it has been prepared."""
+    """Register an operation on a cache that is made with `options`."""
 
     def register(prepare: Callable[[FaultyCache], Prepared]) -> Callable[[Any], Scenario]:
         def make(backend: Any) -> Scenario:
@@ -64,7 +64,7 @@ def _add_layers_to_live_sequences(state: FaultyCache) -> Prepared:
 
 @operation("record_fence", "mem_unmap", "address_free")
 def _drop_layers(state: FaultyCache) -> Prepared:
-    """What cannot be closed yet is closed later, by the pool: the layers are gone."""
+    """Groups that cannot be closed yet are closed later, by the pool: the layers are gone."""
     state.add_layers(2)
     state.begin(40)
 
@@ -77,7 +77,7 @@ def _drop_layers(state: FaultyCache) -> Prepared:
 
 @operation("address_reserve", "address_free", *_MAPS, *_EXCHANGES, window_tokens=40)
 def _compact(state: FaultyCache) -> Prepared:
-    """Two groups, and what a window keeps: all are moved, or none."""
+    """Two groups, one with a window: all of their pages are moved, or none."""
     state.begin(98, step=14)
     state.begin(20)
     state.cache.drop_layers([0, 3])
@@ -155,7 +155,7 @@ def _trim(state: FaultyCache) -> Prepared:
 def _close_the_cache(state: FaultyCache) -> Prepared:
     state.begin(96, step=4)
     state.begin(60).close()
-    state.is_closing = True  # Its sequences are closed from the first attempt on.
+    state.is_closing = True  # The first attempt closes its sequences.
     return state.cache.close
 
 
@@ -211,7 +211,7 @@ def _copy_on_write_under_pressure(state: FaultyCache) -> Prepared:
 
 @operation(*_EXCHANGES)
 def _give_up_what_is_shared(state: FaultyCache) -> Prepared:
-    """At an extent's end nothing is copied: what lies behind goes, and is mapped anew."""
+    """At an extent's end nothing is copied: shared extents behind it are replaced by new ones."""
     sequence = state.begin(98)
     state.fork(sequence)
     sequence.truncate(64)
@@ -220,7 +220,7 @@ def _give_up_what_is_shared(state: FaultyCache) -> Prepared:
 
 @operation("mem_set_access", "fill", scrub="always")
 def _write_what_was_shared(state: FaultyCache) -> Prepared:
-    """The other holder is gone: the right to write comes back."""
+    """The other holder is gone, so the row gets write access again."""
     sequence = state.begin(98)
     fork = state.fork(sequence)
     sequence.close()
@@ -231,14 +231,14 @@ def _write_what_was_shared(state: FaultyCache) -> Prepared:
 
 @operation(*_EXCHANGES)
 def _reorder_by_aliases(state: FaultyCache) -> Prepared:
-    """Beams that end where an extent does: everything is exchanged, nothing copied."""
+    """Beams that end with an extent: all extents are exchanged, no token is copied."""
     beams = [state.begin(64) for _ in range(3)]
     return lambda: state.cache.reorder(beams, [1, 2, 1])
 
 
 @operation("join_streams", "copy")
 def _reorder_by_copies(state: FaultyCache) -> Prepared:
-    """Beams that share their prompt and have tails: a failing copy may cost those."""
+    """Beams that share their prompt and have tails, which a failing copy may destroy."""
     sequence = state.begin(64)
     beams = [sequence, state.fork(sequence), state.fork(sequence)]
     state.cache.grow([(beam, 66) for beam in beams])
@@ -248,7 +248,7 @@ def _reorder_by_copies(state: FaultyCache) -> Prepared:
 
 @operation("copy", "fill", *_EXCHANGES, scrub="poison")
 def _reorder_into_shared_tails(state: FaultyCache) -> Prepared:
-    """What forks hold on to is not copied into: there is new memory for it."""
+    """Extents that forks share are not copied into; the beams get new ones."""
     beams = [state.begin(68), state.begin(68)]
     for beam in beams:
         state.fork(beam)
@@ -294,7 +294,7 @@ def _append_with_scrubbing(state: FaultyCache) -> Prepared:
 
 @operation(*_EXCHANGES, budget_pages=60)
 def _evict_by_extents(state: FaultyCache) -> Prepared:
-    """Two prefixes lose their ends; what is left of them is whole."""
+    """Two prefixes lose their ends; the rest stays intact."""
     sequence = state.begin(4)
     for each in [state.say(98), state.say(98)]:
         each.close()
@@ -321,7 +321,7 @@ def _set_budget(state: FaultyCache) -> Prepared:
 
 @operation("record_fence", "mem_unmap", "mem_release", "mem_create", budget_pages=20)
 def _make_ready(state: FaultyCache) -> Prepared:
-    """Evicts, and converts what it gets: extents of eight pages and two for two of four and two."""
+    """Evicts extents of eight and two pages, and converts them to two of four and two."""
     sequence = state.begin(16)
     state.begin(20)
     state.begin(40).close()
@@ -338,7 +338,7 @@ def _make_ready(state: FaultyCache) -> Prepared:
     host_budget_bytes=256 * PAGE,
 )
 def _swap_out_and_in(state: FaultyCache) -> Prepared:
-    """There and back: a failure leaves the sequence whole, on one side or the other."""
+    """A failure leaves the sequence whole, in device or in host memory."""
     sequence = state.begin(150)
     moves: list[str] = []
 
@@ -351,7 +351,7 @@ def _swap_out_and_in(state: FaultyCache) -> Prepared:
         moves.append("in")
 
     def observe() -> object:
-        """Its content, wherever it is: read after it came back, without faults."""
+        """Its contents, read when it is resident again, without faults."""
         if state.is_closing or sequence.is_resident:
             return state.observe()
         return observed
@@ -386,7 +386,7 @@ def _unspill(state: FaultyCache) -> Prepared:
 def test_every_call_can_fail(
     operation: str, is_out_of_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unchanged on failure, whichever call fails; and the scenario makes the calls it is for."""
+    """A failure changes nothing, and the scenario makes the calls that it is meant to make."""
     monkeypatch.setattr(layer_group, "UNDERREAD_TOKENS", 0)  # So that short windows move.
     make_scenario, primitives = OPERATIONS[operation]
     struck = check_every_call_can_fail(
@@ -399,7 +399,7 @@ def test_every_call_can_fail(
     "operation", ["copy on write", "reorder by aliases", "reorder into shared tails", "spill"]
 )
 def test_every_wait_can_be_interrupted(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who presses Ctrl-C while the device works has what was there before, and can go on."""
+    """Ctrl-C during a wait for the device changes nothing, and the operation can be repeated."""
     monkeypatch.setattr(layer_group, "UNDERREAD_TOKENS", 0)
     wait = HostFence.wait
     for interrupted_at in itertools.count(1):
@@ -444,7 +444,7 @@ def _load(backend: Any, path: Path) -> Scenario:
 
 
 def _close_lost(cache: KVCache, known: set[int]) -> None:
-    """Close sequences that an interrupted caller did not get; they are listed."""
+    """Close the sequences that an interrupted call has opened and its caller did not get."""
     for sequence in [] if cache.is_closed else cache.sequences:
         if id(sequence) not in known:
             sequence.close()
@@ -454,7 +454,7 @@ def _close_lost(cache: KVCache, known: set[int]) -> None:
 def test_an_operation_can_be_interrupted_at_any_offset(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It has happened then, or it has not."""
+    """The interrupted operation has happened as a whole, or not at all."""
     monkeypatch.setattr(layer_group, "UNDERREAD_TOKENS", 0)  # So that short windows move.
     files = {"save": _save, "load": _load}
 
@@ -488,7 +488,7 @@ def test_an_operation_can_be_interrupted_at_any_offset(
                 with_one_more.append(1)
                 with_one_more.close()
             except CapacityError:
-                pass  # Other sequences have every row, or all memory.
+                pass  # Other sequences have all rows, or all memory.
             cache.check()
         scenario.close()
         assert BackendUsage() == host.usage(), f"after SIGINT at offset {at}"
@@ -499,7 +499,7 @@ def test_an_operation_can_be_interrupted_at_any_offset(
 
 @pytest.mark.parametrize("fail_at", [1, 2, 3])
 def test_a_cache_whose_close_failed_is_not_used(fail_at: int) -> None:
-    """Its addresses may be free already: only another `close` is left."""
+    """The cache's addresses may be free already, so every call but `close` is refused."""
     backend = FaultInjectingBackend(HostBackend(PAGE))
     state = FaultyCache(backend)
     state.say(20).close()

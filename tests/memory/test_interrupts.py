@@ -1,6 +1,6 @@
-"""SIGINT comes at any bytecode offset of a pool and a backend, and the books stay true.
+"""SIGINT at any bytecode offset of a pool or a backend leaves the books right.
 
-What caches do is in `test_every_call_can_fail.py`.
+Operations of caches are interrupted in test_every_call_can_fail.py.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from vmkv.units import Address
 
 
 def test_a_pool_can_be_interrupted_at_any_offset() -> None:
-    """Acquire, disown, convert and trim: who was not given extents finds them owned."""
+    """Acquire, disown, convert and trim; extents that the caller did not get are owned."""
     for at in offsets("pool"):
         host = HostBackend(PAGE)
         pool = ExtentPool(host, 16 * PAGE)
 
         def use(pool: ExtentPool = pool) -> None:
             pool.disown(pool.acquire([0, 1, 2]))
-            pool.disown(pool.acquire([3]))  # Of memory that was in smaller extents.
+            pool.disown(pool.acquire([3]))  # Converts smaller extents.
             pool.make_ready([0, 0])
             pool.set_budget(8 * PAGE)
             pool.trim()
@@ -47,7 +47,7 @@ def test_a_pool_can_be_interrupted_at_any_offset() -> None:
 
 
 def test_a_backend_can_be_interrupted_at_any_offset() -> None:
-    """Its books say what is there."""
+    """The backend's books agree with its memory."""
     for at in offsets("backend"):
         host = HostBackend(PAGE)
         address = host.address_reserve(4 * PAGE)
@@ -80,7 +80,7 @@ def test_a_backend_can_be_interrupted_at_any_offset() -> None:
 
 
 def test_an_exception_within_a_batch_leaves_the_books_true(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever raises it: no mapping is booked that was not given to the driver."""
+    """No mapping is booked that the driver was not given."""
     state = FaultyCache(HostBackend(PAGE), window_tokens=40)  # type: ignore[arg-type]
     sequence = state.begin(98)
     real, num_maps = Books.why_not, itertools.count(1)
@@ -99,12 +99,12 @@ def test_an_exception_within_a_batch_leaves_the_books_true(monkeypatch: pytest.M
     state.close_cache()
 
 
-# ---- what may be relied on ----------------------------------------------------------------
+# ---- `uninterrupted` and `interruptible` --------------------------------------------------
 
 
 @pytest.fixture
 def default_handler() -> Iterator[None]:
-    """Test runners may ignore SIGINT in the processes that they start."""
+    """Python's handler of SIGINT, which a test runner may have replaced."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -129,7 +129,7 @@ def _notes(happened: list[str], *, interrupts: bool) -> Callable[[], None]:
 @pytest.mark.usefixtures("default_handler")
 @pytest.mark.parametrize("interrupts", [False, True])
 def test_an_interrupt_waits_for_the_outermost_operation(interrupts: bool) -> None:
-    """Or for what within it may be interrupted."""
+    """An `interruptible` call within the operation gets the interrupt earlier."""
     happened: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         _notes(happened, interrupts=interrupts)()
@@ -138,7 +138,7 @@ def test_an_interrupt_waits_for_the_outermost_operation(interrupts: bool) -> Non
 
 
 @pytest.mark.usefixtures("default_handler")
-def test_what_may_be_interrupted_may_hold_interrupts_back() -> None:
+def test_interruptible_call_may_hold_interrupts_back_again() -> None:
     happened: list[str] = []
 
     @uninterrupted
@@ -157,7 +157,7 @@ def test_what_may_be_interrupted_may_hold_interrupts_back() -> None:
 
 @pytest.mark.usefixtures("default_handler")
 def test_a_handler_that_raises_nothing_runs_late() -> None:
-    """As that of a server: what was made is the caller's, and the handler stays."""
+    """A server's handler does so: the operation completes, and the handler stays installed."""
     happened: list[str] = []
 
     def handler(number: int, frame: object) -> None:
@@ -170,8 +170,8 @@ def test_a_handler_that_raises_nothing_runs_late() -> None:
 
 
 @pytest.mark.usefixtures("default_handler")
-def test_a_sequence_that_nobody_gets_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that its caller gets is not, because the handler raises nothing."""
+def test_sequence_of_an_interrupted_open_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the handler raises nothing, the caller gets the sequence, which stays open."""
     state = FaultyCache(HostBackend(PAGE))  # type: ignore[arg-type]
     cache = state.cache
     monkeypatch.setattr(cache, "note_stream", lambda: signal.raise_signal(signal.SIGINT))
@@ -185,6 +185,6 @@ def test_a_sequence_that_nobody_gets_is_closed(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("default_handler")
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
-def test_what_the_system_does_with_an_interrupt_stays(handler: signal.Handlers) -> None:
+def test_handlers_of_the_system_stay(handler: signal.Handlers) -> None:
     signal.signal(signal.SIGINT, handler)
     assert uninterrupted(lambda: signal.getsignal(signal.SIGINT))() is handler

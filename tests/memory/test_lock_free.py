@@ -1,4 +1,4 @@
-"""Free extents change hands without the pool's lock, whatever its holder does meanwhile."""
+"""Acquire and release of free extents work without the pool's lock, beside any locked operation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MakePool = Callable[..., ExtentPool]
 
 @contextmanager
 def _threads(work: Callable[[random.Random], None], count: int = NUM_THREADS) -> Iterator[None]:
-    """Threads that do `work`, beside the block, each with choices of its own; they must end."""
+    """Run `work` in threads beside the block, each with a random generator; they must end."""
     failures: list[BaseException] = []
 
     def run(number: int) -> None:
@@ -44,7 +44,7 @@ def _threads(work: Callable[[random.Random], None], count: int = NUM_THREADS) ->
 
 
 def _hand_over(pool: ExtentPool, choose: random.Random, owners: dict[int, int]) -> None:
-    """Acquire some extents, own and disown them once more, and give them back."""
+    """Acquire some extents, own and disown them once more, and release them."""
     extents = pool.acquire([choose.randrange(3) for _ in range(choose.randrange(4))])
     mine = threading.get_ident()
     for extent in extents:
@@ -57,8 +57,8 @@ def _hand_over(pool: ExtentPool, choose: random.Random, owners: dict[int, int]) 
     pool.disown(extents)
 
 
-def test_acquiring_and_giving_back_never_wait_for_the_lock(pool: ExtentPool) -> None:
-    """Who holds the lock, for as long as it takes, holds up nobody who takes what is free."""
+def test_acquire_and_disown_do_not_take_the_lock(pool: ExtentPool) -> None:
+    """The threads acquire and release free extents while the main thread holds the lock."""
     free = [size_class for size_class in range(3) for _ in range(3 * NUM_THREADS)]
     pool.set_budget(100 * PAGE)
     pool.disown(pool.acquire(free))
@@ -70,13 +70,13 @@ def test_acquiring_and_giving_back_never_wait_for_the_lock(pool: ExtentPool) -> 
             _hand_over(pool, choose, owners)
 
     with pool.lock, _threads(work):
-        pass  # The threads have ended when the lock is let go.
+        pass  # The threads end before the lock is released.
     assert (before, calls) == (pool.stats(), pool.backend.calls)
     check_pool(pool)
 
 
 class _Parked:
-    """Rows that nobody needs: what `pressure` may take."""
+    """Rows without live sequences, which `pressure` may evict."""
 
     def __init__(self, pool: ExtentPool, num_rows: int):
         self.pool = pool
@@ -84,7 +84,7 @@ class _Parked:
         pool.pressure.add_source(self.victims)
 
     def fill(self, row: int, size_classes: list[int]) -> None:
-        """Map fresh memory in a row that has none, or none of it."""
+        """Map new extents in a row that has none, if they can be acquired."""
         try:
             extents = self.pool.acquire_or_evict(size_classes)
         except OutOfPagesError:
@@ -107,8 +107,8 @@ class _Parked:
         return evicted_bytes
 
 
-def test_books_balance_whatever_the_lock_is_held_for(make_pool: MakePool) -> None:
-    """Others evict, convert, trim and change the budget; no extent is lost or handed out twice."""
+def test_lock_free_acquisition_beside_locked_operations(make_pool: MakePool) -> None:
+    """Eviction, conversion, trim and budget changes lose no extent and give none to two threads."""
     pool = make_pool(40)
     parked = _Parked(pool, 4)
     owners: dict[int, int] = {}
@@ -155,8 +155,8 @@ def _acquired(pool: ExtentPool, size_classes: list[int]) -> list[Extent]:
         return []
 
 
-def test_acquisition_beside_close_gets_extents_or_is_told(host: HostBackend) -> None:
-    """Nobody is given what `close` has released, nor is anything released under an owner."""
+def test_acquisition_beside_close_gets_extents_or_an_error(host: HostBackend) -> None:
+    """`close` releases no extent that a thread has acquired."""
     pool = ExtentPool(host, 64 * PAGE)
     pool.disown(pool.acquire([0] * 64))
     held: list[Extent] = []
@@ -179,8 +179,8 @@ def test_acquisition_beside_close_gets_extents_or_is_told(host: HostBackend) -> 
     assert len(held) * PAGE == host.usage().physical_bytes
 
 
-def test_last_reference_is_found_by_one_of_many(pool: ExtentPool) -> None:
-    """Threads that let go of the same extents at once free each of them, once."""
+def test_last_reference_is_found_by_one_thread(pool: ExtentPool) -> None:
+    """Threads that disown the same extents at once free each extent once."""
     extents = pool.acquire([0] * 16)
     for _ in range(NUM_THREADS - 1):
         pool.own(extents)
@@ -200,7 +200,7 @@ def test_last_reference_is_found_by_one_of_many(pool: ExtentPool) -> None:
 
 
 def test_counts_stay_within_their_bits() -> None:
-    """The most that fits is counted, and one more is refused without touching its neighbours."""
+    """The largest count fits; one more is refused and leaves the neighbouring counts alone."""
     counted, most = References(), 2**21 - 1
     count_references([counted], most, most, most)
     for one in ((1, 0, 0), (1, 1, 0), (0, 1, 0), (0, 0, 1)):

@@ -1,4 +1,4 @@
-"""The page table: where extents are mapped, one run per row, and what leaves it."""
+"""The page table: placement of extents, one run of mappings per row, and closing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _map(table: PageTable, row: int, *classes: int) -> None:
 
 
 def test_table_reserves_all_rows_at_once(pool: ExtentPool) -> None:
-    """One reservation, rows side by side, and no memory yet."""
+    """There is one reservation with the rows side by side, and no memory yet."""
     table = PageTable(pool, num_rows=3, row_pages=4)
     usage = pool.backend.usage()
     assert (1, 12 * PAGE, 0) == (usage.num_reservations, usage.reserved_bytes, usage.num_handles)
@@ -34,7 +34,7 @@ def test_table_reserves_all_rows_at_once(pool: ExtentPool) -> None:
 
 
 def test_table_larger_than_the_address_space_is_refused(pool: ExtentPool) -> None:
-    """The refusal leaves no table behind."""
+    """No table is left behind."""
     with pytest.raises(OutOfAddressSpaceError) as caught:
         PageTable(pool, num_rows=1 << 20, row_pages=1 << 20)
     assert PAGE << 40 == caught.value.needed_bytes
@@ -42,7 +42,7 @@ def test_table_larger_than_the_address_space_is_refused(pool: ExtentPool) -> Non
 
 
 def test_placement_is_one_access_for_its_run(pool: ExtentPool) -> None:
-    """Extents of mixed size lie one after the other; access is granted once, to all."""
+    """Extents of mixed sizes lie one after the other, and one call grants access to all."""
     table = PageTable(pool, num_rows=2, row_pages=8)
     extents = pool.acquire([1, 0, 1])
     ops = table.ops_to_map(1, placed(2, extents, Access.READ))
@@ -58,10 +58,10 @@ def test_placement_is_one_access_for_its_run(pool: ExtentPool) -> None:
 
 @pytest.mark.parametrize("classes", [(), (0,), (1, 0, 2, 0)])
 @pytest.mark.parametrize("num_retired", [0, 1, 2])
-def test_what_overlaps_a_range_is_what_has_a_page_in_it(
+def test_overlapping_finds_every_mapping_with_a_page_in_the_range(
     pool: ExtentPool, classes: tuple[int, ...], num_retired: int
 ) -> None:
-    """Of whole mappings, in order; wherever the range and the run begin and end."""
+    """The mappings come in order, wherever the range and the run begin and end."""
     table = PageTable(pool, num_rows=1, row_pages=12)
     if classes:
         _map(table, 0, *classes)
@@ -79,7 +79,7 @@ def test_what_overlaps_a_range_is_what_has_a_page_in_it(
 
 
 def test_row_grows_at_its_end_only(pool: ExtentPool) -> None:
-    """A placement that would leave a hole is a bug of ours, and said so."""
+    """A placement that would leave a hole is an internal error."""
     table = PageTable(pool, num_rows=1, row_pages=8)
     _map(table, 0, 1)
     extents = pool.acquire([0])
@@ -89,23 +89,21 @@ def test_row_grows_at_its_end_only(pool: ExtentPool) -> None:
 
 
 def test_close_waits_for_the_device(host: HostBackend, make_pool: MakePool) -> None:
-    """A busy device is waited for, not pulled from under."""
+    """The table's own fence is waited for; the device stays busy."""
     pool = make_pool(64)
     table = PageTable(pool, num_rows=1, row_pages=8)
     _map(table, 0, 2)
     host.hold_fences()
     table.close(lambda: False)
     assert 0 == host.usage().num_mappings
-    assert (
-        host.record_fence().has_passed() is False
-    )  # The device is still held; ours was waited for.
+    assert host.record_fence().has_passed() is False  # The device is still busy.
     host.pass_fences()
 
 
 def test_reservation_outlives_close_while_a_tensor_points_into_it(
     host: HostBackend, make_pool: MakePool
 ) -> None:
-    """The addresses stay reserved and empty, so that a stale view faults; later they are freed."""
+    """The reservation stays empty, so that a stale view faults, and is freed later."""
     pool = make_pool(64)
     views = [True, False]
     tables = [PageTable(pool, num_rows=1, row_pages=8) for _ in range(2)]
@@ -120,7 +118,7 @@ def test_reservation_outlives_close_while_a_tensor_points_into_it(
 
 
 def test_addresses_of_memory_that_could_not_be_unmapped_stay_reserved() -> None:
-    """They are freed only once another `close` has unmapped the memory."""
+    """Another `close` unmaps the memory and frees the addresses."""
     backend = FaultInjectingBackend(HostBackend(PAGE))
     pool = ExtentPool(backend, 16 * PAGE)
     table = PageTable(pool, num_rows=1, row_pages=4)

@@ -1,7 +1,7 @@
-"""The pool: a budget that holds, all or nothing, any size from any memory, and many threads.
+"""The pool: its budget, all-or-nothing acquisition, conversion of extents, and closing.
 
-What happens when a driver call fails is test_every_call_can_fail.py's; histories are
-machines/test_pool_machine.py's.
+Failing driver calls are tested in test_every_call_can_fail.py, histories in
+machines/test_pool_machine.py.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MakePool = Callable[..., ExtentPool]
 
 
 def test_out_of_pages_is_a_memory_error_that_says_what_to_do(make_pool: MakePool) -> None:
-    """Generic code can catch it; a person can act on it."""
+    """Generic code can catch it, and its message names the option to change."""
     pool = make_pool(1)
     with pytest.raises(MemoryError, match=r"needs 8 KiB, 4 KiB left .*raise budget_bytes"):
         pool.acquire([1])
 
 
 def test_conversion_releases_no_more_than_needed(make_pool: MakePool) -> None:
-    """Memory that fits beside the new extent stays for the next sequence."""
+    """Free extents that fit beside the new one stay."""
     pool = make_pool(8)
     pool.disown(pool.acquire([0] * 8))
     extents = pool.acquire([1])
@@ -40,7 +40,7 @@ def test_conversion_releases_no_more_than_needed(make_pool: MakePool) -> None:
 
 
 def test_ids_of_released_extents_are_used_again(make_pool: MakePool) -> None:
-    """A pool that converts for ever does not run out of ids (it has 1,024 at least)."""
+    """A pool that converts for ever does not run out of ids, of which it has 1,024 at least."""
     pool = make_pool(1)
     for _ in range(1500):
         pool.disown(pool.acquire([0]))
@@ -52,7 +52,7 @@ def test_ids_of_released_extents_are_used_again(make_pool: MakePool) -> None:
 
 
 class _SmallDevice(HostBackend):
-    """A host backend that has `device_pages` and no more, as a GPU does."""
+    """A host backend with `device_pages` of memory and no more, as a GPU has."""
 
     device_pages = 8
 
@@ -63,8 +63,8 @@ class _SmallDevice(HostBackend):
         return super().mem_create(num_bytes, *args, **options)
 
 
-def test_full_device_is_met_by_releasing_free_memory() -> None:
-    """Where the budget promises more than the device has, free extents go first."""
+def test_full_device_makes_the_pool_release_free_extents() -> None:
+    """The budget is larger than the device's memory."""
     pool = ExtentPool(_SmallDevice(PAGE), 100 * PAGE)
     pool.disown(pool.acquire([0] * 8))
     extents = pool.acquire([3])
@@ -75,7 +75,7 @@ def test_full_device_is_met_by_releasing_free_memory() -> None:
 
 
 def test_full_device_is_out_of_pages_and_changes_nothing_in_use() -> None:
-    """`needed_bytes` is what the whole acquisition needed; what it had created is given back."""
+    """`needed_bytes` is the size of the whole acquisition, whose new extents are released."""
     backend = _SmallDevice(PAGE)
     pool = ExtentPool(backend, 100 * PAGE)
     held = pool.acquire([1])
@@ -89,7 +89,7 @@ def test_full_device_is_out_of_pages_and_changes_nothing_in_use() -> None:
 
 
 def test_pressure_is_announced_once_before_the_second_attempt() -> None:
-    """`on_pressure` lets other allocators give way; here it does."""
+    """`on_pressure` lets other allocators free memory, as one does here."""
     backend = _SmallDevice(PAGE)
     strangers = [backend.mem_create(4 * PAGE)]
     announced = []
@@ -109,7 +109,7 @@ def test_pressure_is_announced_once_before_the_second_attempt() -> None:
 
 
 def test_budget_can_grow_manifold(make_pool: MakePool) -> None:
-    """A pool that began small has as many extents, of single pages, as its budget holds later."""
+    """A pool that began small can later hold its whole budget in extents of one page."""
     pool = make_pool(2)
     pool.set_budget(3000 * PAGE)
     held = pool.acquire([0] * 3000)
@@ -123,7 +123,7 @@ def test_budget_can_grow_manifold(make_pool: MakePool) -> None:
 
 @pytest.mark.parametrize("budget_bytes", [0, -1, PAGE - 1])
 def test_budget_smaller_than_a_page_is_refused(host: HostBackend, budget_bytes: int) -> None:
-    """No page, no pool; the message names both numbers."""
+    """The message names both numbers."""
     with pytest.raises(ConfigError, match=rf"budget_bytes={budget_bytes} .*{PAGE}"):
         ExtentPool(host, budget_bytes)
 
@@ -132,20 +132,19 @@ def test_budget_smaller_than_a_page_is_refused(host: HostBackend, budget_bytes: 
 def test_page_that_is_no_multiple_of_the_granularity_is_refused(
     host: HostBackend, page_bytes: int
 ) -> None:
-    """A page is a power of two and a multiple of what the driver maps."""
+    """A page must be a power of two, and a multiple of the driver's granularity."""
     with pytest.raises(ConfigError, match=f"page_bytes={page_bytes} "):
         ExtentPool(host, 1 * MiB, page_bytes=page_bytes)
 
 
 @pytest.mark.parametrize("budget_bytes", [2.5 * PAGE, "1 MiB", None])
 def test_budget_that_is_no_integer_is_refused(host: HostBackend, budget_bytes: Any) -> None:
-    """Wrong kinds are a clear error, not a crash later."""
     with pytest.raises((ConfigError, TypeError), match="budget_bytes"):
         ExtentPool(host, budget_bytes)
 
 
 def test_page_may_be_larger_than_the_granularity(host: HostBackend) -> None:
-    """`page_bytes` is a dial above the driver's granularity."""
+    """`page_bytes` sets it."""
     pool = ExtentPool(host, 64 * PAGE, page_bytes=4 * PAGE)
     extents = pool.acquire([1])
     assert 8 * PAGE == extents[0].num_bytes
@@ -154,7 +153,7 @@ def test_page_may_be_larger_than_the_granularity(host: HostBackend) -> None:
 
 
 def test_largest_extent_is_64_mib_or_32_pages() -> None:
-    """Larger ones save little and trim badly."""
+    """Larger ones would save few driver calls and could not be trimmed in part."""
     sizes = {}
     for page_bytes in (4 * KiB, 2 * MiB, 32 * MiB, 128 * MiB):
         backend = HostBackend(page_bytes)
@@ -165,11 +164,11 @@ def test_largest_extent_is_64_mib_or_32_pages() -> None:
     assert wanted == sizes
 
 
-# ---- life ---------------------------------------------------------------------------------
+# ---- closing ------------------------------------------------------------------------------
 
 
-def test_closed_pool_says_so(host: HostBackend) -> None:
-    """Every call after `close` is `ClosedError`; closing again is nothing."""
+def test_closed_pool_raises_closed_error(host: HostBackend) -> None:
+    """A second close does nothing; every other call raises `ClosedError`."""
     pool = ExtentPool(host, 4 * PAGE)
     pool.close()
     pool.close()
@@ -179,7 +178,7 @@ def test_closed_pool_says_so(host: HostBackend) -> None:
 
 
 def test_pool_with_users_cannot_be_closed(host: HostBackend) -> None:
-    """Caches over the pool close first; then it closes."""
+    """Caches over the pool must be closed first."""
     pool = ExtentPool(host, 4 * PAGE)
     pool.attach()
     with pytest.raises(ConfigError, match="1 users"):
@@ -189,7 +188,7 @@ def test_pool_with_users_cannot_be_closed(host: HostBackend) -> None:
 
 
 def test_pool_closes_with_its_last_user(host: HostBackend) -> None:
-    """`close_when_unused` counts users."""
+    """`close_when_unused` closes it when the last user detaches."""
     pool = ExtentPool(host, 4 * PAGE, close_when_unused=True)
     pool.attach()
     pool.attach()

@@ -1,6 +1,6 @@
-"""Pressure: in which order victims give way, and how much of them.
+"""Pressure: the order in which victims are evicted, and how much each gives up.
 
-Abstract victims here; parked rows as victims are cache/test_eviction.py's.
+Victims are abstract here; parked rows as victims are tested in cache/test_eviction.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MakePool = Callable[..., ExtentPool]
 
 
 class _Source:
-    """Victims of given sizes, in bytes; remembers what was taken of each."""
+    """Victims of given sizes in bytes, with a record of how much was evicted of each."""
 
     def __init__(self, *sizes: int, first_used: int = 0):
         self.left = list(sizes)
@@ -50,37 +50,37 @@ def _pressure(*sources: _Source) -> Pressure:
     return pressure
 
 
-def test_least_recently_used_goes_first() -> None:
-    """As much of each as is still missing."""
+def test_least_recently_used_victim_is_evicted_first() -> None:
+    """The last one is evicted only as far as needed."""
     source = _Source(5, 7, 9)
     assert 10 == _pressure(source).evict(10)
     assert [(0, 5), (1, 5)] == source.taken
 
 
 @pytest.mark.parametrize(("num_bytes", "evicted"), [(0, 0), (1, 1), (21, 21), (22, 21), (99, 21)])
-def test_evict_takes_what_there_is_and_no_more(num_bytes: int, evicted: int) -> None:
-    """It says how much that was."""
+def test_evict_takes_no_more_than_was_asked_for(num_bytes: int, evicted: int) -> None:
+    """`evict` returns the bytes that it evicted."""
     source = _Source(5, 7, 9)
     assert evicted == _pressure(source).evict(num_bytes)
     assert 21 - evicted == sum(source.left)
 
 
 def test_victims_of_all_sources_are_one_queue() -> None:
-    """By when they were used, not by whose they are."""
+    """Victims are ordered by their last use, not by source."""
     first, second = _Source(5, 5), _Source(5, 5, first_used=5)
     assert 12 == _pressure(first, second).evict(12)
     assert ([(0, 5), (1, 2)], [(0, 5)]) == (first.taken, second.taken)
 
 
-def test_evict_may_be_told_whose() -> None:
-    """A cache that trims takes nothing of others."""
+def test_evict_may_be_restricted_to_one_source() -> None:
+    """A cache that trims evicts nothing of others."""
     first, second = _Source(5), _Source(5)
     assert 5 == _pressure(first, second).evict(99, only=second.victims)
     assert [5] == first.left
 
 
 def test_source_that_is_gone_is_not_asked() -> None:
-    """Removed, or nobody's any more: a cache that was never closed does not live on for this."""
+    """A source may be removed or collected as garbage; pressure keeps no unclosed cache alive."""
     first, second, third = _Source(5), _Source(5), _Source(5)
     pressure = _pressure(first, second, third)
     pressure.remove_source(second.victims)
@@ -91,25 +91,24 @@ def test_source_that_is_gone_is_not_asked() -> None:
     assert [5] == second.left
 
 
-def test_victims_that_free_nothing_are_not_taken() -> None:
-    """What others hold as well is spared."""
+def test_victims_that_free_nothing_are_not_evicted() -> None:
     source = _Source(0, 5)
     _pressure(source).evict(3)
     assert [(1, 3)] == source.taken
 
 
 def test_clock_only_goes_forward() -> None:
-    """No two uses are at the same time."""
+    """Each tick is later than the one before."""
     pressure = Pressure()
     times = [pressure.tick() for _ in range(5)]
     assert sorted(set(times)) == times
 
 
-# ---- what only victims share --------------------------------------------------------------
+# ---- extents that victims share -----------------------------------------------------------
 
 
 class _Sharers:
-    """Rows that each map some of a pool's extents, given by number: the end of a row goes first."""
+    """Rows that map some of a pool's extents, given by number, and are evicted from their ends."""
 
     def __init__(self, pool: ExtentPool, *rows: Sequence[int]):
         numbers = sorted({number for row in rows for number in row})
@@ -157,10 +156,10 @@ class _Sharers:
 # ---- making room --------------------------------------------------------------------------
 
 
-def test_room_is_what_became_free_not_what_was_unmapped(
+def test_make_room_counts_freed_bytes_not_unmapped_ones(
     host: HostBackend, make_pool: MakePool
 ) -> None:
-    """Retired mappings of memory that others map as well do not count."""
+    """Retired mappings of extents that live rows map free nothing."""
     pool = make_pool(8)
     rows = _Sharers(pool, [0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7])
     rows.live = {0}
@@ -172,10 +171,9 @@ def test_room_is_what_became_free_not_what_was_unmapped(
     assert [4, 0, 2] == rows.num_pages
 
 
-def test_what_is_retired_is_waited_for_before_anybody_gives_way(
+def test_make_room_waits_for_retired_memory_before_it_evicts(
     host: HostBackend, make_pool: MakePool
 ) -> None:
-    """It is free soon anyway."""
     pool = make_pool(8)
     rows = _Sharers(pool, [0, 1, 2, 3], [4, 5, 6, 7])
     rows.live = {0}
@@ -187,7 +185,7 @@ def test_what_is_retired_is_waited_for_before_anybody_gives_way(
 
 
 def test_acquire_or_evict_takes_from_victims(make_pool: MakePool) -> None:
-    """All of it or nothing, as `acquire`; what cannot be had is said."""
+    """A call gets all extents or none, and raises an error if they cannot be had."""
     pool = make_pool(8)
     rows = _Sharers(pool, [0, 1, 2, 3], [4, 5, 6, 7])
     rows.live = {0}
@@ -201,11 +199,11 @@ def test_acquire_or_evict_takes_from_victims(make_pool: MakePool) -> None:
     pool.disown(extents)
 
 
-# ---- what somebody reads ------------------------------------------------------------------
+# ---- pinned mappings ----------------------------------------------------------------------
 
 
 def test_pinned_mappings_are_never_retired(make_pool: MakePool) -> None:
-    """Whoever reads them has said so; whoever retires them all the same has a defect."""
+    """An attempt to retire them is an internal error."""
     pool = make_pool(8)
     rows = _Sharers(pool, [0, 1, 2])
     mappings = list(rows.table.rows[0].mappings)
@@ -220,7 +218,7 @@ def test_pinned_mappings_are_never_retired(make_pool: MakePool) -> None:
 
 
 def test_pins_are_counted_and_end_with_their_block(make_pool: MakePool) -> None:
-    """Two may read the same; one that fails lets go as well."""
+    """Two blocks may pin the same mapping, and a block that fails unpins it."""
     pool = make_pool(8)
     rows = _Sharers(pool, [0])
     mappings = rows.table.rows[0].mappings
@@ -232,8 +230,8 @@ def test_pins_are_counted_and_end_with_their_block(make_pool: MakePool) -> None:
 
 
 @pytest.mark.parametrize("num_pages", [1, 3, 6, 7, 99])
-def test_room_is_made_until_nothing_more_can_be_had(make_pool: MakePool, num_pages: int) -> None:
-    """In one call: a second one finds nothing."""
+def test_one_make_room_evicts_all_that_can_be_evicted(make_pool: MakePool, num_pages: int) -> None:
+    """If all is less than was asked for, a second call evicts nothing."""
     pool = make_pool(12)
     rows = _Sharers(pool, [0, 1, 2, 3], [0, 1, 4], [0, 5], [6, 7])
     rows.live = {3}
@@ -246,8 +244,8 @@ def test_room_is_made_until_nothing_more_can_be_had(make_pool: MakePool, num_pag
         assert [0, 0, 0, 2] == rows.num_pages
 
 
-def test_room_may_be_asked_of_one_cache_alone(make_pool: MakePool) -> None:
-    """Others keep what they have."""
+def test_make_room_may_be_restricted_to_one_source(make_pool: MakePool) -> None:
+    """Other sources keep their memory."""
     pool = make_pool(12)
     mine, others = _Sharers(pool, [0, 1, 2]), _Sharers(pool, [0, 1, 2])
     assert pool.make_room(99 * PAGE, only=mine.victims)

@@ -1,7 +1,6 @@
-"""The reclaimer: nothing is unmapped, and nothing reissued, before its fence.
+"""The reclaimer: no mapping is unmapped or reissued before its fence.
 
-The device is a host backend whose fences the test holds back, so "work still running" lasts for
-as long as the test likes.
+The host backend holds fences back, so that submitted work lasts for as long as a test wants.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MakePool = Callable[..., ExtentPool]
 
 
 def _table(pool: ExtentPool, *classes: int) -> PageTable:
-    """A table whose only row has these extents mapped, each filled with its place in the row."""
+    """A table whose only row has these extents mapped; each page holds its number."""
     table = table_of(pool, *classes)
     for page in range(table.rows[0].end_page):
         write_bytes(pool.backend, table.page_address(0, page), bytes([page + 1]) * PAGE)
@@ -36,7 +35,7 @@ def _retire_all(table: PageTable) -> None:
 def test_retired_mapping_stays_readable_until_its_fence(
     host: HostBackend, make_pool: MakePool
 ) -> None:
-    """What a running kernel reads is still there, and unchanged, whatever the pool is asked."""
+    """A running kernel reads unchanged bytes, also while the pool is trimmed and acquired from."""
     pool = make_pool(8)
     table = _table(pool, 1, 0)
     host.hold_fences()
@@ -54,7 +53,7 @@ def test_retired_mapping_stays_readable_until_its_fence(
 
 
 def test_neighbours_are_unmapped_in_one_call(pool: ExtentPool) -> None:
-    """A run costs one call, a hole a second one."""
+    """One call per run without holes."""
     table = _table(pool, 0, 1, 0, 0, 0)
     fence = pool.reclaimer.new_fence()
     table.retire_front(0, 3, fence)
@@ -68,7 +67,7 @@ def test_neighbours_are_unmapped_in_one_call(pool: ExtentPool) -> None:
 
 
 def test_work_submitted_later_is_not_waited_for(host: HostBackend, pool: ExtentPool) -> None:
-    """A fence since some time is the first that was recorded after it, or a new one."""
+    """`fence_since` returns the first fence recorded after a time, or a new one."""
     host.hold_fences()
     tick, reclaimer = pool.pressure.tick, pool.reclaimer
     long_ago = tick()
@@ -80,16 +79,14 @@ def test_work_submitted_later_is_not_waited_for(host: HostBackend, pool: ExtentP
     assert just_now not in (first, second)
     second.wait()
     reached = reclaimer.fence_since(long_ago)
-    assert reached.has_passed()  # Whichever it is.
+    assert reached.has_passed()  # It need not be `first`.
     assert not just_now.has_passed()
     assert second is reclaimer.fence_since(a_while_ago)
     host.pass_fences()
 
 
-def test_what_was_submitted_is_told_from_what_comes_next(
-    host: HostBackend, pool: ExtentPool
-) -> None:
-    """There is a fence between them."""
+def test_note_submitted_records_a_fence_between_steps(host: HostBackend, pool: ExtentPool) -> None:
+    """The first step's fence passes before the second step is done."""
     host.hold_fences()
     reclaimer = pool.reclaimer
     first, second = reclaimer.note_submitted(), reclaimer.note_submitted()
@@ -100,8 +97,8 @@ def test_what_was_submitted_is_told_from_what_comes_next(
     host.pass_fences()
 
 
-def test_where_no_fence_can_be_recorded_more_is_waited_for() -> None:
-    """What was submitted is under way all the same."""
+def test_note_submitted_without_a_fence_waits_for_a_later_one() -> None:
+    """The work is submitted although no fence could be recorded after it."""
     backend = FaultInjectingBackend(HostBackend(PAGE))
     pool = ExtentPool(backend, 8 * PAGE)
     backend.arm(1)
@@ -115,7 +112,7 @@ def test_where_no_fence_can_be_recorded_more_is_waited_for() -> None:
 def test_older_fence_does_not_wait_behind_a_newer_one(
     host: HostBackend, make_pool: MakePool
 ) -> None:
-    """Whoever retires in which order: what may go, goes."""
+    """In whatever order mappings are retired, those with a passed fence are unmapped."""
     pool = make_pool(8)
     table = _table(pool, 0, 0, 0)
     host.hold_fences()
@@ -130,10 +127,8 @@ def test_older_fence_does_not_wait_behind_a_newer_one(
     host.pass_fences()
 
 
-def test_as_many_fences_as_anybody_records_are_remembered_in_bounds(
-    host: HostBackend, pool: ExtentPool
-) -> None:
-    """An old row then waits for one of the last fences: too long, but never too short."""
+def test_number_of_remembered_fences_is_bounded(host: HostBackend, pool: ExtentPool) -> None:
+    """A row idle for long then waits for a later fence than needed, never for an earlier one."""
     host.hold_fences()
     long_ago = pool.pressure.tick()
     fences = [pool.reclaimer.new_fence() for _ in range(100)]
@@ -147,7 +142,7 @@ def test_as_many_fences_as_anybody_records_are_remembered_in_bounds(
 
 
 def test_wait_for_some_bytes_stops_early(host: HostBackend, make_pool: MakePool) -> None:
-    """Only as many fences are waited for as memory is needed; at least that much is freed."""
+    """`wait` waits for no more fences than the bytes need."""
     pool = make_pool(8)
     table = _table(pool, 0, 0, 0, 0)
     host.hold_fences()
@@ -158,14 +153,13 @@ def test_wait_for_some_bytes_stops_early(host: HostBackend, make_pool: MakePool)
     host.pass_fences()
 
 
-def test_wait_with_nothing_retired_is_nothing(pool: ExtentPool) -> None:
-    """Zero bytes, no call."""
+def test_wait_with_nothing_retired_makes_no_call(pool: ExtentPool) -> None:
     assert (0, 0) == (pool.reclaimer.wait(), pool.reclaimer.poll())
     assert 0 == pool.backend.calls["mem_unmap"]
 
 
-def test_has_retired_in_sees_ranges(host: HostBackend, make_pool: MakePool) -> None:
-    """An extent of two pages after one of a page: any overlap counts, at either end."""
+def test_has_retired_in_finds_any_overlap(host: HostBackend, make_pool: MakePool) -> None:
+    """A range may overlap the extent at either end."""
     pool = make_pool(8)
     table = _table(pool, 0, 1)
     host.hold_fences()
@@ -182,7 +176,7 @@ def test_has_retired_in_sees_ranges(host: HostBackend, make_pool: MakePool) -> N
 def test_a_row_that_begins_within_a_retired_extent_waits_for_it(
     host: HostBackend, make_pool: MakePool
 ) -> None:
-    """As a fork does whose sliding window begins within an extent of the row's last sequence."""
+    """A fork's sliding window may begin within an extent of the row's last sequence."""
     pool = make_pool(8)
     table = _table(pool, 2)
     host.hold_fences()
@@ -203,7 +197,7 @@ def test_a_row_that_begins_within_a_retired_extent_waits_for_it(
 def test_failed_unmap_keeps_the_books(
     host: HostBackend, make_pool: MakePool, fail_at: int, how: str, is_one_batch: bool
 ) -> None:
-    """What was unmapped before the failure is free, the rest stays retired and goes next time."""
+    """Memory unmapped before the failure is free; the rest stays retired until the next attempt."""
     backend = FaultInjectingBackend(host)
     pool = make_pool(16, backend)
     # One page in each row of two: three runs, which take three calls.
@@ -233,7 +227,7 @@ def test_failed_unmap_keeps_the_books(
 def test_failed_free_of_a_reservation_can_be_repeated(
     host: HostBackend, make_pool: MakePool
 ) -> None:
-    """Of two idle reservations the second cannot be freed: the first is gone, the second waits."""
+    """The first of two reservations is freed, the second stays until the next attempt."""
     backend = FaultInjectingBackend(host)
     pool = make_pool(16, backend)
     has_views = True

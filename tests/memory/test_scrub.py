@@ -1,4 +1,7 @@
-"""When recycled memory is overwritten, and with what. Through sequences: cache/test_scrub.py."""
+"""Which recycled memory is overwritten, and with which byte.
+
+Sequences over scrubbed memory are tested in cache/test_scrub.py.
+"""
 
 from __future__ import annotations
 
@@ -39,23 +42,22 @@ def _extent(*, is_dirty: bool, tenant: str | None) -> Extent:
         ("poison", False, None, "a", True),
     ],
 )
-def test_scrub_concerns(
+def test_modes_scrub_the_extents_they_name(
     scrub: str, is_dirty: bool, last: str | None, next_: str | None, concerns: bool
 ) -> None:
-    """The whole table of what each mode is about."""
     byte = Scrub(scrub).byte(_extent(is_dirty=is_dirty, tenant=last), next_, None)
     assert concerns == (byte is not None)
 
 
 @pytest.mark.parametrize("scrub", ["never", "cross-tenant"])
-def test_what_was_another_type_is_zeroed(scrub: str) -> None:
-    """Its bytes may be a NaN, whoever wrote them; not where nobody wrote."""
+def test_memory_of_another_type_is_zeroed(scrub: str) -> None:
+    """Old bytes may be NaN in the new type; memory that was never written is left alone."""
     for is_dirty, byte in ((True, 0), (False, None)):
         assert byte == Scrub(scrub).byte(_extent(is_dirty=is_dirty, tenant=None), None, "float16")
 
 
 def test_scrub_is_named_or_a_member() -> None:
-    """What is neither is refused, with the names."""
+    """An unknown name is refused, and the error lists the names."""
     assert Scrub.ALWAYS is Scrub.named("always") is Scrub.named(Scrub.ALWAYS)
     with pytest.raises(ConfigError, match="scrub='ALWAYS' is unknown; there are 'never'"):
         Scrub.named("ALWAYS")
@@ -63,7 +65,7 @@ def test_scrub_is_named_or_a_member() -> None:
 
 @pytest.mark.parametrize("code", ["<e", "<f", "<d"])
 def test_poison_is_not_a_number(code: str) -> None:
-    """In half, single and double; bfloat16 is the upper half of single."""
+    """The byte makes NaN in half, single and double; bfloat16 is the upper half of single."""
     data = bytes(
         [Scrub.POISON.byte(_extent(is_dirty=False, tenant=None), None, None) or 0]
     ) * struct.calcsize(code)
@@ -72,15 +74,14 @@ def test_poison_is_not_a_number(code: str) -> None:
 
 
 def _mapped(pool: ExtentPool) -> tuple[PageTable, list[Extent]]:
-    """Two extents of one page and of two, mapped one after the other, owned."""
+    """An extent of one page and one of two, mapped one after the other and owned."""
     table = PageTable(pool, 1, 4)
     extents = pool.acquire([0, 1])
     table.map(0, 0, extents)
     return table, extents
 
 
-def test_prepare_overwrites_what_is_concerned_and_nothing_else(make_pool: MakePool) -> None:
-    """One extent was the tenant's own, the other somebody else's."""
+def test_prepare_overwrites_only_extents_of_another_tenant(make_pool: MakePool) -> None:
     pool = make_pool(16, scrub="cross-tenant")
     table, extents = _mapped(pool)
     pool.scrub.prepare(pool.backend, extents, table.address, "a", 0, None)
@@ -96,7 +97,7 @@ def test_prepare_overwrites_what_is_concerned_and_nothing_else(make_pool: MakePo
 def test_prepare_that_fails_leaves_the_rest_to_be_scrubbed(
     host: HostBackend, make_pool: MakePool
 ) -> None:
-    """An extent changes hands once it has been overwritten, not before."""
+    """An extent gets its new tenant once it has been overwritten, not before."""
     faulty = FaultInjectingBackend(host)
     pool = make_pool(16, faulty, scrub="cross-tenant")
     table, extents = _mapped(pool)
@@ -113,7 +114,7 @@ def test_prepare_that_fails_leaves_the_rest_to_be_scrubbed(
 
 
 def test_extents_remember_their_tenant_while_they_are_free(make_pool: MakePool) -> None:
-    """That is how the next one is found to be another."""
+    """The next tenant is compared with it; newly created extents have none."""
     pool = make_pool(16, scrub="cross-tenant")
     table, extents = _mapped(pool)
     pool.scrub.prepare(pool.backend, extents, table.address, "a", 0, None)

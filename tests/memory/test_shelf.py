@@ -1,6 +1,6 @@
-"""Shelves: extents of one location each, within a budget each, converted between classes.
+"""Shelves: the extents of one memory location, within their budget, converted between classes.
 
-What the pool makes of them is test_pool.py's; histories are machines/test_pool_machine.py's.
+The pool over them is tested in test_pool.py, histories in machines/test_pool_machine.py.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _empty(shelf: Shelf) -> None:
 def test_memory_is_of_the_shelfs_location(
     host: HostBackend, make_shelf: MakeShelf, location: MemoryLocation
 ) -> None:
-    """Extents say where they lie, and the backend agrees."""
+    """Extents and the backend both say so."""
     shelf = make_shelf(8, location)
     extents = shelf.take([1, 0])
     assert [location] * 2 == [extent.location for extent in extents]
@@ -69,7 +69,7 @@ def test_memory_is_of_the_shelfs_location(
 
 
 def test_taken_extents_are_counted_free_only_when_put_back(make_shelf: MakeShelf) -> None:
-    """`available_bytes` is what could still be taken, whether it exists or not."""
+    """`available_bytes` counts what can still be taken, created or not."""
     shelf = make_shelf(8)
     assert 8 * PAGE == shelf.available_bytes
     extents = shelf.take([1, 0])
@@ -89,14 +89,14 @@ def test_taken_extents_are_counted_free_only_when_put_back(make_shelf: MakeShelf
 
 
 def test_host_budget_is_named(make_shelf: MakeShelf) -> None:
-    """A sequence that cannot be swapped out says which budget was too small."""
+    """The error of a failed swap-out names the budget that was too small."""
     shelf = make_shelf(2, HOST)
     with pytest.raises(OutOfPagesError, match=r"of a host memory budget.*raise host_budget_bytes"):
         shelf.take([2])
 
 
 def test_release_takes_the_largest_first(make_shelf: MakeShelf) -> None:
-    """Fewest calls for the bytes; at least what was asked for, where there is as much."""
+    """Large extents take the fewest calls; at least the bytes asked for are released, if free."""
     shelf = make_shelf(16)
     shelf.put_back(shelf.take([0, 3, 1]))
     assert 8 * PAGE == shelf.release_free(PAGE)
@@ -106,7 +106,7 @@ def test_release_takes_the_largest_first(make_shelf: MakeShelf) -> None:
 
 
 def test_release_that_fails_keeps_the_extent_free(host: HostBackend, make_shelf: MakeShelf) -> None:
-    """It exists, so it counts, and can be taken."""
+    """The extent still exists, so it is counted and can be taken."""
     faulty = FaultInjectingBackend(host)
     shelf = make_shelf(8, backend=faulty)
     shelf.put_back(shelf.take([0, 1]))
@@ -121,7 +121,7 @@ def test_release_that_fails_keeps_the_extent_free(host: HostBackend, make_shelf:
 def test_unlisted_release_that_fails_leaves_the_extent_to_its_caller(
     host: HostBackend, make_shelf: MakeShelf
 ) -> None:
-    """What may not be recycled must not appear among what is free."""
+    """An extent that may not be recycled does not get onto a free list."""
     faulty = FaultInjectingBackend(host)
     shelf = make_shelf(8, backend=faulty)
     (extent,) = shelf.take([0])
@@ -138,7 +138,7 @@ def test_unlisted_release_that_fails_leaves_the_extent_to_its_caller(
 
 
 def test_locations_do_not_borrow_from_each_other(make_pool: MakePool) -> None:
-    """Device memory that is full is not made up for by the host's, nor the other way."""
+    """Full device memory is not replaced by host memory, nor the other way round."""
     pool = make_pool(4, host_budget_bytes=2 * PAGE)
     device, host = pool.acquire([2]), pool.acquire([1], HOST)
     for location in MemoryLocation:
@@ -152,13 +152,12 @@ def test_locations_do_not_borrow_from_each_other(make_pool: MakePool) -> None:
 
 
 def test_without_a_host_budget_there_is_no_host_memory(pool: ExtentPool) -> None:
-    """Swapping is off unless it was asked for."""
+    """Swapping is off by default."""
     with pytest.raises(OutOfPagesError, match="raise host_budget_bytes"):
         pool.acquire([0], HOST)
 
 
-def test_host_budget_changes_by_itself(make_pool: MakePool) -> None:
-    """Neither location's budget touches the other's."""
+def test_host_budget_changes_without_the_devices(make_pool: MakePool) -> None:
     pool = make_pool(4, host_budget_bytes=8 * PAGE)
     pool.disown(pool.acquire([2], HOST))
     pool.set_budget(2 * PAGE, HOST)
@@ -169,6 +168,5 @@ def test_host_budget_changes_by_itself(make_pool: MakePool) -> None:
 
 @pytest.mark.parametrize("budget_bytes", [-1, 1, PAGE - 1, 1.5 * MiB])
 def test_host_budget_must_hold_a_page(host: HostBackend, budget_bytes: float) -> None:
-    """Or be none at all."""
     with pytest.raises(ConfigError, match="host_budget_bytes"):
         ExtentPool(host, 4 * PAGE, host_budget_bytes=budget_bytes)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@
  *
  * Exit code 0 when all holds; 1 with a message for the first thing that does not; 2 for bad usage.
  *
- * What a race would break, and what notices:
+ * Errors that a race would cause, and the checks that find them:
  *
  *     an id handed out twice           owners[id], swapped atomically on taking and on giving back
  *     an id lost                       the census at the end
@@ -34,7 +34,7 @@ static void test_point(void);
 enum {
     NUM_CLASSES = 3,
     NUM_HELD_MAX = 4,   /* ids one thread holds at once; few, so that lists run short */
-    IDS_PER_THREAD = 3, /* fewer than held at most, so that threads live on each other's ids */
+    IDS_PER_THREAD = 3, /* fewer than held at most, so that threads use each other's ids */
     THREADS_MAX = 64,
     YIELD_EVERY = 61,   /* pops that are delayed between reading and swapping; prime, to drift */
 };
@@ -58,7 +58,7 @@ static int fail(const char *what, uint64_t a, uint64_t b)
 
 static vmkv_freelist *aba_list;
 
-/* To the pop that is under way the head looks as it did, but the id below it is gone. */
+/* The pop under way finds the same head, but the id below the head is no longer listed. */
 static void pop_two_push_one(void)
 {
     uint32_t first = 0, second = 0;
@@ -101,9 +101,9 @@ typedef struct {
 
 typedef struct {
     vmkv_freelist *list;
-    _Atomic uint32_t *owners; /* [capacity] thread number + 1, or 0 when nobody's */
+    _Atomic uint32_t *owners; /* [capacity] thread number + 1, or 0 while it is free */
     mark *marks;              /* [capacity] plain on purpose */
-    _Atomic bool *failed;     /* shared: one failure stops everybody */
+    _Atomic bool *failed;     /* shared: one failure stops all threads */
     pthread_barrier_t *start;
     uint32_t number;
     uint64_t num_ops;
@@ -196,7 +196,7 @@ static void *work(void *argument)
     return NULL;
 }
 
-/* All threads have ended and gave everything back: every issued id is listed once, and no other. */
+/* Once all threads have pushed their ids and ended, every issued id is listed once, no other. */
 static int take_census(vmkv_freelist *list)
 {
     uint32_t num_issued = vmkv_freelist_num_issued(list);

@@ -1,7 +1,7 @@
 """execute() and the host's mapping functions, on real memory.
 
-Whether an address can be read or written is asked of the kernel, by passing it to write(2) or
-read(2): those answer EFAULT where a load or a store would kill the process.
+Whether an address can be read is tested by passing it to write(2), which answers EFAULT where a
+load would end the process.
 
 Not covered: the CUDA driver behind the same signatures.
 """
@@ -113,7 +113,7 @@ def test_failure_stops_and_says_where_and_why(base, fd):
         (UNMAP, PAGE + 1, 0),
     ],
 )
-def test_host_functions_refuse_what_the_kernel_would_round(base, op, num_bytes, argument):
+def test_host_functions_refuse_sizes_that_the_kernel_rounds(base, op, num_bytes, argument):
     """Sizes are whole pages and not zero, and the access flags are among the three."""
     assert run((op, base, num_bytes, argument)) == (0, errno.EINVAL)
 
@@ -128,7 +128,7 @@ def test_an_empty_plan_does_nothing():
     assert native.execute(b"", 0, 0, 0, 0, 0) == (0, 0)
 
 
-def test_execute_passes_what_the_driver_expects():
+def test_execute_passes_all_arguments_of_the_driver():
     """Every argument of the driver's three signatures arrives, in order and unchanged."""
     calls = []
 
@@ -291,7 +291,7 @@ def test_reserve_reports_exhaustion_as_oserror(num_bytes, alignment):
 
 @pytest.mark.parametrize("num_bytes", [0, PAGE - 1])
 def test_free_refuses_part_of_a_page(base, num_bytes):
-    """Freeing what is not whole pages is EINVAL, and frees nothing."""
+    """Freeing a size that is not whole pages is EINVAL, and frees nothing."""
     with pytest.raises(OSError, match=os.strerror(errno.EINVAL)):
         native.host_free(base, num_bytes)
     assert num_bytes_mapped(base, NUM_PAGES * PAGE) == NUM_PAGES * PAGE

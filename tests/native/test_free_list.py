@@ -1,7 +1,7 @@
 """The compiled free list, from Python.
 
-One thread against a model, and what each method refuses. Races between native threads are in
-``test_stress.py``, which compiles the same header without Python.
+One thread against a model, and the calls that each method refuses. Races between native threads are
+in ``test_stress.py``, which compiles the same header without Python.
 
 Not covered: capacities whose arrays do not fit in memory.
 """
@@ -19,7 +19,7 @@ CAPACITY = 12
 NUM_CLASSES = 3
 
 
-def test_properties_report_what_was_asked_for():
+def test_properties_report_the_arguments():
     """Capacity and classes are as constructed, and nothing is issued yet."""
     free_list = native.FreeList(capacity=7, num_classes=5)
     assert (free_list.capacity, free_list.num_classes, free_list.num_issued) == (7, 5, 0)
@@ -37,8 +37,8 @@ def test_the_largest_capacity_costs_nothing_until_used():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 16 * 1024
 
 
-def test_lists_that_come_and_go_take_no_memory():
-    """Also in place of those that went: what is zero already is not written again."""
+def test_lists_that_are_made_and_dropped_take_no_memory():
+    """New lists at the addresses of dropped ones do not write memory that is zero already."""
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     kept = []
     for at in range(20):
@@ -63,8 +63,8 @@ def test_constructor_refuses_a_class_count_outside_its_interval(num_classes):
 
 
 @pytest.mark.parametrize("size_class", [-1, NUM_CLASSES, 2**100])
-def test_methods_refuse_a_class_that_is_not_there(size_class):
-    """Push, pop and count name the classes that exist."""
+def test_methods_refuse_an_unknown_class(size_class):
+    """The errors of push, pop, count and take name the classes that exist."""
     free_list = native.FreeList(CAPACITY, NUM_CLASSES)
     extent_id = free_list.bump()
     for method, arguments in (

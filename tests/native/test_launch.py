@@ -1,4 +1,4 @@
-"""`launch`: what arrives at a function of cuLaunchKernel's signature.
+"""`launch`, calling a function of cuLaunchKernel's signature.
 
 Not covered: a real GPU; tests/attention/test_append.py launches the real kernel there.
 """
@@ -23,7 +23,7 @@ _LAUNCH = ctypes.CFUNCTYPE(
 
 
 def test_launch_hands_over_grid_block_stream_and_words() -> None:
-    """Every number arrives where cuLaunchKernel expects it, and its status comes back."""
+    """Every number arrives where cuLaunchKernel expects it, and its status is returned."""
     seen = []
 
     def receive(*arguments: object) -> int:
@@ -50,7 +50,7 @@ def test_launch_hands_over_grid_block_stream_and_words() -> None:
     ],
 )
 def test_launch_refuses_impossible_numbers(grid: int, block: int, words: bytes) -> None:
-    """What the driver could only misread is refused before it is called."""
+    """The driver is not called."""
     function = _LAUNCH(lambda *_: 0)
     address = ctypes.cast(function, ctypes.c_void_p).value
     with pytest.raises(ValueError, match=r"at most|needs"):

@@ -1,11 +1,11 @@
-"""The free list under native threads, plainly and under ThreadSanitizer, and proof that it matters.
+"""The free list under native threads, with and without ThreadSanitizer, and with broken headers.
 
 ``stress_free_list.c`` next to this file includes ``freelist.h``, the same header that the extension
-is built from. The last tests break that header on purpose, in a copy, one line each, and demand
-that the stress notices: a test that cannot fail proves nothing.
+is built from. The last tests break one line of a copy of that header each, and require that the
+stress notices: a test that cannot fail proves nothing.
 
 Not covered: see the head of ``stress_free_list.c``. On a processor with strong ordering the plain
-run cannot notice a missing memory order; that is what the run under ThreadSanitizer is for.
+run cannot notice a missing memory order; the run under ThreadSanitizer does.
 """
 
 import functools
@@ -52,7 +52,7 @@ def compile_program(source, folder, flags):
 
 @functools.cache
 def why_not(flags):
-    """What the compiler says against these flags, or nothing."""
+    """The compiler's error for these flags, empty if there is none."""
     with tempfile.TemporaryDirectory() as folder:
         hello = pathlib.Path(folder) / "hello.c"
         hello.write_text("int main(void) { return 0; }\n")
@@ -99,14 +99,14 @@ def test_race_neither_doubles_nor_loses_ids(plain, num_threads):
 
 @pytest.mark.slow
 def test_race_is_clean_under_thread_sanitizer(tmp_path):
-    """The orders of the list order everything that its users do between push and pop."""
+    """The list's memory orders also order its users' accesses between pop and push."""
     result = run(build(tmp_path, THREAD_SANITIZER), 4, 100_000)
     assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.slow
-def test_a_delayed_pop_is_not_fooled(plain):
-    """In the ABA schedule, replayed in one thread, the delayed pop starts over."""
+def test_a_delayed_pop_starts_over(plain):
+    """The ABA schedule, replayed in one thread, delays the pop."""
     result = run(plain, "aba")
     assert (result.returncode, result.stderr) == (0, "")
 
@@ -136,7 +136,7 @@ def test_thread_sanitizer_notices_a_missing_order(tmp_path, order):
 
 @pytest.mark.slow
 def test_stress_notices_a_state_that_is_not_kept(tmp_path):
-    """When pop forgets to say that an id is out, giving it back is refused."""
+    """If pop does not mark an id as out, a later push of that id is refused."""
     program = build(
         tmp_path,
         PLAIN,

@@ -1,6 +1,6 @@
-"""Views over raw addresses, and the count of those that live.
+"""Views over raw addresses, and the count of live views.
 
-Part of it uses no framework: a consumer of a few lines of ctypes reads the DLPack structure and
+Some tests use no framework: a consumer of a few lines of ctypes reads the DLPack structure and
 calls the deleter as a framework would, on any thread and without the GIL.
 
 Not covered: CUDA memory (a device number in the structure is all that differs here).
@@ -55,7 +55,7 @@ def consume(capsule):
 
 
 def delete(tensor):
-    """Call the tensor's deleter; ctypes lets go of the GIL meanwhile."""
+    """Call the tensor's deleter; ctypes releases the GIL meanwhile."""
     tensor.deleter(ctypes.addressof(tensor))
 
 
@@ -92,7 +92,7 @@ def test_counter_counts_views_until_they_are_deleted():
 
 
 def test_an_unconsumed_capsule_cleans_up_after_itself():
-    """A capsule that nobody took counts while it lives and not afterwards."""
+    """A capsule that is never consumed counts as a view while it lives, and not afterwards."""
     counter = native.ViewCounter()
     capsule = native.view_capsule(PAGE, PAGE, CPU, 0, counter)
     assert counter.live == 1
@@ -140,7 +140,7 @@ def test_views_can_be_deleted_on_other_threads():
     assert counter.live == 0
 
 
-def test_view_capsule_refuses_what_no_tensor_can_be():
+def test_view_capsule_refuses_impossible_views():
     """Lengths fit int64, address 0 is only for empty views, and the counter is a ViewCounter."""
     counter = native.ViewCounter()
     with pytest.raises(ValueError, match=r"below 2\*\*63, got 9223372036854775808"):
@@ -181,7 +181,7 @@ def test_views_and_counters_do_not_leak():
 
 
 def test_torch_sees_the_memory_both_ways(memory):
-    """What the tensor writes is in memory, and what is written in memory is in the tensor."""
+    """A write through the tensor is in the memory, and a write to the memory is in the tensor."""
     torch = pytest.importorskip("torch")
     counter = native.ViewCounter()
     tensor = torch.utils.dlpack.from_dlpack(native.view_capsule(memory, PAGE, CPU, 0, counter))

@@ -1,4 +1,4 @@
-"""pack_token_ids(), against struct, and with sequences that misbehave."""
+"""`pack_token_ids`, compared with struct, and with sequences that misbehave."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTEGERS = st.integers(-(2**63), 2**63 - 1)
 
 @given(st.lists(INTEGERS), st.sampled_from([list, tuple, iter]))
 def test_integers_are_packed_as_struct_does(values: list[int], kind: Any) -> None:
-    """Whatever holds them."""
+    """The integers come from lists, tuples and iterators."""
     assert struct.pack(f"={len(values)}q", *values) == pack_token_ids(*kind(values))
 
 
@@ -31,19 +31,19 @@ def test_integers_are_packed_as_struct_does(values: list[int], kind: Any) -> Non
         ([-(2**63) - 1], OverflowError),
     ],
 )
-def test_what_is_no_integer_is_refused(token_ids: Any, error: type[Exception]) -> None:
-    """Also behind some that are."""
+def test_values_that_are_no_integers_are_refused(token_ids: Any, error: type[Exception]) -> None:
+    """Integers may precede them."""
     with pytest.raises(error):
         pack_token_ids(*token_ids)
 
 
 def test_minus_one_is_no_error() -> None:
-    """C's way to say that there was one."""
+    """In C, -1 is also the value returned with an error."""
     assert b"\xff" * 8 == pack_token_ids(-1)
 
 
-def test_list_may_shrink_under_it() -> None:
-    """An integer's `__index__` is code that may do anything."""
+def test_list_may_shrink_while_it_is_packed() -> None:
+    """An integer's `__index__` is code that may change the list."""
 
     class Shrinks:
         def __index__(self) -> int:

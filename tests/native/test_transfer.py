@@ -1,4 +1,4 @@
-"""transfer(), on real memory and on spies.
+"""transfer() on real memory and with functions that record calls.
 
 Not covered: the CUDA driver behind the same signatures.
 """
@@ -33,7 +33,7 @@ def _address(function: Callable[..., int]) -> int:
 
 
 def test_transfer_copies_and_fills_in_order() -> None:
-    """Each record sees what those before it did."""
+    """Each record sees the bytes that earlier records have written."""
     memory = ctypes.create_string_buffer(b"abcdefgh", 8)
     start = ctypes.addressof(memory)
     plan = _plan((COPY, start + 4, 2, start), (FILL, start, 2, 0x7A), (COPY, start + 6, 2, start))
@@ -52,7 +52,7 @@ def test_transfer_hands_over_every_argument() -> None:
 
 
 def test_transfer_stops_at_the_first_failure() -> None:
-    """The status comes back with the number of records before it; those after it are not tried."""
+    """The status is returned with the number of earlier records; later ones are not tried."""
     seen: list[int] = []
 
     def fail_at_two(destination: int, source: int, num_bytes: int, stream: int) -> int:
@@ -80,13 +80,13 @@ def test_transfer_nothing() -> None:
     ],
 )
 def test_transfer_refuses_a_malformed_plan_whole(plan: bytes, message: str) -> None:
-    """Nothing is called when any record is wrong."""
+    """No function is called when any record is wrong."""
     copy = _COPY(lambda *_: pytest.fail("called"))
     with pytest.raises(ValueError, match=message):
         _native.transfer(plan, _address(copy), 0, 0)
 
 
-def test_transfer_refuses_what_is_no_byte() -> None:
+def test_transfer_refuses_a_fill_above_255() -> None:
     """A fill of 256 would be a fill of 0."""
     with pytest.raises(ValueError, match="fills with 256"):
         _native.transfer(_plan((FILL, 1, 1, 256)), HOST["copy"], HOST["fill"], 0)
