@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
+import vmkv
+
 from ..errors import VMKVError
 from ..units import format_bytes
 from .arguments import Commands
@@ -84,7 +86,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 def environment() -> dict[str, Any]:
     """Return versions and the system."""
     return {
-        "vmkv": metadata.version("vmkv"),
+        "vmkv": vmkv.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "nvidia_driver": _driver_version(),
