@@ -108,7 +108,7 @@ def test_doctor_finds_the_gpu() -> None:
         ("serve x --api-key-file /nowhere/keys", "--api-key-file /nowhere/keys"),
         ("serve x --chat-template /nowhere/t.jinja", "chat template /nowhere/t.jinja"),
         ("serve /nowhere/model --port 0", "no file or folder /nowhere/model"),
-        ("top ftp://localhost", "write http://HOST:PORT"),
+        ("top ftp://localhost", "unsupported protocol"),
         ("top localhost:1 --once", "is `vmkv serve` running there?"),
     ],
 )

@@ -83,7 +83,7 @@ def add_parser(commands: types.Commands) -> None:
     text = "engines on a GPU each, on the Ray cluster that RAY_ADDRESS names, or on this machine"
     add("--replicas", type=types.integer(1, 1024), metavar="N", help=text)
     add = parser.add_argument_group("server").add_argument
-    add("--host", type=types.host, default="127.0.0.1", help="0.0.0.0 for every address")
+    add("--host", type=types.name, default="127.0.0.1", help="0.0.0.0 for every address")
     add("--port", type=types.port, default=8000, help="0 for any free one")
     add("--api-key-file", metavar="FILE", type=Path, help="one key per line, in UTF-8")
     text = "one prefix cache for all keys: usage tells each what others have sent"
