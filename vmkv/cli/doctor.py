@@ -112,7 +112,7 @@ def _report(findings: list[Finding], devices: list[str]) -> str:
     lines.append("")
     remedies = [f"  {each.name:<{width}}  {each.remedy}" for each in findings if each.remedy]
     if remedies:
-        lines += ["what is missing, and how to get it:", *remedies, ""]
+        lines += ["what is missing or faster, and how to get it:", *remedies, ""]
     lines.append(attention_summary(findings))
     where = "vmkv cannot run here: no device is usable."
     if any(name.startswith("cuda") for name in devices):
@@ -123,26 +123,14 @@ def _report(findings: list[Finding], devices: list[str]) -> str:
 
 
 def attention_summary(findings: list[Finding]) -> str:
-    """Describe in one line which kernels are used, and how to get faster ones."""
+    """Describe in one line which kernels are used."""
     from ..attention.registry import ORDER
 
     found = {each.name: each for each in findings if each.section == "attention"}
     used = next(name for name in ORDER if found[name].is_ok)  # The last one runs everywhere.
     serving = _SERVING if found[_SERVING].is_ok else used
     text = f"Attention uses {used}" + (" (torch's own)" if used in ("torch", "sdpa") else "")
-    if serving != used:
-        text += f", and in vmkv serve {serving}"
-    faster = []
-    for name in ("flash3", "flash2"):  # In order of a prompt's speed.
-        if name == serving:
-            break
-        if found[name].remedy:
-            faster.append(f"{name} ({found[name].remedy})")
-    if faster:
-        return f"{text}; faster here: {', or '.join(faster)}."
-    if used == "sdpa":
-        return f"{text}; faster kernels need an NVIDIA GPU of capability 8.0 or newer."
-    return f"{text}: the fastest for this machine."
+    return f"{text}." if serving == used else f"{text}, and in vmkv serve {serving}."
 
 
 # ---- devices ----------------------------------------------------------------------------------

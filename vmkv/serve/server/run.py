@@ -232,7 +232,7 @@ def run_server(app: FastAPI, listener: socket.socket, **options: Any) -> None:
     _share_interpreter_fairly()
     # uvicorn raises the signal again when it is done. Ignore it: a drained server exits with
     # status 0.
-    before = {each: signal.signal(each, _ignore) for each in (signal.SIGTERM, signal.SIGINT)}
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
         server.run(sockets=[listener])
     finally:
@@ -274,7 +274,3 @@ def _share_interpreter_fairly() -> None:
     gc.freeze()
     # A thread that parses or tokenises gives up the interpreter after this time.
     sys.setswitchinterval(_SWITCH_S)
-
-
-def _ignore(sig: int, frame: FrameType | None) -> None:
-    """Ignore a signal that was already handled."""
