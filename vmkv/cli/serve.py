@@ -163,13 +163,12 @@ def _running(
 
     Yields it, its metrics, the tokens of a request, and the memory for keys and values.
     """
-    silence_max_s = arguments.silence_timeout
+    make, silence_max_s = functools.partial(_engine, arguments), arguments.silence_timeout
     if arguments.replicas:
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
         from ..serve.replicas.deployment import running_replicas
 
-        make = functools.partial(_engine, arguments, has_tokenizer=True)
         on_gpus = _device(arguments.device) == "cuda"
         with running_replicas(
             make, arguments.replicas, on_gpus=on_gpus, silence_max_s=silence_max_s
@@ -179,7 +178,7 @@ def _running(
     from ..serve.metrics import Metrics
     from ..serve.process import EngineProcess
 
-    make, metrics = functools.partial(_engine, arguments), Metrics()
+    metrics = Metrics()
     process = EngineProcess(
         make, tokenizer=tokenizer, observer=metrics, silence_max_s=silence_max_s
     )
@@ -233,9 +232,7 @@ def _check_engine(arguments: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _engine(
-    arguments: argparse.Namespace, observer: EngineObserver, *, has_tokenizer: bool = False
-) -> Iterator[Engine]:
+def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator[Engine]:
     """Make the engine, in its own process."""
     from ..serve.observer import Observers
     from ..serve.sampler import is_out_of_memory
@@ -261,7 +258,7 @@ def _engine(
             yield stack.enter_context(parallel_engine)
             return
         name = arguments.tokenizer or arguments.model
-        tokenizer = load_tokenizer(name) if has_tokenizer else None
+        tokenizer = load_tokenizer(name) if arguments.replicas else None
         model = load_model(arguments.model, device=device, dtype=arguments.dtype)
         try:
             engine = make_engine(arguments, model, observer, tokenizer)
