@@ -94,21 +94,17 @@ def environment() -> dict[str, Any]:
 
 
 def examine() -> Iterator[Finding]:
-    """Yield all findings, section by section; opens devices and closes them again."""
-    yield from _devices()
-    yield from _attention()
-    yield from _packages()
+    """Return all findings, section by section; opens devices and closes them again."""
+    return itertools.chain(_devices(), _attention(), _packages())
 
 
 def _report(findings: list[Finding], devices: list[str]) -> str:
     lines = ["  ".join(f"{name} {value}" for name, value in environment().items() if value)]
     width = max(len(each.name) for each in findings)
     for _, section in itertools.groupby(findings, operator.attrgetter("section")):
-        marked = [(each, "ok" if each.is_ok else "-") for each in section]
-        lines += [
-            "",
-            *(f"{each.name:<{width}}  {mark:<2}  {each.details}" for each, mark in marked),
-        ]
+        lines.append("")
+        for each in section:
+            lines.append(f"{each.name:<{width}}  {'ok' if each.is_ok else '-':<2}  {each.details}")
     lines.append("")
     remedies = [f"  {each.name:<{width}}  {each.remedy}" for each in findings if each.remedy]
     if remedies:

@@ -304,9 +304,9 @@ def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptio
     template = read_template(arguments.chat_template) if arguments.chat_template else None
     api_keys = read_api_keys(arguments.api_key_file, os.environ.get(_API_KEY_VARIABLE))
     limits = Limits(**_chosen(Limits, arguments))
-    return lambda max_model_tokens: ServerOptions(
-        model_name=arguments.served_model_name or arguments.model,
-        max_model_tokens=max_model_tokens,
+    return functools.partial(
+        ServerOptions,
+        arguments.served_model_name or arguments.model,
         limits=limits,
         api_keys=api_keys,
         protects_everything=arguments.protect_all,
