@@ -86,9 +86,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         "fits": fits,
         "is_enough": is_enough,
     }
-    as_json = arguments.json
-    out.write(json.dumps(plan, indent=2, default=asdict) if as_json else _text(plan, arguments))
-    out.write("\n")
+    text = _text(plan, arguments)
+    out.write(f"{json.dumps(plan, indent=2, default=asdict) if arguments.json else text}\n")
     return 0 if is_enough else 1
 
 
