@@ -7,7 +7,6 @@ not overflow an allocation, a driver or a clock later.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import re
 from collections.abc import Callable
@@ -100,29 +99,8 @@ def device(text: str) -> str:
     return text
 
 
-def host(text: str) -> str:
-    """Parse a host name or address."""
-    with contextlib.suppress(UnicodeError):
-        if text.encode("idna") and text.isprintable():
-            return text
-    raise argparse.ArgumentTypeError(f"{shown(text)} is no name or address of a host")
-
-
 def name(text: str) -> str:
     """Parse a name or path, which must not be empty."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the name is empty")
     return text
-
-
-def address(text: str) -> str:
-    """Parse a server's URL, `http://HOST:PORT/PATH` or https; the scheme defaults to http."""
-    found = re.fullmatch(
-        r"(?:(https?)://)?([\w.-]+|\[[\da-fA-F:]+\])(?::(\d{1,5}))?(/[!-~]*)?", text
-    )
-    with contextlib.suppress(UnicodeError):
-        if found and found[2].encode("idna") and 0 < int(found[3] or 80) < 1 << 16:
-            return f"{found[1] or 'http'}://{text[found.start(2) :].rstrip('/')}"
-    raise argparse.ArgumentTypeError(
-        f"{shown(text)} is no address of a server; write http://HOST:PORT"
-    )

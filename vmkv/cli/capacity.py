@@ -166,7 +166,6 @@ class KindBytes:
         vmkv_bytes: Bytes mapped on average during growth.
         shared_bytes: Bytes of a shared common prefix.
         block_table_bytes: In blocks of 16 tokens with a block table.
-        layer_pages_bytes: In pages that hold one layer's keys or values.
         longest_bytes: In one tensor with room for the longest sequence.
     """
 
@@ -179,7 +178,6 @@ class KindBytes:
     vmkv_bytes: int
     shared_bytes: int
     block_table_bytes: int
-    layer_pages_bytes: int
     longest_bytes: int
 
 
@@ -221,9 +219,6 @@ def kind_bytes(
     blocks = div_ceil(num_tokens, _BLOCK_TOKENS)
     if window is not None:  # Blocks that the window has passed are freed.
         blocks = min(blocks, div_ceil(kept_tokens, _BLOCK_TOKENS) + 1)
-    # Paging by layer keeps tokens outside the window: rows grow at the end only.
-    halves = (kind.shape.k_bytes, kind.shape.v_bytes)
-    layer_pages = kind.num_layers * sum(div_ceil(num_tokens * each, PAGE_BYTES) for each in halves)
     return KindBytes(
         kind,
         token_bytes,
@@ -234,7 +229,6 @@ def kind_bytes(
         vmkv_bytes=(prompt_bytes + most_bytes) // 2,
         shared_bytes=shared_bytes,
         block_table_bytes=blocks * _BLOCK_TOKENS * token_bytes,
-        layer_pages_bytes=layer_pages * PAGE_BYTES,
         longest_bytes=token_bytes * min(longest_tokens, window or longest_tokens),
     )
 
@@ -258,7 +252,7 @@ def fit(sequence: Mapping[str, int], budget_bytes: int, swap_bytes: int = 0) -> 
     `vmkv_shared` has the common prefix mapped once, and `vmkv_swapped` beside that idle sequences
     in `swap_bytes` of host memory.
     """
-    layouts = ("longest", "layer_pages", "block_table", "vmkv")
+    layouts = ("longest", "block_table", "vmkv")
     fits = {name: budget_bytes // sequence[f"{name}_bytes"] for name in layouts}
     own_bytes = max(1, sequence["vmkv_bytes"] - sequence["shared_bytes"])
     shared = max(0, budget_bytes - sequence["shared_bytes"]) // own_bytes

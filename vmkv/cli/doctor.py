@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
+import vmkv
+
 from ..errors import VMKVError
 from ..units import format_bytes
 from .arguments import Commands
@@ -84,7 +86,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 def environment() -> dict[str, Any]:
     """Return versions and the system."""
     return {
-        "vmkv": metadata.version("vmkv"),
+        "vmkv": vmkv.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "nvidia_driver": _driver_version(),
@@ -92,25 +94,21 @@ def environment() -> dict[str, Any]:
 
 
 def examine() -> Iterator[Finding]:
-    """Yield all findings, section by section; opens devices and closes them again."""
-    yield from _devices()
-    yield from _attention()
-    yield from _packages()
+    """Return all findings, section by section; opens devices and closes them again."""
+    return itertools.chain(_devices(), _attention(), _packages())
 
 
 def _report(findings: list[Finding], devices: list[str]) -> str:
     lines = ["  ".join(f"{name} {value}" for name, value in environment().items() if value)]
     width = max(len(each.name) for each in findings)
     for _, section in itertools.groupby(findings, operator.attrgetter("section")):
-        marked = [(each, "ok" if each.is_ok else "-") for each in section]
-        lines += [
-            "",
-            *(f"{each.name:<{width}}  {mark:<2}  {each.details}" for each, mark in marked),
-        ]
+        lines.append("")
+        for each in section:
+            lines.append(f"{each.name:<{width}}  {'ok' if each.is_ok else '-':<2}  {each.details}")
     lines.append("")
     remedies = [f"  {each.name:<{width}}  {each.remedy}" for each in findings if each.remedy]
     if remedies:
-        lines += ["what is missing, and how to get it:", *remedies, ""]
+        lines += ["what is missing or faster, and how to get it:", *remedies, ""]
     lines.append(attention_summary(findings))
     where = "vmkv cannot run here: no device is usable."
     if any(name.startswith("cuda") for name in devices):
@@ -121,26 +119,14 @@ def _report(findings: list[Finding], devices: list[str]) -> str:
 
 
 def attention_summary(findings: list[Finding]) -> str:
-    """Describe in one line which kernels are used, and how to get faster ones."""
+    """Describe in one line which kernels are used."""
     from ..attention.registry import ORDER
 
     found = {each.name: each for each in findings if each.section == "attention"}
     used = next(name for name in ORDER if found[name].is_ok)  # The last one runs everywhere.
     serving = _SERVING if found[_SERVING].is_ok else used
     text = f"Attention uses {used}" + (" (torch's own)" if used in ("torch", "sdpa") else "")
-    if serving != used:
-        text += f", and in vmkv serve {serving}"
-    faster = []
-    for name in ("flash3", "flash2"):  # In order of a prompt's speed.
-        if name == serving:
-            break
-        if found[name].remedy:
-            faster.append(f"{name} ({found[name].remedy})")
-    if faster:
-        return f"{text}; faster here: {', or '.join(faster)}."
-    if used == "sdpa":
-        return f"{text}; faster kernels need an NVIDIA GPU of capability 8.0 or newer."
-    return f"{text}: the fastest for this machine."
+    return f"{text}." if serving == used else f"{text}, and in vmkv serve {serving}."
 
 
 # ---- devices ----------------------------------------------------------------------------------

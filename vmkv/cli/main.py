@@ -7,8 +7,9 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import TextIO
+
+import vmkv
 
 from ..errors import ConfigError, InternalError, VMKVError, one_line
 from . import doctor, plan, serve, top
@@ -23,7 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="vmkv",
         description="A KV cache in virtual memory: see what a machine can do, plan, serve, watch.",
     )
-    parser.add_argument("--version", action="version", version=f"vmkv {metadata.version('vmkv')}")
+    parser.add_argument("--version", action="version", version=f"vmkv {vmkv.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (doctor, plan, serve, top):
         module.add_parser(commands)

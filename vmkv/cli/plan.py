@@ -31,30 +31,18 @@ def add_parser(commands: Commands) -> None:
     add("model", metavar="MODEL", type=name, help="a folder, a config.json, or a Hub name")
     add("--users", type=positive_int, default=1, help="sequences at once")
     add("--context", type=positive_int, required=True, help="tokens of each, e.g. 8192 or 8k")
-    add(
-        "--longest",
-        type=positive_int,
-        help="tokens that a cache without paging must leave room for (default: the model's)",
-    )
+    text = "tokens that a cache without paging must leave room for (default: the model's)"
+    add("--longest", type=positive_int, help=text)
     add("--device-memory", type=positive_gib, metavar="GiB", help="of one GPU")
     add("--weights", type=gib, metavar="GiB", help="(default: counted from the configuration)")
-    add(
-        "--reserve",
-        type=gib,
-        metavar="GiB",
-        default=4 * GiB,
-        help="for activations, CUDA graphs and the context (default: 4)",
-    )
+    text = "for activations, CUDA graphs and the context (default: 4)"
+    add("--reserve", type=gib, metavar="GiB", default=4 * GiB, help=text)
     add("--tensor-parallel", type=positive_int, default=1, help="GPUs that share the model")
     add("--share-prefix", type=count, metavar="TOKENS", default=0, help="common to all users")
     add("--swap", type=gib, metavar="GiB", default=0, help="host memory for idle sequences")
     add("--dtype", choices=DTYPES, help="of keys and values (default: the configuration's)")
-    add(
-        "--kv-dtype",
-        choices=KV_DTYPES,
-        default="auto",
-        help="fp8: keys and values in eight bits (default: auto, as --dtype says)",
-    )
+    text = "fp8: keys and values in eight bits (default: auto, as --dtype says)"
+    add("--kv-dtype", choices=KV_DTYPES, default="auto", help=text)
     add("--json", action="store_true", help="for programs")
 
 
@@ -98,9 +86,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         "fits": fits,
         "is_enough": is_enough,
     }
-    as_json = arguments.json
-    out.write(json.dumps(plan, indent=2, default=asdict) if as_json else _text(plan, arguments))
-    out.write("\n")
+    text = _text(plan, arguments)
+    out.write(f"{json.dumps(plan, indent=2, default=asdict) if arguments.json else text}\n")
     return 0 if is_enough else 1
 
 
@@ -152,12 +139,10 @@ def _text(plan: dict[str, Any], arguments: argparse.Namespace) -> str:
             f"{format_bytes(plan['budget_bytes'])} for keys and values: {verdict}"
         )
     if plan["tensor_parallel"] > 1:
-        weights = (
-            ""
-            if shape.weights_bytes is None
-            else f", and {format_bytes(shape.weights_bytes)} of weights"
-        )
-        blocks.append(f"All of that is on each of {plan['tensor_parallel']} GPUs{weights}.")
+        text = f"All of that is on each of {plan['tensor_parallel']} GPUs"
+        if shape.weights_bytes is not None:
+            text += f", and {format_bytes(shape.weights_bytes)} of weights"
+        blocks.append(f"{text}.")
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -201,7 +186,6 @@ def _one_sequence(plan: dict[str, Any], arguments: argparse.Namespace) -> str:
     # The name in `fit`, and a label.
     ways = {
         "longest": f"one tensor, room for {plan['longest_tokens']:,} tokens",
-        "layer_pages": "pages of 2 MiB for each layer's keys and values",
         "block_table": "blocks of 16 tokens",
         "vmkv": "vmkv: pages of 2 MiB for all layers",
     }

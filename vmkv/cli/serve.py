@@ -83,7 +83,7 @@ def add_parser(commands: types.Commands) -> None:
     text = "engines on a GPU each, on the Ray cluster that RAY_ADDRESS names, or on this machine"
     add("--replicas", type=types.integer(1, 1024), metavar="N", help=text)
     add = parser.add_argument_group("server").add_argument
-    add("--host", type=types.host, default="127.0.0.1", help="0.0.0.0 for every address")
+    add("--host", type=types.name, default="127.0.0.1", help="0.0.0.0 for every address")
     add("--port", type=types.port, default=8000, help="0 for any free one")
     add("--api-key-file", metavar="FILE", type=Path, help="one key per line, in UTF-8")
     text = "one prefix cache for all keys: usage tells each what others have sent"
@@ -163,13 +163,12 @@ def _running(
 
     Yields it, its metrics, the tokens of a request, and the memory for keys and values.
     """
-    silence_max_s = arguments.silence_timeout
+    make, silence_max_s = functools.partial(_engine, arguments), arguments.silence_timeout
     if arguments.replicas:
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
         from ..serve.replicas.deployment import running_replicas
 
-        make = functools.partial(_engine, arguments, has_tokenizer=True)
         on_gpus = _device(arguments.device) == "cuda"
         with running_replicas(
             make, arguments.replicas, on_gpus=on_gpus, silence_max_s=silence_max_s
@@ -179,7 +178,7 @@ def _running(
     from ..serve.metrics import Metrics
     from ..serve.process import EngineProcess
 
-    make, metrics = functools.partial(_engine, arguments), Metrics()
+    metrics = Metrics()
     process = EngineProcess(
         make, tokenizer=tokenizer, observer=metrics, silence_max_s=silence_max_s
     )
@@ -233,9 +232,7 @@ def _check_engine(arguments: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _engine(
-    arguments: argparse.Namespace, observer: EngineObserver, *, has_tokenizer: bool = False
-) -> Iterator[Engine]:
+def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator[Engine]:
     """Make the engine, in its own process."""
     from ..serve.observer import Observers
     from ..serve.sampler import is_out_of_memory
@@ -261,7 +258,7 @@ def _engine(
             yield stack.enter_context(parallel_engine)
             return
         name = arguments.tokenizer or arguments.model
-        tokenizer = load_tokenizer(name) if has_tokenizer else None
+        tokenizer = load_tokenizer(name) if arguments.replicas else None
         model = load_model(arguments.model, device=device, dtype=arguments.dtype)
         try:
             engine = make_engine(arguments, model, observer, tokenizer)
@@ -307,9 +304,9 @@ def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptio
     template = read_template(arguments.chat_template) if arguments.chat_template else None
     api_keys = read_api_keys(arguments.api_key_file, os.environ.get(_API_KEY_VARIABLE))
     limits = Limits(**_chosen(Limits, arguments))
-    return lambda max_model_tokens: ServerOptions(
-        model_name=arguments.served_model_name or arguments.model,
-        max_model_tokens=max_model_tokens,
+    return functools.partial(
+        ServerOptions,
+        arguments.served_model_name or arguments.model,
         limits=limits,
         api_keys=api_keys,
         protects_everything=arguments.protect_all,

@@ -69,5 +69,5 @@ def test_those_who_read_the_page_see_all_replicas_together(
     ):
         found = scrape(url)
     assert found.value("prompt_tokens_total") == 70
-    assert found.by_label("request_seconds_bucket", "le")["0.5"] == 7
+    assert found.value("request_seconds_bucket", le="0.5") == 7
     assert found.value("page_bytes") == 4096

@@ -15,7 +15,7 @@ from helpers.serving import tiny_tokenizer
 from vmkv.serve import RequestOutput, SamplingParams
 from vmkv.serve.request import CompletionOutput, FinishReason, TokenLogprobs, joined
 from vmkv.serve.server import Limits, ServerOptions, create_app
-from vmkv.serve.server.choices import SLICE_LOGPROBS, ChatForm, CompletionForm, Delta, Tokens
+from vmkv.serve.server.choices import SLICE_LOGPROBS, ChatForm, CompletionForm, Tokens
 from vmkv.serve.server.service import in_pieces
 
 NUM_LOGPROBS = 20
@@ -135,10 +135,7 @@ def test_whole_answers_are_what_one_piece_would_be(
     assert 200 == answer.status_code
     assert int(answer.headers["content-length"]) == len(answer.content)
     assert "application/json" == answer.headers["content-type"]
-    choices = [
-        form.choice(Delta(each.index, True, each.text, each.logprobs, 0, "length"))
-        for each in joined(engine.outputs).outputs
-    ]
+    choices = [form.choice(each) for each in joined(engine.outputs).outputs]
     found = answer.json()
     assert choices == found["choices"]
     assert 3 * sum(num_tokens) == found["usage"]["completion_tokens"]

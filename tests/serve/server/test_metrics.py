@@ -39,9 +39,11 @@ def test_a_scrape_counts_what_was_done(run_server) -> None:
         assert 1 == found.value("http_responses_total", route="/v1/completions", status="404")
         assert 0 == found.value("preemptions_total", kind="swap")
         assert found.value("driver_calls_total", primitive="mem_map") >= 1
-        states = found.by_label("memory_bytes", "state")
-        assert states["budget"] == server.engine.cache.stats().budget_bytes
-        assert states["budget"] >= states["resident"] >= states["parked"] >= 0
+        budget, resident, parked = (
+            found.value("memory_bytes", state=state) for state in ("budget", "resident", "parked")
+        )
+        assert budget == server.engine.cache.stats().budget_bytes
+        assert budget >= resident >= parked >= 0
         assert found.value("page_bytes") == server.engine.cache.pool.page_bytes
 
 
@@ -50,20 +52,22 @@ def test_top_shows_it(run_server) -> None:
     with run_server() as server:
         out = io.StringIO()
         assert 0 == main(["top", server.url, "--once"], out)
-        assert "nothing was computed yet" in out.getvalue()
+        assert "requests_running" in out.getvalue()
         assert 200 == server.post(BODY).status_code
         server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
         before = scrape(server.url)
-        text = view(server.url, before, None)
-        assert "ended 1 (length 1)" in text
-        assert "generated 10" in text
-        assert "resident " in text
-        assert "mem_map" in text
-        assert "preempted  recompute 0   swap 0" in text
+        text = view(server.url, before)
+        rows = {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line}
+        assert "length 1" == rows["requests"]
+        assert "10" == rows["generation_tokens"]
+        assert "budget 64 MiB" in rows["memory_bytes"]
+        assert "mem_map" in rows["driver_calls"]
+        assert "swap 0 recompute 0" == rows["preemptions"]
+        assert "1 together" in rows["time_to_first_token_seconds"]
         later = Scrape(before.taken_s + 2.0, dict(before.samples))
         key = ("vmkv_step_tokens_total", frozenset({("phase", "decode")}))
         later.samples[key] = before.samples[key] + 10
-        assert "5.0 decoded/s, 5.0 computed/s" in view(server.url, later, before)
+        assert "(5/s)" in view(server.url, later, before)
 
 
 def test_quantiles_are_interpolated() -> None:

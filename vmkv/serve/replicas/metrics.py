@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
@@ -18,8 +18,17 @@ class ReplicaMetrics:
         self._families: list[Metric] = []
 
     def take(self, texts: Mapping[str, bytes]) -> None:
-        """Replace the replicas' metrics, given in Prometheus' text format by replica."""
-        self._families = list(_labelled(texts))
+        """Merge the metrics of all replicas, given in Prometheus' text format by replica."""
+        found: dict[str, Metric] = {}
+        for replica, text in sorted(texts.items()):
+            for family in text_string_to_metric_families(text.decode()):
+                merged = found.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    labels = {**sample.labels, _LABEL: replica}
+                    merged.samples.append(sample._replace(labels=labels))
+        self._families = list(found.values())
 
     def collect(self) -> Iterable[Metric]:
         """Return the metric families for a scrape."""
@@ -28,17 +37,3 @@ class ReplicaMetrics:
     def text(self) -> bytes:
         """Render every metric in Prometheus' text format."""
         return generate_latest(self)
-
-
-def _labelled(texts: Mapping[str, bytes]) -> Iterator[Metric]:
-    """Merge the families of all texts; every sample gets its replica as a label."""
-    found: dict[str, Metric] = {}
-    for replica, text in sorted(texts.items()):
-        for family in text_string_to_metric_families(text.decode()):
-            merged = found.setdefault(
-                family.name, Metric(family.name, family.documentation, family.type)
-            )
-            for sample in family.samples:
-                labels = {**sample.labels, _LABEL: replica}
-                merged.samples.append(sample._replace(labels=labels))
-    yield from found.values()

@@ -7,20 +7,19 @@ uvicorn.run(app)                       # or `run_server(app, ...)`, which drains
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+import vmkv
+
 from ...options import ServerOptions
-from ..metrics import CONTENT_TYPE, Metrics
+from ..metrics import Metrics
 from .errors import ApiError
 from .guard import Guard
 from .schema import ChatRequest, CompletionRequest, TokenizeRequest
@@ -53,7 +52,7 @@ def create_app(
             yield
             service.close()
 
-    app = FastAPI(title="vmkv", version=_version(), lifespan=lifespan)
+    app = FastAPI(title="vmkv", version=vmkv.__version__, lifespan=lifespan)
     app.state.service = service
     app.add_middleware(Guard, service=service, options=options)
     if options.cors_origins:
@@ -65,86 +64,31 @@ def create_app(
             allow_headers=["*"],
         )
     app.exception_handler(HTTPException)(_http_error)
-    _add_information(app, service)
-    _add_generation(app, service)
+    app.get("/v1/models")(service.models)
+    app.get("/v1/models/{name:path}")(service.model)
+    app.get("/health")(service.health)
+    app.head("/health", include_in_schema=False)(service.health)
+    app.get("/version")(version)
+    app.head("/version", include_in_schema=False)(version)
+    app.get("/metrics")(service.metrics)
+    for path, form, route in (
+        ("/v1/completions", CompletionRequest, service.completions),
+        ("/v1/chat/completions", ChatRequest, service.chat_completions),
+        ("/tokenize", TokenizeRequest, service.tokenize),
+    ):
+        # The route parses its body itself, so FastAPI does not know what to document.
+        content = {"application/json": {"schema": {"$ref": _REFS.format(model=form.__name__)}}}
+        body = {"requestBody": {"required": True, "content": content}}
+        app.post(path, response_model=None, openapi_extra=body)(route)
+    forms = (CompletionRequest, ChatRequest, TokenizeRequest)
+    _, described = models_json_schema([(each, "validation") for each in forms], ref_template=_REFS)
+    app.openapi()["components"]["schemas"].update(described["$defs"])  # FastAPI keeps it.
     return app
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
-    _describe(app, CompletionRequest, ChatRequest, TokenizeRequest)
-
-    @app.post("/v1/completions", response_model=None, openapi_extra=_body(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        """Continue one or several prompts."""
-        return await service.generate(request, CompletionRequest)
-
-    @app.post("/v1/chat/completions", response_model=None, openapi_extra=_body(ChatRequest))
-    async def chat_completions(request: Request) -> Response:
-        """Continue a chat."""
-        return await service.generate(request, ChatRequest)
-
-    @app.post("/tokenize", response_model=None, openapi_extra=_body(TokenizeRequest))
-    async def tokenize(request: Request) -> Response:
-        """Return the tokens of a prompt or a chat, as a completion would use them."""
-        return await service.tokenize(request)
-
-
-def _body(form: type[BaseModel]) -> dict[str, Any]:
-    """Describe a route's body for its documentation; the route parses it itself."""
-    schema = {"$ref": _REFS.format(model=form.__name__)}
-    content = {"application/json": {"schema": schema}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def _describe(app: FastAPI, *forms: type[BaseModel]) -> None:
-    _, found = models_json_schema([(each, "validation") for each in forms], ref_template=_REFS)
-    make = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        described = make()
-        components = described.setdefault("components", {}).setdefault("schemas", {})
-        components.update(found["$defs"])
-        return described
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _add_information(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """List the served model."""
-        return {"object": "list", "data": [service.card()]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        """Describe a model."""
-        service.check_model(name)
-        return service.card()
-
-    @app.get("/health")
-    @app.head("/health", include_in_schema=False)
-    async def health() -> JSONResponse:
-        """Report whether the server accepts requests."""
-        status, body = service.health()
-        return JSONResponse(body, status)
-
-    @app.get("/version")
-    @app.head("/version", include_in_schema=False)
-    async def version() -> dict[str, str]:
-        """Return the version of vmkv."""
-        return {"version": _version()}
-
-    @app.get("/metrics")
-    async def metrics() -> PlainTextResponse:
-        """Return all metrics in Prometheus' format."""
-        return PlainTextResponse(service.metrics_text(), media_type=CONTENT_TYPE)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("vmkv")
-    except importlib.metadata.PackageNotFoundError:  # A checkout, not installed.
-        return "unknown"
+async def version() -> dict[str, str]:
+    """Return the version of vmkv."""
+    return {"version": vmkv.__version__}
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
@@ -76,45 +77,37 @@ def _byte_level() -> dict[str, int]:
     return {char: byte for byte, char in bytes_to_unicode().items()}
 
 
-# ---- deltas --------------------------------------------------------------------------------------
+# ---- formats -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Delta:
-    """New tokens of one choice, with at most `SLICE_LOGPROBS` log-probabilities.
+class Form:
+    """One request's answer in a route's format; tracks how much was sent of each choice.
 
-    `offset` is the position of the new tokens' text in the choice's text; `finish_reason` is `stop`
-    or `length` in the last delta.
+    Choices are numbered across prompts. Subclasses say how a choice holds its text.
     """
 
-    index: int
-    is_first: bool
-    text: str
-    logprobs: Sequence[TokenLogprobs] | None
-    offset: int
-    finish_reason: str | None
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
 
-    @property
-    def num_logprobs(self) -> int:
-        """Number of log-probabilities, chosen tokens included."""
-        return sum(1 + len(each.top) for each in self.logprobs or ())
-
-
-class Progress:
-    """Tracks how much was sent of each choice; choices are numbered across prompts."""
-
-    def __init__(self, num_prompts: int, num_samples: int, tokens: Tokens):
-        self._num_samples = num_samples
+    def __init__(self, tokens: Tokens, num_samples: int = 1):
         self._tokens = tokens
+        self._num_samples = num_samples
         self._num_tokens = 0
-        self._prompt_tokens = [0] * num_prompts
-        self._cached_tokens = [0] * num_prompts
-        #: Position of the next token's text, by choice that has begun.
-        self._offsets: dict[int, int] = {}
+        #: By prompt.
+        self._prompt_tokens: Counter[int] = Counter()
+        self._cached_tokens: Counter[int] = Counter()
+        #: Choices whose first chunk was made, choices that have ended, and per choice the position
+        #: of the next token's text.
+        self._begun: set[int] = set()
         self._ended: set[int] = set()
+        self._offsets: Counter[int] = Counter()
 
-    def advance(self, prompt_index: int, output: RequestOutput) -> Iterator[Delta]:
-        """Yield the deltas of a prompt's next output; raises `ApiError` if a sample has failed."""
+    def advance(self, prompt_index: int, output: RequestOutput) -> Iterator[CompletionOutput]:
+        """Yield the deltas of a prompt's next output; raises `ApiError` if a sample has failed.
+
+        Their `index` is the choice's; each has at most `SLICE_LOGPROBS` log-probabilities.
+        """
         self._prompt_tokens[prompt_index] = len(output.prompt_token_ids)
         self._cached_tokens[prompt_index] = output.num_cached_tokens
         for sample in output.outputs:
@@ -126,54 +119,21 @@ class Progress:
             index = prompt_index * self._num_samples + sample.index
             self._num_tokens += len(sample.token_ids)
             if index not in self._ended and (sample.text or sample.logprobs or sample.is_finished):
-                yield from self._deltas(index, sample)
+                yield from _slices(replace(sample, index=index))
             if sample.is_finished:
                 self._ended.add(index)
 
-    def _deltas(self, index: int, sample: CompletionOutput) -> Iterator[Delta]:
-        finish_reason = None if sample.finish_reason is None else str(sample.finish_reason)
-        entries, text = sample.logprobs, sample.text
-        most = max((1 + len(each.top) for each in entries or ()), default=1)
-        num_entries = max(1, SLICE_LOGPROBS // most)
-        while entries is not None and len(entries) > num_entries:
-            yield self._delta(index, text, entries[:num_entries], None)
-            entries, text = entries[num_entries:], ""
-        yield self._delta(index, text, entries, finish_reason)
-
-    def _delta(
-        self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, reason: str | None
-    ) -> Delta:
-        offset = self._offsets.get(index, 0)
-        delta = Delta(index, index not in self._offsets, text, entries, offset, reason)
-        added = sum(len(self._tokens[each.token_id].text) for each in entries or ())
-        self._offsets[index] = offset + added
-        return delta
-
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's token counts."""
-        num_prompt = sum(self._prompt_tokens)
+        num_prompt = self._prompt_tokens.total()
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": self._num_tokens,
             "total_tokens": num_prompt + self._num_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens.total()},
         }
 
-
-# ---- formats -------------------------------------------------------------------------------------
-
-
-class Form:
-    """Format of a route's answers; subclasses say how a choice holds its text."""
-
-    id_prefix: ClassVar[str]
-    whole_object: ClassVar[str]
-    chunk_object: ClassVar[str]
-
-    def __init__(self, tokens: Tokens):
-        self._tokens = tokens
-
-    def choice(self, delta: Delta, *, is_chunk: bool = False) -> dict[str, Any]:
+    def choice(self, delta: CompletionOutput, *, is_chunk: bool = False) -> dict[str, Any]:
         """Return a choice: of a chunk, or of a whole answer from a delta with everything."""
         return {
             "index": delta.index,
@@ -182,15 +142,25 @@ class Form:
             "finish_reason": delta.finish_reason,
         }
 
-    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
+    def logprobs(self, delta: CompletionOutput) -> dict[str, Any] | None:
         """Return the log-probabilities of a choice; None if none were requested."""
-        return None if delta.logprobs is None else self._logprobs(delta.logprobs, delta.offset)
+        return None if delta.logprobs is None else self._logprobs(delta.index, delta.logprobs)
 
-    def _text(self, delta: Delta, is_chunk: bool) -> dict[str, Any]:
+    def _text(self, delta: CompletionOutput, is_chunk: bool) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         raise NotImplementedError
+
+
+def _slices(delta: CompletionOutput) -> Iterator[CompletionOutput]:
+    """Divide a delta with many log-probabilities; the first part has the text."""
+    most = max((1 + len(each.top) for each in delta.logprobs or ()), default=1)
+    num_entries = max(1, SLICE_LOGPROBS // most)
+    while delta.logprobs is not None and len(delta.logprobs) > num_entries:
+        yield replace(delta, logprobs=delta.logprobs[:num_entries], finish_reason=None)
+        delta = replace(delta, text="", logprobs=delta.logprobs[num_entries:])
+    yield delta
 
 
 class CompletionForm(Form):
@@ -199,11 +169,12 @@ class CompletionForm(Form):
     id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
-    def _text(self, delta: Delta, is_chunk: bool) -> dict[str, Any]:
+    def _text(self, delta: CompletionOutput, is_chunk: bool) -> dict[str, Any]:
         return {"text": delta.text}
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         tokens = [self._tokens[each.token_id].text for each in entries]
+        *offsets, self._offsets[index] = accumulate(map(len, tokens), initial=self._offsets[index])
         return {
             "tokens": tokens,
             "token_logprobs": [each.logprob for each in entries],
@@ -211,7 +182,7 @@ class CompletionForm(Form):
                 {self._tokens[token].text: logprob for token, logprob in each.top.items()}
                 for each in entries
             ],
-            "text_offset": list(accumulate(map(len, tokens), initial=offset))[:-1],
+            "text_offset": offsets,
         }
 
 
@@ -222,13 +193,15 @@ class ChatForm(Form):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def _text(self, delta: Delta, is_chunk: bool) -> dict[str, Any]:
+    def _text(self, delta: CompletionOutput, is_chunk: bool) -> dict[str, Any]:
         if not is_chunk:
             return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
-        content: dict[str, Any] = {"role": "assistant", "content": ""} if delta.is_first else {}
+        is_first = delta.index not in self._begun
+        self._begun.add(delta.index)
+        content: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
         return {"delta": content | ({"content": delta.text} if delta.text else {})}
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         return {
             "content": [
                 {
@@ -251,11 +224,11 @@ class WholeChoice:
     def __init__(self, form: Form):
         self._form = form
         self._texts: list[str] = []
-        self._last: Delta | None = None
+        self._last: CompletionOutput | None = None
         # Encoded members of the choice's `logprobs`; empty if there are none.
         self._logprobs: dict[str, bytearray] = {}
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: CompletionOutput) -> None:
         """Append a delta."""
         self._texts.append(delta.text)
         self._last = replace(delta, logprobs=None)

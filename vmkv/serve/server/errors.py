@@ -19,8 +19,6 @@ from ...errors import (
 )
 
 _LOG = logging.getLogger(__name__)
-#: OpenAI's `type` where it is not `server_error`.
-_TYPES = {429: "rate_limit_error"}
 #: Statuses after which a client may try again, here after a second.
 _PASSING = (429, 503)
 _LOST_PART = "a part of the engine has ended, and all of it is started anew; try again"
@@ -54,8 +52,9 @@ class ApiError(VMKVError):
         if len(message) > _MESSAGE_CHARS_MAX:
             message = message[:_MESSAGE_CHARS_MAX] + " …"
         super().__init__(message)
-        default = "server_error" if status >= 500 else "invalid_request_error"
-        error_type = _TYPES.get(status, default)
+        error_type = "server_error" if status >= 500 else "invalid_request_error"
+        if status == 429:
+            error_type = "rate_limit_error"
         self.status = status
         self.headers = {"Retry-After": "1"} if status in _PASSING else {}
         self.headers |= headers or {}

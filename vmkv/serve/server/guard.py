@@ -32,7 +32,6 @@ _OPEN = frozenset(
     {"/health", "/metrics", "/version", "/docs", "/docs/oauth2-redirect", "/redoc"}
     | {"/openapi.json"}
 )
-_ALWAYS_OPEN = frozenset({"/health"})  # Health probes have no key.
 
 
 # ---- keys ----------------------------------------------------------------------------------------
@@ -109,7 +108,8 @@ class Guard:
         self._app = app
         self._service = service
         self._keys = ApiKeys(options.api_keys, share_prefixes=options.share_prefixes)
-        self._open = _ALWAYS_OPEN if options.protects_everything else _OPEN
+        # Health probes have no key in any case.
+        self._open = {"/health"} if options.protects_everything else _OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI request."""

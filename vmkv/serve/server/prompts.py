@@ -140,8 +140,9 @@ class Prompts:
                 **extra,
             )
         except Exception as error:  # A template is a program, run on these messages.
+            reason = f"{type(error).__name__}: {error}"
             raise invalid(
-                f"the model's chat template refuses these messages: {_named(error)}", "messages"
+                f"the model's chat template refuses these messages: {reason}", "messages"
             ) from error
         return text
 
@@ -155,13 +156,6 @@ class Prompts:
             "prompt",
             "context_length_exceeded",
         )
-
-
-def _named(error: Exception) -> str:
-    """Describe a template's error in a line; unfamiliar types are named."""
-    if isinstance(error, (jinja2.TemplateError, TypeError, ValueError)):
-        return f"{error}"
-    return f"{type(error).__name__}: {error}"
 
 
 def read_template(path: str) -> str:

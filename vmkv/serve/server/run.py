@@ -229,10 +229,15 @@ def run_server(app: FastAPI, listener: socket.socket, **options: Any) -> None:
     # As many connections as the system permits.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    _share_interpreter_fairly()
+    # Shorten the pauses that one thread of this process imposes on another. Exclude the loaded
+    # libraries from garbage collection: scanning them stops every stream.
+    gc.collect()
+    gc.freeze()
+    # A thread that parses or tokenises gives up the interpreter after this time.
+    sys.setswitchinterval(_SWITCH_S)
     # uvicorn raises the signal again when it is done. Ignore it: a drained server exits with
     # status 0.
-    before = {each: signal.signal(each, _ignore) for each in (signal.SIGTERM, signal.SIGINT)}
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
         server.run(sockets=[listener])
     finally:
@@ -265,16 +270,3 @@ def ending_in_order() -> Iterator[None]:
         raise SystemExit(128 + signal.SIGTERM) from None  # PID 1 of a container.
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _share_interpreter_fairly() -> None:
-    """Shorten the pauses that one thread of this process imposes on another."""
-    # Exclude the loaded libraries from garbage collection: scanning them stops every stream.
-    gc.collect()
-    gc.freeze()
-    # A thread that parses or tokenises gives up the interpreter after this time.
-    sys.setswitchinterval(_SWITCH_S)
-
-
-def _ignore(sig: int, frame: FrameType | None) -> None:
-    """Ignore a signal that was already handled."""

@@ -128,17 +128,6 @@ class GenerationRequest(_Strict):
             raise invalid("stream_options needs stream=true", "stream_options")
         return self
 
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with the token counts."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def wants_running_usage(self) -> bool:
-        """Whether every chunk carries the token counts so far."""
-        options = self.stream_options
-        return self.wants_usage and options is not None and bool(options.continuous_usage_stats)
-
     def _params(self, max_tokens: int | None, num_logprobs: int | None) -> SamplingParams:
         """Convert to `SamplingParams`; raises `ApiError`."""
         given = self.model_dump(include=_SAMPLING, exclude_none=True)

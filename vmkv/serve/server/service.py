@@ -20,24 +20,15 @@ from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ...errors import LostError, shown
 from ...options import ServerOptions
+from ..metrics import CONTENT_TYPE
 from ..params import SamplingParams
-from ..request import RequestOutput
-from .choices import (
-    SLICE_LOGPROBS,
-    ChatForm,
-    CompletionForm,
-    Delta,
-    Form,
-    Progress,
-    Tokens,
-    WholeChoice,
-    encoded,
-)
+from ..request import CompletionOutput, RequestOutput
+from .choices import ChatForm, CompletionForm, Form, Tokens, WholeChoice, encoded
 from .errors import ApiError, api_error, invalid
 from .guard import Gate, receive_body, tenant_of
 from .prompts import Prompt, Prompts
@@ -46,7 +37,7 @@ from .schema import (
     SAMPLES_MAX,
     ChatRequest,
     CompletionRequest,
-    GenerationRequest,
+    StreamOptions,
     TokenizeRequest,
     parse,
 )
@@ -60,10 +51,6 @@ _BYTES_PER_VALUE = 128
 #: Largest body that is parsed beside others, in about a millisecond.
 _SMALL_BYTES = 16 * 1024
 _PIECE_BYTES = 1 << 18
-_FORMS: dict[type[GenerationRequest], type[Form]] = {
-    CompletionRequest: CompletionForm,
-    ChatRequest: ChatForm,
-}
 
 
 class StreamingEngine(AbstractAsyncContextManager[object], Protocol):
@@ -144,21 +131,21 @@ class Service:
         self._max_values = max(limits.max_body_bytes // _BYTES_PER_VALUE, 2 * max_model_tokens)
         self._started_s = int(time.time())
 
-    async def generate(self, request: Request, form: type[GenerationRequest]) -> Response:
-        """Answer `/v1/completions` or `/v1/chat/completions`.
+    # ---- routes ---------------------------------------------------------------------------
+    # They raise `ApiError` for a request that cannot be served, and `ClientDisconnect` if the
+    # client disconnects. Their docstrings are the API's documentation.
 
-        Like `tokenize`, raises `ApiError` for a request that cannot be served and
-        `ClientDisconnect` if the client disconnects.
-        """
-        body: Any = await self._read(request, form)
-        answer = Answer(
-            self,
-            body,
-            _FORMS[form](self.tokens),
-            body.prompts,
-            body.sampling_params(),
-            tenant_of(request.state.api_key, body.cache_salt),
-        )
+    async def completions(self, request: Request) -> Response:
+        """Continue one or several prompts."""
+        return await self._generate(request, await self._read(request, CompletionRequest))
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Continue a chat."""
+        return await self._generate(request, await self._read(request, ChatRequest))
+
+    async def _generate(self, request: Request, body: CompletionRequest | ChatRequest) -> Response:
+        tenant = tenant_of(request.state.api_key, body.cache_salt)
+        answer = Answer(self, body, body.prompts, body.sampling_params(), tenant)
         answer.check()
         if body.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -168,7 +155,7 @@ class Service:
         return Streamed(in_pieces(parts), media_type="application/json", headers=headers)
 
     async def tokenize(self, request: Request) -> Response:
-        """Answer `/tokenize` with the tokens of a prompt."""
+        """Return the tokens of a prompt or a chat, as a completion would use them."""
         body = await self._read(request, TokenizeRequest)
         prompt = body.what
         self.prompts.check(prompt)
@@ -186,6 +173,40 @@ class Service:
                 "token_strs": self.prompts.strings(found) if body.return_token_strs else None,
             }
         )
+
+    async def models(self) -> dict[str, Any]:
+        """List the served model."""
+        return {"object": "list", "data": [await self.model(self.model_name)]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """Describe a model."""
+        self.check_model(name)
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started_s,
+            "owned_by": "vmkv",
+            "max_model_len": self._max_model_tokens,
+        }
+
+    async def health(self) -> JSONResponse:
+        """Report whether the server accepts requests."""
+        reason = self.engine.failure
+        status = "ok" if reason is None else "failing"
+        if self.is_draining:
+            status, reason = "draining", reason or "the server is about to stop"
+        body = {
+            "status": status,
+            "reason": reason,
+            "requests_inside": self.gate.num_inside,
+            "requests_waiting": self.gate.num_waiting,
+        }
+        return JSONResponse(body, 200 if status == "ok" else 503)
+
+    async def metrics(self) -> PlainTextResponse:
+        """Return all metrics in Prometheus' format."""
+        text = self._metrics.text() + generate_latest(self._http_metrics)
+        return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
     async def _read(self, request: Request, form: type[BodyT]) -> BodyT:
         received = await receive_body(request, self.limits)
@@ -247,36 +268,6 @@ class Service:
             message = f"the model {shown(name)} is not served here; {self.model_name!r} is"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    # ---- model and health -----------------------------------------------------------------
-
-    def card(self) -> dict[str, Any]:
-        """Return the model's entry in `/v1/models`."""
-        return {
-            "id": self.model_name,
-            "object": "model",
-            "created": self._started_s,
-            "owned_by": "vmkv",
-            "max_model_len": self._max_model_tokens,
-        }
-
-    def metrics_text(self) -> bytes:
-        """Render the metrics of the engine and the server in Prometheus' text format."""
-        return self._metrics.text() + generate_latest(self._http_metrics)
-
-    def health(self) -> tuple[int, dict[str, Any]]:
-        """Return the HTTP status and body of `/health`."""
-        reason = self.engine.failure
-        status = "ok" if reason is None else "failing"
-        if self.is_draining:
-            status, reason = "draining", reason or "the server is about to stop"
-        body = {
-            "status": status,
-            "reason": reason,
-            "requests_inside": self.gate.num_inside,
-            "requests_waiting": self.gate.num_waiting,
-        }
-        return 200 if status == "ok" else 503, body
-
     # ---- shutdown -------------------------------------------------------------------------
 
     async def cut(self) -> None:
@@ -300,8 +291,7 @@ class Answer:
     """The answer to one request; `tenant` owns the cached prefixes."""
 
     service: Service
-    body: GenerationRequest
-    form: Form
+    body: CompletionRequest | ChatRequest
     prompts: Sequence[Prompt]
     params: SamplingParams
     tenant: str | None
@@ -332,54 +322,50 @@ class Answer:
             return await self._whole()  # Nothing was sent.
 
     async def _whole(self) -> deque[bytes | bytearray]:
-        progress = self._new_progress()
-        choices = deque(WholeChoice(self.form) for _ in range(len(self.prompts) * self.params.n))
-        async with contextlib.aclosing(self._deltas(progress)) as deltas:
+        form = self._new_form()
+        choices = deque(WholeChoice(form) for _ in range(len(self.prompts) * self.params.n))
+        async with contextlib.aclosing(self._deltas(form)) as deltas:
             async for delta in deltas:
                 choices[delta.index].add(delta)
-        head = encoded(self._head(self.form.whole_object))
+        head = encoded(self._head(form, form.whole_object))
         parts: deque[bytes | bytearray] = deque([head[:-1] + b',"choices":['])
         while choices:
             parts.extend(choices.popleft().parts())
             parts.append(b"," if choices else b'],"usage":')
             await asyncio.sleep(0)
-        parts.append(encoded(progress.usage()) + b"}")
+        parts.append(encoded(form.usage()) + b"}")
         return parts
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer as server-sent events; raises `ApiError` only before the first event."""
-        progress = self._new_progress()
-        head = self._head(self.form.chunk_object)
+        form = self._new_form()
+        head = self._head(form, form.chunk_object)
         # With include_usage every chunk has the field, and only the last one a value.
-        tail: dict[str, Any] = {"usage": None} if self.body.wants_usage else {}
+        options = self.body.stream_options or StreamOptions()
+        tail: dict[str, Any] = {"usage": None} if options.include_usage else {}
         has_begun = False
         try:
-            async with contextlib.aclosing(self._deltas(progress)) as deltas:
+            async with contextlib.aclosing(self._deltas(form)) as deltas:
                 async for delta in deltas:
-                    if self.body.wants_running_usage:
-                        tail["usage"] = progress.usage()
-                    yield _event(
-                        {**head, "choices": [self.form.choice(delta, is_chunk=True)], **tail}
-                    )
+                    if options.include_usage and options.continuous_usage_stats:
+                        tail["usage"] = form.usage()
+                    yield _event({**head, "choices": [form.choice(delta, is_chunk=True)], **tail})
                     has_begun = True
         except ApiError as error:
             if not has_begun:
                 raise
             yield _event(error.body)
         else:
-            if self.body.wants_usage:
-                yield _event({**head, "choices": [], "usage": progress.usage()})
+            if options.include_usage:
+                yield _event({**head, "choices": [], "usage": form.usage()})
         yield b"data: [DONE]\n\n"
 
-    async def _deltas(self, progress: Progress) -> AsyncGenerator[Delta, None]:
+    async def _deltas(self, form: Form) -> AsyncGenerator[CompletionOutput, None]:
         """Yield the deltas of all outputs; the event loop runs other tasks between slices."""
-        num_logprobs = 0
         async with contextlib.aclosing(self._outputs()) as outputs:
             async for at, output in outputs:
-                for delta in progress.advance(at, output):
-                    num_logprobs += delta.num_logprobs
-                    if num_logprobs > SLICE_LOGPROBS:
-                        num_logprobs = delta.num_logprobs
+                for delta in form.advance(at, output):
+                    if delta.logprobs:
                         await asyncio.sleep(0)
                     yield delta
 
@@ -402,12 +388,13 @@ class Answer:
             except Exception as error:
                 raise api_error(error) from error
 
-    def _new_progress(self) -> Progress:
-        return Progress(len(self.prompts), self.params.n, self.service.tokens)
+    def _new_form(self) -> Form:
+        form = CompletionForm if isinstance(self.body, CompletionRequest) else ChatForm
+        return form(self.service.tokens, self.params.n)
 
-    def _head(self, what: str) -> dict[str, Any]:
+    def _head(self, form: Form, what: str) -> dict[str, Any]:
         return {
-            "id": f"{self.form.id_prefix}{uuid.uuid4().hex}",
+            "id": f"{form.id_prefix}{uuid.uuid4().hex}",
             "object": what,
             "created": int(time.time()),
             "model": self.service.model_name,
