@@ -3,7 +3,7 @@
 Every builder works on each supported transformers release, or says why it does not. Weights
 are redrawn with a gain well above what transformers initialises with, because models that
 repeat their last token whatever the cache says would make every parity test pass
-(`test_parity_detects_a_damaged_cache` checks that they do not).
+(`test_a_damaged_cache_changes_the_tokens` checks that they do not).
 """
 
 from __future__ import annotations
