@@ -1,6 +1,6 @@
-"""Fixtures for every test: the backends, and a Python of its own for tests that must crash.
+"""Fixtures for every test: the backends, and a fresh Python for tests that may crash.
 
-Helpers that tests import live in `tests/helpers`; nothing is imported from here.
+Helpers that tests import are in `tests/helpers`; nothing is imported from here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vmkv.units import KiB, MiB
 # Without bytecode files, pytest rewrites the assertions of 30,000 lines in every run.
 sys.dont_write_bytecode = False
 
-# What every submitted step writes is checked in every test.
+# Every test checks the writes of every submitted step.
 os.environ["VMKV_CHECKS"] = "1"
 
 # Every run of `ci` tries the same examples, so that a failure comes from the change.
@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Disable garbage collection during test collection, which takes a quarter of the time then."""
+    """Collect tests without garbage collection, in a quarter of the time."""
     gc.disable()
     try:
         return (yield)

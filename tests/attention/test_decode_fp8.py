@@ -84,7 +84,7 @@ def test_decode_is_as_exact_as_its_output_dtype(
     options: dict[str, float],
     parts: int | None,
 ) -> None:
-    """It reads nothing behind the ends of rows, and two launches give the same result."""
+    """Queries are not rounded to FP8, memory behind rows is unused, and launches are repeatable."""
     call = call_of(dim, heads, group, is_scaled=is_scaled, **options)
     if parts is not None:
         monkeypatch.setattr(decode_fp8, "_num_parts", lambda *_: parts)

@@ -80,7 +80,7 @@ def test_append_rotated_writes_no_padding() -> None:
 
 
 def test_the_rotating_kernel_does_not_take_cpu_tensors() -> None:
-    """Rotation is then a separate operation."""
+    """`can_rotate` is then false, and rotation is a separate operation."""
     dense = DenseRows(3, ROW_TOKENS, 2, 64, dtype=torch.bfloat16)
     query, key, value, cos, sin = new_of(4, torch.bfloat16, 2, 64, "cpu")
     batch = AttentionBatch.build([1], [4], [4], row_tokens=ROW_TOKENS)

@@ -79,7 +79,7 @@ class GeneratePlay(PoolPlay):
         prefix_caching: bool = True,
         tenant: str | None = None,
     ) -> None:
-        """Continue prompts, check the tokens, and refuse errors for want of memory that is free."""
+        """Continue prompts and check the tokens; memory may run out only if live rows hold it."""
         what = f"generate({prompts}, {num_new}, prefix_caching={prefix_caching}, tenant={tenant!r})"
         needed = self._pages_for([len(prompt) + num_new for prompt in prompts])
         slack = len(prompts) * self._adoption_slack()

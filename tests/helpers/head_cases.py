@@ -137,7 +137,7 @@ def is_filled_up(group: TensorParallel) -> None:
             assert [] == counts
     found = head_of(model)
     assert found is not None
-    # Random parts with ties; column 50 is padding on the second rank.
+    # Random parts with ties; column 50 of the second rank is padding, and the highest value.
     part = torch.randn((40, 51), generator=torch.Generator().manual_seed(group.rank)) - 90.0
     part[:, 50] = 0.0 if group.rank else -91.0
     part[:20, 7] = -80.0  # A tie of 7 and 58.
@@ -197,7 +197,7 @@ def _masking(of: type) -> type:
 
 
 def depends_on_place(group: TensorParallel) -> None:
-    """The model changes logits by position, so the head cannot be divided."""
+    """The model changes some columns of the logits, so its head is not divided."""
     model: Any = copy.deepcopy(tiny_model("llama"))
     model.__class__ = _masking(type(model))
     expected = None

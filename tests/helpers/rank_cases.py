@@ -41,7 +41,7 @@ Case = Callable[[TensorParallel], None]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = [[5, 9, 13, 7], [8] * 3 + [21, 4] * 17, [40, 3, 77]]
 PAGE_BYTES = 4 * KiB
-#: Enough memory for all requests; a step does not hold a whole prompt of `TRAFFIC`.
+#: Enough memory for all requests, and steps shorter than most prompts of `TRAFFIC`.
 ROOMY: dict[str, Any] = {
     "max_num_seqs": 3,
     "max_num_batched_tokens": 48,
@@ -636,7 +636,7 @@ def adds_with_norms_in_graphs(group: TensorParallel) -> None:
 
 
 def is_alone(group: TensorParallel) -> None:
-    """Only rank 0 reduces; the others never do."""
+    """Only rank 0 adds its part; the other ranks wait until it has ended."""
     if group.rank:
         group.exchange([], False, 0)  # Waits until rank 0 has ended.
     all_reduce(torch.ones(64, device="cuda"), group.name)

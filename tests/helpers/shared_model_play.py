@@ -323,7 +323,7 @@ class SharedModelPlay:
             served.may_fail |= bool(served.asked) and self._is_changed_for(served)
 
     def _check_restored(self) -> None:
-        """Without engines the attention is one of the user's."""
+        """Check that the attention is one of the user's if no engine uses the model."""
         if not has_users(self.model):
             assert self.model.config._attn_implementation in ATTENTIONS
             if not self.engines:

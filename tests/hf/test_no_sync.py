@@ -109,7 +109,7 @@ def test_cache_operations_do_not_synchronize(
 def test_a_model_synchronizes_no_more_than_with_dynamic_cache(
     name: str, attention: str, new_cache: NewCache
 ) -> None:
-    """A decode step has two calls of cat less per layer and no additional reads."""
+    """A decode step has two calls of cat fewer per layer and no additional reads."""
     model = tiny_model(name, attention)
     tokens = prompt(name, batch_size=2)["input_ids"]
     counts = []

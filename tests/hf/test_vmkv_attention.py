@@ -728,7 +728,7 @@ def test_the_arguments_of_the_model_take_precedence(family: str) -> None:
 def test_fp8_values_that_a_model_changes_are_refused() -> None:
     """Their scales would be unknown."""
     if VERSION < (5, 0):
-        pytest.skip("there its attention is one of three of its own")
+        pytest.skip("before 5.x DiffLlama has its own attention classes")
     model = _surveyed("diffllama")
     model.set_attn_implementation("vmkv")
     ids = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(0))

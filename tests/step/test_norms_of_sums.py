@@ -96,7 +96,7 @@ def test_only_the_usual_form_of_norm_is_fused(norm: Norm, count: int, dtype: tor
         return norm(hidden, weight), hidden
 
     if dtype == torch.float32 and norm in (_weighted_first, _of_other_squares):
-        pytest.skip("there these are the same")
+        pytest.skip("in float32 this form is the usual one")
     tensors = (torch.rand(each).to(dtype) for each in ((1, 3, 8), (1, 3, 8), (8,)))
     taken, nodes = _fused(layer, *tensors)
     assert taken == count
