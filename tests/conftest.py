@@ -1,6 +1,6 @@
-"""Fixtures for every test: the backends, and a Python of its own for tests that must crash.
+"""Fixtures for every test: the backends, and a fresh Python for tests that may crash.
 
-Helpers that tests import live in `tests/helpers`; nothing is imported from here.
+Helpers that tests import are in `tests/helpers`; nothing is imported from here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hypothesis import HealthCheck, settings
 from vmkv import Backend, BackendUsage, HostBackend, open_backend
 from vmkv.units import KiB, MiB
 
-# Pytest rewrites 30,000 lines of tests, for longer than it collects them, unless it may keep that.
+# Without bytecode files, pytest rewrites the assertions of 30,000 lines in every run.
 sys.dont_write_bytecode = False
 
-# What every submitted step writes is checked in every test.
+# Every test checks the writes of every submitted step.
 os.environ["VMKV_CHECKS"] = "1"
 
-# Every run of `ci` tries the same examples, so that a failure is the change's and not the day's.
+# Every run of `ci` tries the same examples, so that a failure comes from the change.
 settings.register_profile(
     "ci",
     derandomize=True,
@@ -52,7 +52,7 @@ _MAKE_BACKEND: dict[str, Callable[[], Backend]] = {
 
 @functools.cache
 def _has_gpu() -> bool:
-    # Up to `memory` nothing needs torch, and its tests run where it is not installed.
+    # Packages up to `core/memory` do not need torch, and their tests run without it.
     if importlib.util.find_spec("torch") is None:
         return False
     import torch
@@ -61,13 +61,13 @@ def _has_gpu() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have files given to processes in the order of the tests, which is made below."""
+    """Let xdist distribute files in the order of the tests, which `_put_slow_files_first` sets."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with what takes long, and skip what needs a GPU where there is none."""
+    """Put slow files first, and skip tests that need a GPU on a machine without one."""
     if hasattr(config, "workerinput"):
         _put_slow_files_first(items)
     if _has_gpu():
@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect tests without the collector: a quarter of the time, for a million objects in use."""
+    """Collect tests without garbage collection, in a quarter of the time."""
     gc.disable()
     try:
         return (yield)
@@ -90,9 +90,9 @@ def pytest_collection() -> Iterator[None]:
 
 
 def _put_slow_files_first(items: list[pytest.Item]) -> None:
-    """Of processes that share the tests file by file none shall wait for another's last file.
+    """Sort files so that parallel pytest processes finish at about the same time.
 
-    Left alone, those with the fewest tests come last, some of which take longest.
+    By default, files with few tests run last, and some of those files take longest.
     """
     num_tests = Counter(item.path for item in items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
@@ -101,28 +101,28 @@ def _put_slow_files_first(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def same_chances() -> None:
-    """What a test draws without a seed of its own is the same every time."""
+    """Seed the random generators before each test."""
     random.seed(0)
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
-        # Where there is none, `manual_seed` keeps for a GPU by whom it was called: a millisecond.
+        # Without a GPU, `torch.manual_seed` records a stack trace, which takes a millisecond.
         seed = torch.manual_seed if _has_gpu() else torch.default_generator.manual_seed
         seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def collected_in_the_end() -> Iterator[None]:
-    """What the fixture below keeps out of the collector's sight is in it again at the end."""
+    """Undo `gc.freeze` at the end of the session."""
     yield
     gc.unfreeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cheap_collections() -> None:
-    """Keep what was there before a file out of the collector's sight: many tests collect.
+    """Freeze all existing objects before each file, because many tests call `gc.collect`.
 
-    Before each file and not once: compilers, servers and what else the files before have imported
-    are a million objects, and each collection of a test would take a third of a second.
+    The modules that earlier files imported are a million objects; without the freeze, each
+    collection in a test would take a third of a second.
     """
     gc.collect()
     gc.freeze()
@@ -130,9 +130,9 @@ def cheap_collections() -> None:
 
 @pytest.fixture(scope="module")
 def warm_children() -> Iterator[None]:
-    """Child processes are forked where they would be spawned, which takes seconds for each.
+    """Fork child processes from a warm Python instead of spawning them, which takes seconds.
 
-    Those that `vmkv serve` spawns are tested in tests/cli/test_serve.py.
+    tests/cli/test_serve.py tests the processes that `vmkv serve` spawns.
     """
     from helpers.warm_python import warm_children
 
@@ -142,7 +142,7 @@ def warm_children() -> Iterator[None]:
 
 @pytest.fixture(params=["host-64KiB", "host-2MiB", pytest.param("cuda", marks=pytest.mark.gpu)])
 def make_backend(request: pytest.FixtureRequest) -> Callable[[], Backend]:
-    """Opens a backend; a test that asks for it runs once for each kind."""
+    """Open a backend; a test with this fixture runs once for each kind of backend."""
     return _MAKE_BACKEND[request.param]
 
 
@@ -166,8 +166,8 @@ def host() -> Iterator[HostBackend]:
     assert BackendUsage() == usage, "the test left something behind"
 
 
-# The package without its front door, which imports torch: a child starts in 0.1 s and proves by
-# the way that `backend` and `memory` need no torch.
+# An empty `vmkv` package instead of `vmkv/__init__.py`, which imports torch: a child starts in
+# 0.1 s, and its imports of `backend` and `memory` fail if they need torch.
 _PRELUDE = """
 import sys, types
 package = types.ModuleType("vmkv")
@@ -178,7 +178,7 @@ sys.modules["vmkv"] = package
 
 @pytest.fixture
 def run_python() -> Callable[[str], subprocess.CompletedProcess[str]]:
-    """Runs a script in a fresh interpreter with vmkv's torch-free part; for what may crash."""
+    """Run a script that may crash in a fresh interpreter with vmkv's torch-free part."""
     path = str(Path(__file__).parents[1] / "vmkv")
 
     def run(script: str) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,7 @@
-"""Every bench runs, and its record becomes a page.
+"""Every bench runs in a small form, and its record becomes a page.
 
-Smoke runs only: nothing here looks at a time or a size, because those are findings and no
-promises. Not covered: the GPU paths, and whether a plot is readable (look at it).
+Smoke runs only: no test checks a time or a size, because those are findings. Not covered: the GPU
+paths, and whether a plot is readable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
-#: What is not among the packages of `dev`: where it is missing, its bench is not run.
+#: Packages outside of the extra `dev`; a bench does not run without its package.
 NEEDS = {"bench_replicas": "ray"}
 BENCHES = [
     path
@@ -34,7 +34,7 @@ def run(script: Path | str, *arguments: object) -> subprocess.CompletedProcess[s
     )
 
 
-#: One after the other in one process: what a small run takes alone is mostly imports.
+#: Runs all benches in one process, since a small run consists mostly of imports.
 _RUN_ALL = """
 import gc, pathlib, runpy, sys
 bench, results, *names = map(pathlib.Path, sys.argv[1:])
@@ -42,7 +42,7 @@ sys.path.insert(0, str(bench))
 for name in names:
     print(f"---- {name}", file=sys.stderr)
     gc.collect()
-    gc.freeze()  # Many collect, and what the ones before have imported need not be looked at.
+    gc.freeze()  # Many benches collect garbage: skip the objects of earlier imports.
     sys.argv = [str(name), "--smoke", "--json", str(results / f"{name.stem}-cpu.json")]
     try:
         runpy.run_path(str(bench / name), run_name="__main__")
@@ -54,7 +54,7 @@ for name in names:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The records of all benches, run small."""
+    """The records of small runs of all benches."""
     folder = tmp_path_factory.mktemp("bench") / "results"
     done = run("-c", _RUN_ALL, BENCH, folder, *(bench.name for bench in BENCHES))
     assert done.returncode == 0, done.stderr
@@ -80,8 +80,9 @@ def harness(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("bench", BENCHES, ids=lambda path: path.stem)
-def test_bench_states_its_case(results: Path, report, bench: Path) -> None:
-    """A record holds what a reader needs: question, prediction, what was measured, and where."""
+def test_a_record_has_question_prediction_environment_and_rows(
+    results: Path, report, bench: Path
+) -> None:
     loaded = {result.stem: result for result in report.load(results)}
     result = loaded[f"{bench.stem}-cpu"]
     assert result.record["question"].endswith("?")
@@ -93,8 +94,8 @@ def test_bench_states_its_case(results: Path, report, bench: Path) -> None:
         assert not any(isinstance(value, dict) for value in row.values())
 
 
-def test_figures_of_older_code_say_so(report, harness) -> None:
-    """A record that no longer shows what the code does says why, beside its figures too."""
+def test_outdated_figures_are_marked(report, harness) -> None:
+    """In the table of figures and on the record's page, with the reason."""
     figures = [
         harness.Figure("a", "one", 2.0, "ms", at_most=3),
         harness.Figure("b", "two", 4.0, "ms"),
@@ -107,8 +108,8 @@ def test_figures_of_older_code_say_so(report, harness) -> None:
         assert ("**Outdated.** Gone." in page) == bool(outdated)
 
 
-def test_report_makes_pages(results: Path, report, tmp_path: Path) -> None:
-    """A page and a plot for each record, the same bytes each time; a check notices changes."""
+def test_report_makes_reproducible_pages(results: Path, report, tmp_path: Path) -> None:
+    """A page and a plot for each record, the same bytes each time; `--check` finds changes."""
     root = tmp_path / "ROOT.md"
     root.write_text(f"before\n{MARKERS}after\n")
     places = [
@@ -146,7 +147,7 @@ def test_report_makes_pages(results: Path, report, tmp_path: Path) -> None:
 
 
 def test_the_summary_takes_its_numbers_from_records(report, harness) -> None:
-    """Results, rivals and links; a figure that no record has is not made up."""
+    """A figure without a record is shown as not measured."""
     figure = harness.Figure("a", "one", 2.0, "ms", rival="vLLM 3 ms")
     record = harness.make_record("Question. Why?", [{"n": 1}], [figure])
     text = "{x-cpu:a} ({x-cpu:a:rival}), {x-cpu:b}"
@@ -164,7 +165,7 @@ def test_all_numbers_of_the_committed_summary_are_measured(report, harness) -> N
     assert "{" not in text
 
 
-#: Bench, figure, and what it is where nothing is a matter of time or of the machine.
+#: Bench, figure, and its value, which depends neither on time nor on the machine.
 EXACT_FIGURES = (
     ("sharing", "prefix_adopt_calls", 0),
     ("sharing", "shared_prefix_ratio", 1),
@@ -177,18 +178,18 @@ EXACT_FIGURES = (
 
 
 @pytest.mark.parametrize(("bench", "name", "expected"), EXACT_FIGURES)
-def test_sharing_is_counted_exactly(
+def test_counted_figures_are_exact(
     results: Path, report, bench: str, name: str, expected: float
 ) -> None:
-    """Calls and bytes are the same on every machine, so the benches' counting can be checked."""
+    """Calls and bytes are the same on every machine."""
     (result,) = (each for each in report.load(results) if each.bench == bench)
     (figure,) = (each for each in result.figures if each["name"] == name)
     assert figure["got"] == pytest.approx(expected)
     assert figure["is_met"] is not False
 
 
-def test_an_idle_engine_is_measured(results: Path, report) -> None:
-    """It had more than the watermark before, all that is kept of it are prefixes, and they hit."""
+def test_the_idle_workload_is_measured(results: Path, report) -> None:
+    """The engine shrinks from its peak to the watermark and keeps prefixes, which are hit again."""
     (result,) = (each for each in report.load(results) if each.bench == "serve")
     (row,) = (each for each in result.rows if each["workload"] == "idle")
     assert row["peak_bytes"] > row["watermark_bytes"] >= row["kept_bytes"] > 0
@@ -199,8 +200,8 @@ def test_an_idle_engine_is_measured(results: Path, report) -> None:
     assert figure["got"] == row["cpu_share"]
 
 
-def test_live_clients_are_measured(results: Path, report) -> None:
-    """Over HTTP and without it every token of every load came, in events, after a first one."""
+def test_the_live_bench_measures_all_servers_and_loads(results: Path, report) -> None:
+    """With and without HTTP, all tokens arrive, and latencies are consistent."""
     (result,) = (each for each in report.load(results) if each.bench == "live")
     places = {(row["load"], row["server"]): row for row in result.rows}
     alone = "vmkv, engine alone"
@@ -218,10 +219,10 @@ def test_live_clients_are_measured(results: Path, report) -> None:
     assert figure["got"] > 0
 
 
-def test_a_part_of_a_bench_replaces_no_result(
+def test_a_run_of_some_workloads_has_its_own_record(
     report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Some workloads alone are a record of another name; a typing error is no empty record."""
+    """An unknown workload is refused."""
     import bench_serve
 
     path = tmp_path / "serve_idle-cpu.json"
@@ -238,7 +239,7 @@ def test_a_part_of_a_bench_replaces_no_result(
 
 
 def test_beam_search_finds_the_same_tokens(results: Path, report) -> None:
-    """What the bench compares is the same search, with a reordering for each new token."""
+    """Both caches find the same tokens and are reordered for each new token."""
     (result,) = (each for each in report.load(results) if each.bench == "beams")
     assert {row["cache"] for row in result.rows} == {"VMKVCache", "DynamicCache"}
     for row in result.rows:
@@ -247,12 +248,12 @@ def test_beam_search_finds_the_same_tokens(results: Path, report) -> None:
 
 
 def test_committed_pages_are_up_to_date(report, capsys: pytest.CaptureFixture[str]) -> None:
-    """bench/README.md, the records' pages and the README's table say what the records say."""
+    """bench/README.md, the records' pages and the README's table agree with the records."""
     assert report.main(["--check"]) == 0, capsys.readouterr().out
 
 
 def test_figure_knows_whether_it_is_met(harness) -> None:
-    """A bound is kept at equality; without a bound there is nothing to keep."""
+    """A bound is met at equality; a figure without a bound is neither met nor missed."""
     assert harness.Figure("a", "a", 2.0, "ms", at_most=2.0).is_met
     assert not harness.Figure("a", "a", 2.1, "ms", at_most=2.0).is_met
     assert harness.Figure("a", "a", 1.08, "×", at_least=1.08).is_met
@@ -260,7 +261,7 @@ def test_figure_knows_whether_it_is_met(harness) -> None:
 
 
 def test_rival_block_tables_are_right(report) -> None:
-    """The rival's slots follow its tables across many block ends, from any lengths."""
+    """The rival's slots follow its block tables across many block ends, from any length."""
     import torch
     from rivals import BlockTables
 

@@ -1,4 +1,4 @@
-"""What documents say can be found: files, links, commands, the tour, and state of the process."""
+"""References in documents are right: files, links, commands, the tour, state of the process."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _FILE = re.compile(r"`([\w/]+\.(?:py|c|md))`")
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
-def test_files_of_the_tour_are_there() -> None:
-    """A newcomer finds every file that the tour leads to, and each is named once."""
+def test_files_of_the_tour_exist() -> None:
+    """Each file is named once."""
     named = _FILE.findall(DESIGN.partition("\n## A tour\n")[2].partition("\n## ")[0])
     assert len(named) > 20
     assert [] == [name for name in named if not (ROOT / "vmkv" / name).is_file()]
     assert [] == sorted({name for name in named if named.count(name) > 1})
 
 
-def test_files_that_are_named_are_there() -> None:
-    """A file is named by its path from the root or from vmkv, or from a package."""
+def test_named_files_exist() -> None:
+    """A file is named by its path from the root, from vmkv, or from a package."""
     packages = [each.parent for each in (ROOT / "vmkv").rglob("__init__.py")]
     folders = [ROOT, ROOT / "vmkv", ROOT / "bench", *packages]
     named = {
@@ -42,7 +42,7 @@ def test_files_that_are_named_are_there() -> None:
 
 
 def _anchors(text: str) -> set[str]:
-    """What headings are called in links."""
+    """The anchors of headings in links."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w-]", "", each.lower().replace(" ", "-")) for each in headings}
 
@@ -50,8 +50,8 @@ def _anchors(text: str) -> set[str]:
 PAGES = [ROOT / "bench/README.md", *sorted((ROOT / "bench/results").glob("*.md"))]
 
 
-def test_links_lead_somewhere() -> None:
-    """A link names a file that is there, and a heading in it."""
+def test_links_have_targets() -> None:
+    """The file exists, and so does the heading."""
     broken = []
     for path in (*DOCUMENTS, *PAGES):
         for name, anchor in _LINK.findall(path.read_text()):
@@ -63,8 +63,8 @@ def test_links_lead_somewhere() -> None:
     assert [] == broken
 
 
-def test_commands_are_as_the_readme_writes_them() -> None:
-    """Its commands, and every option that it or the changelog names."""
+def test_commands_and_options_in_documents_exist() -> None:
+    """Commands in the README, options in the README and in the changelog."""
     (commands,) = (
         each for each in make_parser()._actions if isinstance(each, argparse._SubParsersAction)
     )
@@ -80,8 +80,8 @@ def test_commands_are_as_the_readme_writes_them() -> None:
     assert {"serve", "plan", "doctor"} <= set(shown) <= set(commands.choices)
 
 
-def test_state_of_the_process_is_listed() -> None:
-    """What a module changes of its own, DESIGN.md knows; everything else belongs to an object."""
+def test_modules_with_process_state_are_listed() -> None:
+    """DESIGN.md lists every module whose functions change a variable of the module."""
     note = DESIGN.partition("### Note [State of the process]")[2].partition("\n### ")[0]
     assert set(_FILE.findall(note)) == {
         str(path.relative_to(ROOT / "vmkv")) for path in FILES if _changed(path.read_text())
@@ -100,13 +100,13 @@ def test_state_of_the_process_is_listed() -> None:
         "class C: ...\ndef f(): C.seen = 1",
     ],
 )
-def test_state_of_the_process_is_found(source: str) -> None:
-    """The check above can fail, on the ways to change what a module holds."""
+def test_process_state_is_found(source: str) -> None:
+    """The check above can fail, for every form of change."""
     assert _changed(source)
 
 
-def test_constants_are_no_state() -> None:
-    """What is only read, or filled while the module is loaded, is no state."""
+def test_constants_are_no_process_state() -> None:
+    """Variables that change only while the module is loaded, or not at all."""
     assert not _changed("x = {}\nx[1] = 2\ny = [3]\ndef f(): return x.get(1), y[0]")
     assert not _changed("x = {}\ndef f(x): x.append(1)")
 
@@ -118,7 +118,7 @@ _CHANGES = {
 
 
 def _changed(source: str) -> set[str]:
-    """Names of a module, assigned or defined there, that its functions change."""
+    """Names assigned or defined in a module that its functions change."""
     tree = ast.parse(source)
     own = {
         name.id

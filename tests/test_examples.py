@@ -1,6 +1,6 @@
-"""Every example runs, says what it is to say, closes what it opened; README.md's code runs too.
+"""Every example runs, prints its key lines and closes everything; README.md's code runs too.
 
-Each in a process of its own, as a reader would run it. Not covered here: how long they take.
+Each runs in its own process, as a reader would run it. Not covered: how long they take.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from helpers import warm_python
 
 ROOT = Path(__file__).parents[1]
 
-#: What a reader must see, in this order.
+#: Lines that each example must print, in this order.
 KEY_LINES = {
     "engine.py": [
         "11 began with a prefix that was there, 13200 tokens not computed again",
@@ -88,18 +88,18 @@ DEVICES = ["host", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def start_script(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script to its end, well or not, without network and display."""
+    """Run a script to its end, without network and display."""
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "MPLBACKEND": "Agg",
-        "OMP_NUM_THREADS": "1",  # Two processes' threads on two cores wait for each other.
+        "OMP_NUM_THREADS": "1",  # More threads than cores would wait for each other.
         "PYTHONPATH": str(ROOT),
     }
     return warm_python.run(*arguments, cwd=cwd, env=environment, resource_warnings=True)
 
 
 def run_script(*arguments: str, cwd: Path) -> str:
-    """What a script prints, its spaces squeezed; it ends well and leaves nothing unclosed."""
+    """The output of a script, with single spaces; it must succeed and close everything."""
     done = start_script(*arguments, cwd=cwd)
     assert done.returncode == 0, done.stderr
     assert "ResourceWarning" not in done.stderr, done.stderr
@@ -107,7 +107,7 @@ def run_script(*arguments: str, cwd: Path) -> str:
 
 
 def check_lines(output: str, key_lines: list[str]) -> None:
-    """Each of `key_lines` appears, after the one before."""
+    """Check that all `key_lines` appear in this order."""
     at = 0
     for line in key_lines:
         found = output.find(line, at)
@@ -116,7 +116,7 @@ def check_lines(output: str, key_lines: list[str]) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """The plot is there, of a size to read, and the curves of both caches are in it."""
+    """Check that the plot exists, is large enough, and has the curves of both caches."""
     from matplotlib.image import imread
 
     pixels = imread(path)[..., :3]
@@ -131,8 +131,8 @@ def check_plot(path: Path) -> None:
 # ---- examples -----------------------------------------------------------------------------
 
 
-def test_all_examples_are_run():
-    """A new example comes with its key lines here."""
+def test_all_examples_are_tested():
+    """A new example needs key lines here."""
     names = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert {*KEY_LINES, "your_own_backend.py", "generate.py", "real_model.py"} == names
 
@@ -149,8 +149,8 @@ def test_all_examples_are_run():
         ("os.kill(os.getpid(), 9)", -9, ""),
     ],
 )
-def test_how_a_script_ends_is_seen(end, status, said, tmp_path):
-    """Also what it leaves unclosed, which the interpreter says last of all."""
+def test_start_script_reports_exit_status_and_errors(end, status, said, tmp_path):
+    """Also warnings about unclosed objects, which the interpreter writes last."""
     done = start_script("-c", f"import os, sys\nfrom vmkv import *\n{end}", cwd=tmp_path)
     assert (status, "") == (done.returncode, done.stdout)
     assert said in done.stderr
@@ -160,26 +160,25 @@ def test_how_a_script_ends_is_seen(end, status, said, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", KEY_LINES)
-def test_example_says_what_it_shows(name, device, tmp_path):
-    """It ends well, and its key lines are there."""
+def test_example_prints_its_key_lines(name, device, tmp_path):
     output = run_script(str(ROOT / "examples" / name), "--device", device, cwd=tmp_path)
     check_lines(output, KEY_LINES[name])
 
 
 @pytest.mark.slow
-def test_own_backend_is_judged(tmp_path):
-    """The good backend passes, the bad one is caught, and a cache on the small one gets full."""
+def test_own_backend_example_checks_both_backends(tmp_path):
+    """The good backend passes, the bad one is found, and a cache on the small one gets full."""
     output = run_script(str(ROOT / "examples/your_own_backend.py"), cwd=tmp_path)
     check_lines(output, OWN_BACKEND_LINES)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_example_is_short(path):
-    """One idea each: 60 lines at most, but for the main one."""
+    """60 lines at most, except for the main example."""
     assert len(path.read_text().splitlines()) <= (270 if path.name == "generate.py" else 60)
 
 
-# ---- the main one -------------------------------------------------------------------------
+# ---- the main example ---------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -192,7 +191,7 @@ def test_example_is_short(path):
     ],
 )
 def test_generate_compares_and_plots(device, dtype, tmp_path):
-    """Equal tokens, a table of three caches, and a plot where it says."""
+    """It prints equal tokens and a table of three caches, and saves a plot."""
     output = run_script(
         str(ROOT / "examples/generate.py"),
         *("--device", device, "--dtype", dtype, "--out", "plots"),
@@ -203,7 +202,7 @@ def test_generate_compares_and_plots(device, dtype, tmp_path):
         output,
         [
             "Generating 24 tokens for 2 prompts",
-            # Half precision may differ, and says so; it is equal on most machines.
+            # In half precision tokens may differ, which the output says.
             "The tokens are equal, all 88 of them" if dtype == "float32" else "bfloat16",
             "held at end",
             "DynamicCache",
@@ -221,7 +220,7 @@ def test_generate_compares_and_plots(device, dtype, tmp_path):
 
 
 @pytest.mark.slow
-def test_generate_takes_a_local_model(tmp_path):
+def test_generate_uses_a_local_model(tmp_path):
     """With `--model`, weights and tokenizer come from the folder, and prompts are padded."""
     words = ["<pad>", "</s>", "<unk>", "Once", "A", "cache", "is", "The", "memory", "of", "a"]
     vocabulary = tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, "<unk>")
@@ -249,8 +248,8 @@ def test_generate_takes_a_local_model(tmp_path):
     check_plot(tmp_path / "out" / "generate.png")
 
 
-def test_real_model_that_is_not_there_is_one_line(tmp_path):
-    """On which `make demo` goes on without, and tests are skipped."""
+def test_a_missing_real_model_is_reported_in_one_line(tmp_path):
+    """`make demo` continues without it, and tests are skipped."""
     block = "import real_model; real_model.PACKAGE = 'no_such_package'; real_model.main()"
     done = start_script("-c", block, cwd=ROOT / "examples")
     assert (1, "") == (done.returncode, done.stdout)
@@ -259,7 +258,7 @@ def test_real_model_that_is_not_there_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("bad", ["--width=100", "--new-tokens=1", "--batch=0"])
 def test_generate_refuses_bad_sizes(bad, monkeypatch, capsys):
-    """A size that cannot work ends in one line that says so, not in a traceback."""
+    """With one line instead of a traceback."""
     monkeypatch.setattr(sys, "argv", ["generate.py", bad])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(ROOT / "examples/generate.py"), run_name="__main__")
@@ -270,7 +269,7 @@ def test_generate_refuses_bad_sizes(bad, monkeypatch, capsys):
 
 
 def readme_blocks() -> list[object]:
-    """The README's Python, block by block, without those that say what they need."""
+    """The README's Python blocks, except those that begin with `# needs`."""
     path = ROOT / "README.md"
     text = path.read_text() if path.exists() else ""
     blocks = []
@@ -285,8 +284,7 @@ def readme_blocks() -> list[object]:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", readme_blocks())
 def test_readme_block_runs(block, tmp_path):
-    """What the README shows can be pasted and works."""
     script = tmp_path / "block.py"
     script.write_text(block)
-    done = start_script(str(script), cwd=tmp_path)  # An unclosed cache may warn: it is a README.
+    done = start_script(str(script), cwd=tmp_path)  # Unclosed caches may warn here.
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ PUBLIC = {
     if not name.startswith("_") and not inspect.ismodule(getattr(module, name))
 }
 SOURCES = sorted(path for path in ROOT.rglob("*.py"))
-# "Raises:" of a docstring: lines like "    OutOfPagesError, DriverError: When."
+# "Raises:" section of a docstring, with lines like "    OutOfPagesError, DriverError: When."
 _RAISES = re.compile(r"^[ ]*Raises:\n((?:[ ]+.*\n|\n)*)", re.MULTILINE)
 _NAMES = re.compile(r"^[ ]*((?:[A-Z]\w*(?:Error|Exception))(?:, [A-Z]\w*)*):", re.MULTILINE)
 
@@ -47,7 +47,7 @@ def _public_nodes(path: Path) -> list[tuple[str, Documented]]:
 
 
 def test_public_objects_have_docstrings() -> None:
-    """Each public module, class, function and method says what it does, in a sentence."""
+    """All public modules, classes, functions and methods."""
     undocumented = [
         (str(path.relative_to(ROOT)), name)
         for path in SOURCES
@@ -63,7 +63,7 @@ def _is_overload(node: Documented) -> bool:
 
 
 def test_documented_errors_exist() -> None:
-    """What a `Raises:` section names is a class of vmkv.errors or Python's own."""
+    """Each name in a `Raises:` section is a class of vmkv.errors or Python's own."""
     documented = [
         (str(path.relative_to(ROOT)), name, error)
         for path in SOURCES
@@ -77,8 +77,8 @@ def test_documented_errors_exist() -> None:
     assert [] == [each for each in documented if each[-1] not in known]
 
 
-def test_exported_names_are_the_projects_own() -> None:
-    """Nothing slips out by an import of the front door."""
+def test_only_the_projects_own_names_are_exported() -> None:
+    """Names that `vmkv/__init__.py` imports from other packages are private."""
     foreign = [
         name
         for name, value in PUBLIC.items()
@@ -87,11 +87,8 @@ def test_exported_names_are_the_projects_own() -> None:
     assert [] == foreign
 
 
-def test_every_error_is_exported() -> None:
-    """Whoever catches should not need to know in which file a class lives.
-
-    But for the two of single drivers: one catches `DriverError`.
-    """
+def test_every_error_is_exported_except_those_of_single_drivers() -> None:
+    """Users catch `DriverError` instead of those."""
     errors = {
         name
         for name, value in vars(vmkv.errors).items()
@@ -111,7 +108,7 @@ def test_every_error_is_exported() -> None:
         (vmkv.DriverError, RuntimeError),
     ],
 )
-def test_errors_are_what_generic_code_expects(error: type, bases: type) -> None:
+def test_errors_are_subclasses_of_builtin_errors(error: type, bases: type) -> None:
     """`except MemoryError` catches exhaustion, `except ValueError` a wrong argument."""
     assert issubclass(error, bases)
     assert issubclass(error, vmkv.VMKVError)

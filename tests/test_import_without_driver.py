@@ -1,6 +1,6 @@
-"""Everything imports on a machine with no GPU, no driver, and no optional package.
+"""Everything imports on a machine without a GPU, a driver, and optional packages.
 
-Run in a child, so that what other tests have imported does not help.
+Tests import in a child process, which has no modules of other tests.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from vmkv import ConfigError
 from vmkv.core.backend.cuda import CudaBackend
 
 ROOT = Path(__file__).parents[1] / "vmkv"
-# What runs in Ray's processes imports Ray; nothing else imports that.
+# Modules that run in Ray's processes import Ray; no other module imports them.
 _NEEDS_RAY = re.compile(r"^(import|from) ray\b", re.MULTILINE)
 MODULES = sorted(
     ".".join(("vmkv", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
     for path in ROOT.rglob("*.py")
     if path.name != "__main__.py" and not _NEEDS_RAY.search(path.read_text())
 )
-# Modules named after an optional kernel library need it; everything else must do without.
+# Imports modules with absent packages set to None.
 _SCRIPT = """
 import importlib, sys, warnings
 warnings.simplefilter("error", ResourceWarning)
@@ -50,21 +50,21 @@ def _import_all(names: list[str], absent: list[str]) -> subprocess.CompletedProc
 
 @pytest.mark.slow
 def test_every_module_imports_without_optional_packages() -> None:
-    """flash-attn, cuda-python and Ray are asked for when used, not when imported."""
+    """flash-attn, cuda-python and Ray are imported at their first use."""
     absent = ["flash_attn", "flash_attn_interface", "cuda", "cuda.bindings", "ray"]
     child = _import_all(MODULES, absent)
     assert 0 == child.returncode, child.stderr
 
 
 @pytest.mark.slow
-def test_front_door_imports_no_transformers() -> None:
-    """`import vmkv` costs torch, not transformers; only vmkv.hf needs that."""
+def test_import_vmkv_does_not_need_transformers() -> None:
+    """Only vmkv.hf needs it."""
     child = _import_all(["vmkv", "vmkv.testing"], ["transformers"])
     assert 0 == child.returncode, child.stderr
 
 
 def test_cuda_backend_without_driver_is_a_config_error() -> None:
-    """It says what is missing, and what runs anywhere."""
+    """The error proposes the host backend."""
     if torch.cuda.device_count():
         pytest.skip("this machine has a GPU")
     with pytest.raises(ConfigError, match='use backend="host"'):
@@ -74,7 +74,7 @@ def test_cuda_backend_without_driver_is_a_config_error() -> None:
 def test_cuda_backend_without_its_package_is_a_config_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """cuda-python missing is said with the command that installs it."""
+    """The error has the command that installs cuda-python."""
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(ConfigError, match="pip install cuda-python"):
         CudaBackend()

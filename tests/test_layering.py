@@ -1,11 +1,11 @@
-"""Imports point left only, and everything up to `memory` is free of torch.
+"""Imports point left only, and all layers up to `memory` are free of torch.
 
     errors, units, interrupts <- core (_native <- backend <- memory <- cache) <- viz <- attention
         <- step <- hf <- options <- serve <- cli
 
 An import inside a function counts like any other, and across packages so does one under
-TYPE_CHECKING. No module imports itself by way of others; within one package, imports under
-TYPE_CHECKING do not count for that.
+TYPE_CHECKING. No modules import each other in a circle; within one package, imports under
+TYPE_CHECKING do not count for circles.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LAYERS = [
 TORCH_FREE = {*LAYERS[: LAYERS.index("cache")], "testing"}
 FILES = sorted(ROOT.rglob("*.py"))
 
-# What `testing` may use: the layers that need no torch.
+# Layers that `testing` may import: those without torch.
 TESTING_MAY_IMPORT = {"testing", "errors", "units", "_native", "backend", "memory"}
-# Third parties, and the layers that may know them.
+# Third parties, and the layers that may import them.
 HOMES_OF = {
     "transformers": {"step", "hf", "serve", "cli"},
     "cuda": {"backend", "attention", "testing"},
@@ -65,7 +65,7 @@ def layer_of_name(parts: Sequence[str]) -> str:
 
 
 def violations(path: Path, root: Path = ROOT) -> list[str]:
-    """What a file imports and should not."""
+    """Names that a file imports against the rules."""
     layer = layer_of(path, root)
     found = []
     for name in imports(path, root):
@@ -83,7 +83,7 @@ def violations(path: Path, root: Path = ROOT) -> list[str]:
         elif top == "torch":
             is_allowed = layer not in TORCH_FREE
         else:
-            # A command may ask what is installed.
+            # `__main__` may look for installed packages.
             is_allowed = layer in HOMES_OF.get(top, {layer}) | {"__main__"}
         if not is_allowed:
             found.append(name)
@@ -91,12 +91,11 @@ def violations(path: Path, root: Path = ROOT) -> list[str]:
 
 
 def test_imports_point_left() -> None:
-    """No file imports from its right, nor the test kit, nor a third party outside its home."""
+    """No file imports from its right, the test kit, or a third party outside its layers."""
     assert [] == [(module_of(path), name) for path in FILES for name in violations(path)]
 
 
-def test_every_package_has_a_place_in_the_order() -> None:
-    """A new package decides where it stands."""
+def test_every_package_is_in_the_order_of_layers() -> None:
     packages = {layer_of(path) for path in FILES}
     assert packages <= {*LAYERS, "__init__", "__main__", "testing"}
 
@@ -120,8 +119,8 @@ def test_every_package_has_a_place_in_the_order() -> None:
         ("testing/faults.py", "import torch", ["torch"]),
     ],
 )
-def test_violations_are_found(tmp_path: Path, file: str, text: str, found: list[str]) -> None:
-    """The check above can fail, on every way to write an import."""
+def test_wrong_imports_are_found(tmp_path: Path, file: str, text: str, found: list[str]) -> None:
+    """The check above can fail, for every form of import."""
     path = tmp_path / "vmkv" / file
     path.parent.mkdir(parents=True)
     path.write_text(text)
@@ -135,7 +134,7 @@ def module_of(path: Path, root: Path = ROOT) -> str:
 
 
 def circles(root: Path = ROOT) -> list[set[str]]:
-    """Modules that import each other, directly or by way of others: one set for each knot."""
+    """Sets of modules that import each other, directly or indirectly."""
     paths = {module_of(path, root): path for path in sorted(root.rglob("*.py"))}
 
     def home(name: str) -> str:
@@ -156,7 +155,7 @@ def circles(root: Path = ROOT) -> list[set[str]]:
 
 
 def knots(imported: dict[str, set[str]]) -> list[set[str]]:
-    """Of modules, and what each imports of them: those that import each other."""
+    """Sets of modules that import each other, given the imports of each module."""
     reached: dict[str, set[str]] = {}
     for module in imported:
         reached[module], waiting = set[str](), [module]
@@ -171,13 +170,11 @@ def knots(imported: dict[str, set[str]]) -> list[set[str]]:
     return [set(knot) for knot in sorted(found, key=sorted) if knot]
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    """Whoever reads one module need not have read all of them."""
+def test_modules_have_no_circular_imports() -> None:
     assert [] == circles()
 
 
-def test_no_bench_imports_itself_by_way_of_others() -> None:
-    """Nor need a page's reader have read the plots."""
+def test_benches_have_no_circular_imports() -> None:
     paths = {path.stem: path for path in (ROOT.parent / "bench").glob("*.py")}
     assert [] == knots(
         {
@@ -197,7 +194,7 @@ def test_no_bench_imports_itself_by_way_of_others() -> None:
     ],
 )
 def test_circles_are_found(tmp_path: Path, way_back: str) -> None:
-    """The check above can fail, on every way to write an import."""
+    """The check above can fail, for every form of import."""
     package = tmp_path / "vmkv" / "core" / "memory"
     package.mkdir(parents=True)
     texts = {
@@ -228,7 +225,7 @@ def test_circles_are_found(tmp_path: Path, way_back: str) -> None:
 def test_types_make_a_circle_only_across_packages(
     tmp_path: Path, file: str, text: str, is_circle: bool
 ) -> None:
-    """A line of imports is none either, nor a package that names what its modules define."""
+    """Imports under TYPE_CHECKING count across packages only."""
     texts = {
         "core/memory/__init__.py": "from .pool import Pool",
         "core/memory/pool.py": "from .extent import Extent\nfrom ..cache import row_space",
@@ -246,7 +243,7 @@ def test_types_make_a_circle_only_across_packages(
 def test_memory_runs_without_torch(
     run_python: Callable[[str], subprocess.CompletedProcess[str]],
 ) -> None:
-    """Not only does nothing import it: a pool works where torch cannot be imported."""
+    """A pool works in a process where torch cannot be imported."""
     child = run_python(
         "sys.modules['torch'] = None\n"
         "from vmkv.core.backend import open_backend\n"

@@ -1,7 +1,7 @@
-"""Taste, made mechanical: words, sizes, citations, habits that hide failures.
+"""Rules for sources: words, sizes, citations, exception handlers, output.
 
-What ruff checks already (line length but for long strings, imports, docstrings) is not repeated,
-except columns, which count characters here and include comments and C.
+Rules of ruff are not repeated, except for columns: here they count characters, also in comments and
+in C.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SOURCES = sorted(
 FILE_LINES_MAX = 700
 FUNCTION_LINES_MAX = 80
 COLUMNS_MAX = 100
-# Words that mean two things, or nothing, and what to say instead.
+# Ambiguous or empty words, and what to use instead.
 FORBIDDEN = {
     r"page_size": "page_bytes or page_tokens: units are in names",
     r"cache_size": "max_tokens or budget_bytes",
@@ -38,12 +38,12 @@ def _name(path: Path) -> str:
 
 
 def _flat(text: str) -> str:
-    """Text whose comments and docstrings are one line, so that a citation may be wrapped."""
+    """Join the lines of comments and docstrings, since a citation may be wrapped."""
     return re.sub(r"\s*\n\s*(?:#:?|\*|//)?\s*", " ", text)
 
 
 def _in_text(text: str) -> Iterator[str]:
-    """Say what is wrong with the lines of a source file, in any language."""
+    """Yield what is wrong with the lines of a source file in any language."""
     lines = text.splitlines()
     for at, line in enumerate(lines, 1):
         if len(line) > COLUMNS_MAX:
@@ -56,13 +56,13 @@ def _in_text(text: str) -> Iterator[str]:
 
 
 def _in_code(text: str) -> Iterator[str]:
-    """Say what is wrong with the functions, calls and handlers of a Python file."""
+    """Yield what is wrong with the functions, calls and handlers of a Python file."""
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES_MAX:
                 yield f"{node.lineno}: {node.name} is longer than a screen"
-            # A destructor runs at any moment, on any thread: it warns and does nothing else.
+            # A destructor runs at any time on any thread, so it may only warn.
             called = {
                 ast.unparse(each.func) for each in ast.walk(node) if isinstance(each, ast.Call)
             }
@@ -78,7 +78,7 @@ def _in_code(text: str) -> Iterator[str]:
 
 
 def _talk(text: str) -> Iterator[str]:
-    """Say where a file prints, exits or stops in a debugger."""
+    """Yield calls that print, exit or start a debugger."""
     for node in ast.walk(ast.parse(text)):
         name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
         if name in ("print", "exit", "quit", "breakpoint"):
@@ -86,14 +86,13 @@ def _talk(text: str) -> Iterator[str]:
 
 
 def test_sources_are_tidy() -> None:
-    """Lines, words, files and functions, handlers and destructors are as agreed."""
     found = [(_name(path), each) for path in SOURCES for each in _in_text(path.read_text())]
     found += [(_name(path), each) for path in PYTHON for each in _in_code(path.read_text())]
     assert [] == found
 
 
 def test_library_does_not_print_or_exit() -> None:
-    """Only `python -m` modules talk to a terminal."""
+    """Only `__main__.py` files do."""
     modules = [path for path in PYTHON if path.name != "__main__.py"]
     assert [] == [(_name(path), each) for path in modules for each in _talk(path.read_text())]
 
@@ -128,31 +127,29 @@ def test_untidy_sources_are_found(check: Callable[[str], Iterator[str]], source:
     ],
 )
 def test_tidy_sources_pass(source: str) -> None:
-    """A handler that raises or gives a reason is none of them."""
+    """For example handlers that raise or have a reason."""
     assert [] == [*_in_text(source), *_in_code(source), *_talk(source)]
 
 
 def test_notes_that_are_cited_exist() -> None:
-    """`Note [Title]` in code is a line of DESIGN.md."""
+    """`Note [Title]` in code refers to a note in DESIGN.md."""
     cited = {
         (title, _name(path)) for path in SOURCES for title in _NOTE.findall(_flat(path.read_text()))
     }
-    assert cited, "nobody cites a note any more: delete this test"
+    assert cited, "no note is cited: delete this test"
     design = ROOT / "DESIGN.md"
     assert design.exists(), f"DESIGN.md is to hold the notes {sorted(title for title, _ in cited)}"
     written = set(_NOTE.findall(design.read_text()))
     assert [] == sorted(f"{title} ({file})" for title, file in cited if title not in written)
 
 
-def test_versions_of_transformers_are_asked_in_one_file() -> None:
-    """Every `if transformers version` lives in hf/compat.py."""
+def test_versions_of_transformers_are_compared_in_one_file() -> None:
     pattern = re.compile(r"transformers\.__version__|version\([\"']transformers[\"']\)")
     asking = [_name(path) for path in PYTHON if pattern.search(path.read_text())]
     assert set(asking) <= {"vmkv/hf/compat.py", "vmkv/__main__.py"}
 
 
 def test_notes_are_cited() -> None:
-    """A note of DESIGN.md is cited by the code that it explains."""
     written = re.findall(r"^### Note \[(.*)\]$", (ROOT / "DESIGN.md").read_text(), re.MULTILINE)
     cited = {title for path in SOURCES for title in _NOTE.findall(_flat(path.read_text()))}
     assert len(written) > 10

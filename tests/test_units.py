@@ -1,4 +1,4 @@
-"""Sizes, rounding, and errors that cross a process boundary."""
+"""Units, rounding, and errors that cross a process boundary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vmkv.units import GiB, KiB, MiB, TiB, align_up, div_ceil, format_bytes, is_
 
 @given(st.integers(0, 1 << 50), st.integers(1, 1 << 30))
 def test_align_up_is_the_least_multiple_not_below(value: int, alignment: int) -> None:
-    """And `div_ceil` counts them."""
+    """`div_ceil` gives the factor of the multiple."""
     aligned = align_up(value, alignment)
     assert 0 == aligned % alignment
     assert value <= aligned < value + alignment
@@ -23,7 +23,7 @@ def test_align_up_is_the_least_multiple_not_below(value: int, alignment: int) ->
 
 @given(st.integers(-10, 1 << 40))
 def test_power_of_two_has_one_bit(value: int) -> None:
-    """Zero and negative numbers have none."""
+    """Zero and negative numbers are no powers of two."""
     assert (value > 0 and bin(value).count("1") == 1) == is_power_of_two(value)
 
 
@@ -39,8 +39,7 @@ def test_power_of_two_has_one_bit(value: int) -> None:
         (64 * TiB, "64 TiB"),
     ],
 )
-def test_format_bytes_is_for_people(num_bytes: int, text: str) -> None:
-    """The largest unit that is not above."""
+def test_format_bytes_uses_the_largest_unit_not_above(num_bytes: int, text: str) -> None:
     assert text == format_bytes(num_bytes)
 
 
@@ -62,11 +61,10 @@ _DRIVER_ERROR.num_done = 3
     ids=lambda error: type(error).__name__,
 )
 def test_errors_pickle_with_their_attributes(error: errors.VMKVError) -> None:
-    """They survive the way from a worker process to its parent."""
+    """As on the way from a worker process to its parent."""
     copy = pickle.loads(pickle.dumps(error))
     assert (type(error), str(error), vars(error)) == (type(copy), str(copy), vars(copy))
 
 
 def test_driver_error_names_call_and_status() -> None:
-    """What to look up in the driver's manual."""
     assert "mem_map failed with EINVAL (22): why" == str(_DRIVER_ERROR)

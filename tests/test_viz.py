@@ -1,6 +1,6 @@
-"""The page map says what the page tables say, and its drawings show it.
+"""The page map agrees with the page tables, and its text and picture show it.
 
-Not covered: whether a picture is beautiful (look at it).
+Not covered: whether a picture is beautiful.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from vmkv.units import KiB, MiB
 from vmkv.viz import RowMap, draw, page_map
 
 PAGE_BYTES = 4 * KiB
-PAGE_TOKENS = 4  # Of the two layers below, which share a group.
-ALWAYS_ALIAS = CostModel(map_us=0, unmap_us=0)  # Pages this small would be copied.
+PAGE_TOKENS = 4  # Of two layers in one group, as below.
+ALWAYS_ALIAS = CostModel(map_us=0, unmap_us=0)  # The default would copy pages of this size.
 BLUE, GREY, DARK_GREY = (0x00, 0x72, 0xB2), (0xC8, 0xC8, 0xC8), (0x8A, 0x8A, 0x8A)
 
 
 @pytest.fixture
 def cache() -> Iterator[KVCache]:
-    """Two layers in one group; a page holds four tokens."""
+    """A cache of two layers in one group; a page holds four tokens."""
     with KVCache(
         HostBackend(PAGE_BYTES),
         max_tokens=2048,
@@ -43,7 +43,7 @@ def cache() -> Iterator[KVCache]:
 
 
 def only_rows(cache: KVCache) -> dict[int, RowMap]:
-    """The rows of a cache with one group."""
+    """The rows of a cache with one group, by number."""
     (group,) = page_map(cache).groups
     return {row.row: row for row in group.rows}
 
@@ -51,8 +51,8 @@ def only_rows(cache: KVCache) -> dict[int, RowMap]:
 # ---- data ---------------------------------------------------------------------------------
 
 
-def test_nothing_is_mapped_in_the_beginning(cache: KVCache) -> None:
-    """Neither before a layer is added nor before a sequence is opened."""
+def test_a_new_cache_has_no_mapped_rows(cache: KVCache) -> None:
+    """With and without layers."""
     with KVCache(HostBackend(PAGE_BYTES), max_tokens=8, max_sequences=1) as empty:
         assert page_map(empty).groups == ()
         assert str(page_map(empty)) == "no layers yet"
@@ -63,8 +63,8 @@ def test_nothing_is_mapped_in_the_beginning(cache: KVCache) -> None:
     assert page_map(cache).mapped_bytes == 0
 
 
-def test_fork_maps_the_same_extents_read_only(cache: KVCache) -> None:
-    """One number in both rows; the tail is each one's own."""
+def test_a_fork_maps_the_shared_extent_read_only(cache: KVCache) -> None:
+    """The shared extent has the same number in both rows; each row has its own tail."""
     source = cache.open()
     source.append(8 * PAGE_TOKENS + 1)
     fork = source.fork()
@@ -80,7 +80,7 @@ def test_fork_maps_the_same_extents_read_only(cache: KVCache) -> None:
 
 
 def test_bytes_agree_with_the_stats(cache: KVCache) -> None:
-    """What the map adds up is what `stats()` says, with forks, parked rows and swapped ones."""
+    """Sums of the map equal `stats()`, with forked, parked and swapped rows."""
     source = cache.open()
     source.append(37 * PAGE_TOKENS)
     fork = source.fork()
@@ -96,8 +96,7 @@ def test_bytes_agree_with_the_stats(cache: KVCache) -> None:
             fork.swap_out()
 
 
-def test_parked_row_says_what_it_is_known_to_hold(cache: KVCache) -> None:
-    """Recorded tokens stay, those of nobody in particular do not."""
+def test_a_parked_row_has_its_recorded_tokens_only(cache: KVCache) -> None:
     sequence = cache.open()
     sequence.append(6 * PAGE_TOKENS)
     sequence.record(range(5 * PAGE_TOKENS))
@@ -110,7 +109,7 @@ def test_parked_row_says_what_it_is_known_to_hold(cache: KVCache) -> None:
 
 
 def test_swapped_row_lies_in_host_memory(cache: KVCache) -> None:
-    """Its own pages are in host memory, without access, where they were; the shared stay."""
+    """Its own extents are in host memory without access; shared extents stay."""
     source = cache.open()
     source.append(8 * PAGE_TOKENS)
     fork = source.fork()
@@ -131,7 +130,7 @@ def test_swapped_row_lies_in_host_memory(cache: KVCache) -> None:
 
 
 def test_spilled_extents_are_mapped_from_host_memory(cache: KVCache) -> None:
-    """Unlike swapped ones they keep their access, and the row stays live."""
+    """They keep their access, and the row stays live."""
     sequence = cache.open()
     for _ in range(12 * PAGE_TOKENS):
         sequence.append(1)
@@ -147,7 +146,7 @@ def test_spilled_extents_are_mapped_from_host_memory(cache: KVCache) -> None:
 
 
 def test_map_is_a_snapshot(cache: KVCache) -> None:
-    """It does not follow the cache, and outlives it."""
+    """It does not change with the cache, and is usable after `close`."""
     sequence = cache.open()
     sequence.append(3 * PAGE_TOKENS)
     shown = page_map(cache)
@@ -163,7 +162,7 @@ def test_map_is_a_snapshot(cache: KVCache) -> None:
 # ---- text ---------------------------------------------------------------------------------
 
 
-def test_text_shows_who_maps_what(cache: KVCache) -> None:
+def test_text_shows_the_state_of_each_page(cache: KVCache) -> None:
     """Letters for shared extents, and a symbol for each other kind of page."""
     source = cache.open()
     source.append(10 * PAGE_TOKENS + 1)
@@ -190,7 +189,7 @@ def test_text_shows_who_maps_what(cache: KVCache) -> None:
 
 
 def test_long_rows_are_drawn_in_coarser_cells(cache: KVCache) -> None:
-    """No line is wider than a terminal, and the text says what a cell is."""
+    """No line is wider than a terminal; a note gives the size of a cell."""
     sequence = cache.open()
     sequence.append(200 * PAGE_TOKENS)
     title, note, row, *_ = str(page_map(cache)).splitlines()
@@ -201,7 +200,7 @@ def test_long_rows_are_drawn_in_coarser_cells(cache: KVCache) -> None:
 
 
 def test_groups_that_look_alike_are_drawn_once() -> None:
-    """One layer a group: four layers, one drawing. A window's groups look different."""
+    """With one layer per group; groups with a window look different."""
     with KVCache(
         HostBackend(PAGE_BYTES), max_tokens=512, max_sequences=2, cost_model=ALWAYS_ALIAS
     ) as cache:
@@ -218,26 +217,26 @@ def test_groups_that_look_alike_are_drawn_once() -> None:
         "layers 3-4, 2 groups alike: pages of 4 KiB, 8 tokens each",
     ]
     assert text.count("row   0") == 2
-    assert "tokens  ......." in text, "what a window has let go of is not mapped"
+    assert "tokens  ......." in text, "tokens that left a window are not mapped"
 
 
 # ---- picture ------------------------------------------------------------------------------
 
 
 def _pixels(path: Path) -> np.ndarray:
-    from matplotlib.image import imread  # Loading it takes half a second of every collection.
+    from matplotlib.image import imread  # Imported late: the import takes half a second.
 
     return imread(path)[..., :3]
 
 
 def count(path: Path, colour: tuple[int, int, int]) -> int:
-    """Count the pixels of a colour."""
+    """Number of pixels of a colour."""
     pixels = _pixels(path)
     return int((np.abs(pixels - np.array(colour) / 255).sum(axis=-1) < 0.02).sum())
 
 
 def test_picture_shows_shared_extents_in_one_colour(cache: KVCache, tmp_path: Path) -> None:
-    """No colour before the fork, an area of it in each row after, grey for what is own."""
+    """Before the fork there is only grey; after it both rows have an area of one colour."""
     path = tmp_path / "map.png"
     source = cache.open()
     source.append(8 * PAGE_TOKENS)
@@ -257,8 +256,8 @@ def test_picture_shows_shared_extents_in_one_colour(cache: KVCache, tmp_path: Pa
     assert len(gaps) == 1, "two rows of blue boxes, with white between them"
 
 
-def test_picture_tells_parked_and_swapped_rows(cache: KVCache, tmp_path: Path) -> None:
-    """Hatching takes away from the plain grey; host memory is darker."""
+def test_picture_shows_parked_and_swapped_rows(cache: KVCache, tmp_path: Path) -> None:
+    """Parked rows are hatched, host memory is darker."""
     path = tmp_path / "map.png"
     sequence, other = cache.open(), cache.open()
     sequence.append(8 * PAGE_TOKENS)
@@ -275,8 +274,8 @@ def test_picture_tells_parked_and_swapped_rows(cache: KVCache, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
-def test_picture_of_nothing_can_be_drawn(ending: str, tmp_path: Path) -> None:
-    """A cache without layers is no error, in any kind of file."""
+def test_a_cache_without_layers_can_be_drawn(ending: str, tmp_path: Path) -> None:
+    """In every file format."""
     path = tmp_path / f"map.{ending}"
     with KVCache(HostBackend(PAGE_BYTES), max_tokens=8, max_sequences=1) as cache:
         draw(cache, path)
@@ -285,7 +284,7 @@ def test_picture_of_nothing_can_be_drawn(ending: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["map", "map.xyz"])
 def test_unknown_kinds_of_file_are_refused(name: str, cache: KVCache, tmp_path: Path) -> None:
-    """The message says what there is."""
+    """The error lists the formats."""
     with pytest.raises(ConfigError, match="png"):
         draw(cache, tmp_path / name)
     assert list(tmp_path.iterdir()) == []
@@ -294,7 +293,7 @@ def test_unknown_kinds_of_file_are_refused(name: str, cache: KVCache, tmp_path: 
 def test_without_matplotlib_the_message_names_the_extra(
     cache: KVCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text needs nothing; the picture says what to install."""
+    """The text needs no matplotlib."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "mapped" in str(page_map(cache))
     with pytest.raises(ConfigError, match=r"vmkv\[bench\]"):
@@ -303,6 +302,5 @@ def test_without_matplotlib_the_message_names_the_extra(
 
 @pytest.mark.slow
 def test_importing_viz_does_not_import_matplotlib() -> None:
-    """It is optional, and slow to import."""
     script = "import sys, vmkv.viz; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=120).returncode == 0

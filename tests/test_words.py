@@ -1,6 +1,6 @@
-"""One word for one thing: names that were replaced do not come back.
+"""Names that were replaced do not come back in the code: one word for one thing.
 
-DESIGN.md has the words in use. Docstrings and comments are English, and free.
+DESIGN.md has the words in use. Docstrings and comments are not checked.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "vmkv").rglob("*.py"))
-#: Words that no name in the code may hold, in the singular or the plural.
+#: Words that may be in no name in the code, in the singular or the plural.
 RETIRED = {
     *("arena", "door", "going_on", "hand", "iteration", "job", "let_go", "lets_go"),
     *("ptr", "remap", "said", "segment", "slot", "tier"),
 }
-#: Where a word is a name all the same.
+#: Folders where a retired word is allowed.
 HOMES = {"slot": ("vmkv/serve/", "vmkv/step/")}
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 
 
 def _defined(source: str) -> Iterator[tuple[str, int]]:
-    """Names that a file gives: to functions, classes, arguments, variables and attributes."""
+    """Yield the names that a file defines: functions, classes, arguments, variables, attributes."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node.lineno
@@ -38,7 +38,7 @@ def _defined(source: str) -> Iterator[tuple[str, int]]:
 
 
 def _offences(source: str, file: str) -> list[str]:
-    """List the names in a file that hold a retired word."""
+    """List the names in a file with a retired word."""
     forbidden = [word for word in RETIRED if not file.startswith(HOMES.get(word, "\0"))]
     pattern = re.compile(rf"_(?:{'|'.join(forbidden)})s?_")
     return [
@@ -49,8 +49,7 @@ def _offences(source: str, file: str) -> list[str]:
     ]
 
 
-def test_retired_words_are_no_names() -> None:
-    """Retired words are no names in the code, nor parts of names."""
+def test_names_have_no_retired_words() -> None:
     files = [(path.read_text(), str(path.relative_to(ROOT))) for path in FILES]
     assert [] == [each for text, file in files for each in _offences(text, file)]
 
@@ -70,7 +69,7 @@ def test_retired_words_are_no_names() -> None:
     ],
 )
 def test_retired_words_are_found(source: str) -> None:
-    """The check above can fail, on every way to give a name."""
+    """The check above can fail, for every form of definition."""
     assert len(_offences(source, "vmkv/hf/new.py")) == 1
 
 
@@ -83,6 +82,6 @@ def test_retired_words_are_found(source: str) -> None:
         ("slot = tensor.said(job=1)", "vmkv/serve/new.py"),
     ],
 )
-def test_other_words_are_free(source: str, file: str) -> None:
-    """English, longer words, what libraries call theirs, and a word where it is at home."""
+def test_other_words_are_allowed(source: str, file: str) -> None:
+    """In text, in longer words, in names of libraries, and in the folders of a word."""
     assert [] == _offences(source, file)

@@ -1,12 +1,11 @@
-"""Every backend against float64 attention, by flash-attention's own rule.
+"""Every backend against float64 attention, by FlashAttention's own rule.
 
 A backend may be at most twice as far from the float64 result as plain attention in the inputs'
 dtype is (plus a hair, for cases where the latter happens to be exact). No tolerance is chosen by
 hand. Memory past each sequence's margin is NaN (see dense_rows.py), so an over-read is an error
-of infinite size; whether it also stays inside mapped memory is test_overread.py's question.
+of infinite size; test_overread.py tests that it stays inside mapped memory.
 
-CPU backends always run; `-m gpu` runs every CUDA backend that says it can serve the case, and
-requires that `flash2` or `torch` serves each half-precision case they claim to.
+CPU backends always run; `-m gpu` runs every CUDA backend that says it can serve the case.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from vmkv.attention import AttentionBatch, AttentionSpec, Call, append, flash3, 
 NUM_ROWS = 7
 ROW_TOKENS = 600
 
-# rows are shuffled and not all used; lengths sit on both sides of the kernels' tile edges
+# Rows are shuffled and not all used; lengths are on both sides of the kernels' tile edges.
 BATCHES = {
     "decode": ([5, 0, 3, 6], [1, 127, 129, 400], [1, 1, 1, 1]),
     "prefill": ([2, 6, 0], [1, 64, 257], [1, 64, 257]),
@@ -41,7 +40,7 @@ DEVICES = [("cpu", name) for name in CPU] + [
 
 @dataclass(frozen=True)
 class Case:
-    """One layer's worth of options; the defaults are Llama-like."""
+    """Options of one layer; the defaults are like Llama's."""
 
     heads: int = 8
     kv_heads: int = 2
@@ -54,7 +53,7 @@ class Case:
     left_pad: bool = False
 
     def spec(self, device: str) -> AttentionSpec:
-        """What a model would ask `select` for."""
+        """The specification of the case, for `select`."""
         return AttentionSpec(
             device,
             self.dtype,
@@ -70,10 +69,10 @@ class Case:
 
 
 def run(case: Case, shape: str, device: str, name: str) -> None:
-    """Compare backend `name` with float64, or skip what it says it cannot serve."""
+    """Compare backend `name` with float64, or skip a case that it cannot serve."""
     skip_unless_served(name, case.spec(device))
     rows, num_tokens, queries = BATCHES[shape]
-    # Padding of every kind: none, some, all but one.
+    # Left padding: none, some, all but one token.
     pads = [(0, n // 3, n - 1)[i % 3] for i, n in enumerate(num_tokens)] if case.left_pad else None
     batch = AttentionBatch.build(
         rows,
@@ -119,7 +118,7 @@ def run(case: Case, shape: str, device: str, name: str) -> None:
 
 
 def assert_close(out, query, dense, batch, options) -> None:
-    """The error rule; also used where the keys were appended by the kernel."""
+    """Assert the error rule of the module's docstring."""
     exact = ReferenceBackend(torch.float64).attend(
         Call(query.double(), dense.keys.double(), dense.values.double(), batch, **options)
     )
@@ -188,7 +187,7 @@ def test_options(device, name, options, shape):
 
 
 PADDED = {
-    # rows, tokens, queries; as `mixed_graphs.py` makes them
+    # Rows, tokens, queries, as in captured steps.
     "decode": ([5, 0, 3, 3], [300, 1, 0, 0], [1, 1, 1, 1]),
     "tiles": ([2, 2, 6, 0, 0, 0], [128, 200, 70, 0, 0, 0], [128, 72, 33, 0, 90, 0]),
     "all padding": ([0, 0, 0], [0, 0, 0], [50, 0, 0]),
@@ -200,8 +199,8 @@ PADDED = {
 @pytest.mark.parametrize(
     "options", [{}, {"window": 48}, {"softcap": 5.0}, {"sinks": True, "dim": 128}], ids=str
 )
-def test_padding_sees_nothing_and_disturbs_nobody(device, name, options, shape):
-    """Queries without keys yield zeros; sequences without queries cost nothing."""
+def test_padding_of_captured_steps_does_not_change_other_outputs(device, name, options, shape):
+    """Queries without keys yield zeros; sequences without queries are ignored."""
     case = Case(**options)
     skip_unless_served(name, case.spec(device))
     rows, num_tokens, queries = PADDED[shape]
@@ -243,7 +242,7 @@ def test_padding_sees_nothing_and_disturbs_nobody(device, name, options, shape):
 
 @pytest.mark.parametrize(("device", "name"), DEVICES)
 def test_sinks_of_any_float_dtype(device, name):
-    """Models keep sinks in their own dtype; kernels without sinks take them from the lse."""
+    """Sinks in bfloat16 and in float32 give the same output."""
     if why_not(name, Case(sinks=True).spec(device)) is not None:
         pytest.skip(f"{name} cannot run here")
     batch = AttentionBatch.build([1], [9], [9], row_tokens=ROW_TOKENS, device=device)
@@ -258,8 +257,8 @@ def test_sinks_of_any_float_dtype(device, name):
     assert torch.equal(wide, narrow)
 
 
-def test_no_sequence_changes_another():
-    """A sequence's output does not depend on what else is in the batch (CPU: to the bit)."""
+def test_outputs_do_not_depend_on_the_other_sequences_of_a_batch():
+    """On the CPU to the bit."""
     generator = torch.Generator().manual_seed(0)
     rows, num_tokens, queries = BATCHES["mixed"]
     dense = DenseRows(NUM_ROWS, ROW_TOKENS, 2, 64)

@@ -1,6 +1,6 @@
 """The fused append writes every new token to its place and nothing else.
 
-The poisoned buffer is compared bit by bit, so a stray write anywhere in it shows.
+Tests compare the poisoned buffer bit by bit, so a stray write anywhere in it shows.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BATCHES = {
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """NaN compares unequal to itself; its bits do not."""
+    """The bytes of a tensor, since NaN compares unequal to itself."""
     return tensor.contiguous().view(torch.uint8).cpu()
 
 
 def fp8_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of numbers in eight bits; NaN has no sign, which conversions set as they like."""
+    """Bytes of an FP8 tensor, with the sign of NaN removed: conversions set it as they like."""
     found = bits(tensor)
     return torch.where((found & 0x7F) == 0x7F, 0x7F, found)
 
@@ -41,7 +41,6 @@ def fp8_bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", BATCHES)
 @pytest.mark.parametrize(("heads", "k_dim", "v_dim"), [(8, 128, 128), (1, 64, 64), (3, 40, 24)])
 def test_append_writes_exactly_the_new_tokens(device, dtype, shape, heads, k_dim, v_dim):
-    """After an append the buffer differs from before in the new tokens' places only."""
     rows, num_tokens, queries = BATCHES[shape]
     batch = AttentionBatch.build(
         rows, num_tokens, queries, row_tokens=ROW_TOKENS, num_rows=6, device=device
@@ -62,8 +61,8 @@ def test_append_writes_exactly_the_new_tokens(device, dtype, shape, heads, k_dim
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_append_writes_no_padding(device):
-    """Sequences without queries, and queries before position 0, which have no place in a row."""
+def test_append_skips_padding(device):
+    """Padding: sequences without queries, and queries before position 0."""
     batch = AttentionBatch(
         row_indices=torch.tensor([3, 1, 1, 0, 1], dtype=torch.int32, device=device),
         num_tokens=torch.tensor([5, 0, 9, 0, 2], dtype=torch.int32, device=device),
@@ -84,7 +83,7 @@ def test_append_writes_no_padding(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_append_takes_strided_input(device):
-    """Slices of a fused projection, and head-major tensors, need no copy by the caller."""
+    """The input may be slices of a fused projection or head-major tensors."""
     heads, dim, total = 2, 16, 5
     fused = torch.randn(total, 3 * heads * dim, device=device)
     key = fused[:, heads * dim : 2 * heads * dim].unflatten(1, (heads, dim))
@@ -105,8 +104,8 @@ def test_append_takes_strided_input(device):
         (torch.zeros(2, 2, 8), torch.zeros(2, 2, 4)),
     ],
 )
-def test_append_refuses_what_does_not_fit(key, value):
-    """Shapes and dtypes are compared before anything is written."""
+def test_append_refuses_mismatched_shapes_and_dtypes(key, value):
+    """Before it writes anything."""
     dense = DenseRows(2, ROW_TOKENS, 2, 8)
     batch = AttentionBatch.build([0, 1], [1, 1], [1, 1], row_tokens=ROW_TOKENS)
     before = bits(dense.buffer)
@@ -120,8 +119,8 @@ def test_append_refuses_what_does_not_fit(key, value):
 @pytest.mark.parametrize("shape", BATCHES)
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize(("heads", "k_dim", "v_dim"), [(8, 128, 128), (1, 64, 64), (3, 40, 23)])
-def test_append_stores_eight_bits(device, dtype, shape, is_scaled, heads, k_dim, v_dim):
-    """Each number is divided by its head's scale, rounded, kept from overflowing: to the bit."""
+def test_append_encodes_in_fp8(device, dtype, shape, is_scaled, heads, k_dim, v_dim):
+    """Each number is divided by its head's scale, rounded and clamped, to the bit."""
     if device == "cuda" and (reason := why_not_fp8(torch.device(device, 0), dtype)):
         pytest.skip(reason)
     rows, num_tokens, queries = BATCHES[shape]
@@ -156,7 +155,7 @@ def test_append_stores_eight_bits(device, dtype, shape, is_scaled, heads, k_dim,
     ("dtype", "num_heads"), [(torch.float32, 2), (FP8, 3)], ids=["type", "heads"]
 )
 def test_append_refuses_scales_that_do_not_fit(dtype, num_heads):
-    """Of rows that are not in eight bits, or have other heads."""
+    """Scales for rows that are not FP8, or for another number of heads."""
     scales = Scales.of(LayerScales((1.0,) * num_heads, (1.0,) * num_heads), torch.device("cpu"))
     dense = DenseRows(2, ROW_TOKENS, 2, 8, dtype=dtype)
     batch = AttentionBatch.build([0, 1], [1, 1], [1, 1], row_tokens=ROW_TOKENS)
@@ -169,7 +168,7 @@ def test_append_refuses_scales_that_do_not_fit(dtype, num_heads):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_queries_are_encoded_as_keys_are(dtype):
-    """By the same kernel, whatever their strides; all 65,536 numbers of the type."""
+    """By the same kernel, for any strides, and for all 65,536 numbers of the dtype."""
     if reason := why_not_fp8(torch.device("cuda", 0), dtype):
         pytest.skip(reason)
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)

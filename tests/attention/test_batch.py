@@ -1,4 +1,4 @@
-"""AttentionBatch: what it computes for kernels, and what it refuses before a kernel could fault."""
+"""AttentionBatch: the vectors that it computes, and the inputs that it refuses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ROW_TOKENS = 32
 
 
 def build(rows=(4, 0, 2), num_tokens=(10, 32, 1), query_tokens=(3, 32, 1), **options):
-    """A valid ragged batch, to be spoilt one argument at a time."""
+    """Build a valid ragged batch; `options` and arguments make it invalid."""
     options = {"row_tokens": ROW_TOKENS, "num_rows": 5} | options
     return AttentionBatch.build(list(rows), list(num_tokens), list(query_tokens), **options)
 
 
 def test_vectors_are_int32_and_contiguous():
-    """Kernels take int32 vectors without gaps; the bounds are host integers."""
+    """The device vectors are contiguous int32; the maxima are host integers."""
     batch = build(left_pad=[2, 0, 0])
     for vector in (batch.row_indices, batch.num_tokens, batch.query_starts, batch.left_pad):
         assert vector.dtype == torch.int32
@@ -34,8 +34,8 @@ def test_vectors_are_int32_and_contiguous():
     assert (batch.max_query_tokens, batch.max_num_tokens, batch.batch_size) == (32, 32, 3)
 
 
-def test_no_padding_means_no_vector():
-    """A left_pad of zeros is none at all, so kernels keep their faster path."""
+def test_left_pad_of_zeros_is_none():
+    """Kernels then keep their faster path."""
     assert build(left_pad=[0, 0, 0]).left_pad is None
 
 
@@ -51,15 +51,14 @@ def test_derived_vectors():
 
 
 def test_spans_are_the_same_from_host_and_device():
-    """What build() knows and what the vectors say agree."""
+    """`build` knows the spans; otherwise they are read from the vectors."""
     batch = build(left_pad=[2, 0, 0])
     fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     assert AttentionBatch(**fields).spans == batch.spans
     assert batch.spans[0] == (4, 0, 3, 10, 2)
 
 
-def test_uniform_is_decided_without_the_device():
-    """A batch is uniform exactly when no sequence falls short of the maximum."""
+def test_a_batch_is_uniform_if_all_sequences_have_the_same_number_of_queries():
     decode = build(query_tokens=[1, 1, 1])
     assert decode.is_uniform(3)
     assert not build().is_uniform(36)
@@ -89,21 +88,21 @@ def test_uniform_is_decided_without_the_device():
     ids=str,
 )
 def test_bad_input_is_refused(spoilt):
-    """Every way of describing memory that is not there is a ConfigError."""
+    """Each input describes memory that does not exist."""
     with pytest.raises(ConfigError):
         build(**spoilt)
 
 
 @pytest.mark.parametrize("wrong", [1.0, True, "1", None])
 def test_wrong_types_are_type_errors(wrong):
-    """A length is an int, and nothing that merely compares like one."""
+    """A length is an int; bool and float are refused."""
     with pytest.raises(TypeError):
         build(query_tokens=[3, 32, wrong])
 
 
 @given(st.data())
 def test_any_valid_batch_stays_inside_its_rows(data):
-    """No position and no visible key lies outside the row it belongs to."""
+    """Every position and every visible key lies in its own row."""
     size = data.draw(st.integers(1, 6))
     rows = data.draw(st.permutations(range(8)))[:size]
     num_tokens = [data.draw(st.integers(1, ROW_TOKENS)) for _ in rows]
@@ -134,20 +133,18 @@ def test_any_valid_batch_stays_inside_its_rows(data):
     ids=str,
 )
 def test_bad_specs_are_refused(spoilt):
-    """A layer that contradicts itself has no backend to look for."""
     good = {"num_query_heads": 8, "num_kv_heads": 4, "k_dim": 64, "v_dim": 64}
     with pytest.raises(ConfigError):
         AttentionSpec("cpu", torch.float32, **(good | spoilt))
 
 
 def call(**spoilt):
-    """A valid call, spoilt by keyword."""
+    """Make a call that is valid but for `spoilt`."""
     rows = torch.zeros(5, ROW_TOKENS, 2, 8)
     dataclasses.replace(Call(torch.zeros(36, 4, 8), rows, rows, build(), 1.0), **spoilt)
 
 
 def test_a_good_call_passes():
-    """The call that the next test spoils."""
     call()
 
 
@@ -170,7 +167,7 @@ def test_a_good_call_passes():
     ],
     ids=lambda spoilt: next(iter(spoilt)),
 )
-def test_calls_that_do_not_fit_are_refused(spoilt):
-    """Shapes and strides that a kernel would misread never reach one."""
+def test_calls_with_wrong_shapes_or_strides_are_refused(spoilt):
+    """A kernel would misread them."""
     with pytest.raises(ConfigError):
         call(**spoilt)

@@ -1,4 +1,4 @@
-"""One query of each sequence over rows in eight bits: the kernel that is our own."""
+"""Our own kernel for decode steps over FP8 rows: one query of each sequence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def call_of(
     is_scaled: bool = False,
     **options: float,
 ) -> Call:
-    """A decode step of seven sequences; what lies behind their ends is NaN."""
+    """A decode step of seven sequences; memory behind their ends is NaN."""
     rows = [4, 0, 8, 2, 7, 5, 1]
     batch = AttentionBatch.build(
         rows, LENGTHS, [1] * len(rows), row_tokens=ROW_TOKENS, num_rows=NUM_ROWS, device=device
@@ -62,7 +62,7 @@ def call_of(
 
 
 def exactly(call: Call) -> torch.Tensor:
-    """The same in float64, over the numbers that are stored."""
+    """Attention in float64 over the stored numbers."""
     scales = call.scales
     keys = decode(call.keys, scales and scales.keys, torch.float64)
     values = decode(call.values, scales and scales.values, torch.float64)
@@ -75,7 +75,7 @@ def exactly(call: Call) -> torch.Tensor:
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 20.0}], ids=str)
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize(("dim", "heads", "group"), [(64, 1, 1), (64, 2, 7), (128, 8, 4)])
-def test_it_attends_to_what_is_stored(
+def test_decode_is_as_exact_as_its_output_dtype(
     monkeypatch: pytest.MonkeyPatch,
     dim: int,
     heads: int,
@@ -84,7 +84,7 @@ def test_it_attends_to_what_is_stored(
     options: dict[str, float],
     parts: int | None,
 ) -> None:
-    """Nothing behind the ends of rows; queries are not rounded; the same from every launch."""
+    """Queries are not rounded to FP8, memory behind rows is unused, and launches are repeatable."""
     call = call_of(dim, heads, group, is_scaled=is_scaled, **options)
     if parts is not None:
         monkeypatch.setattr(decode_fp8, "_num_parts", lambda *_: parts)
@@ -101,10 +101,9 @@ def test_it_attends_to_what_is_stored(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["flash3", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_backends_leave_such_steps_to_it(
+def test_backends_use_this_kernel_for_decode_steps(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
-    """Whatever they do with prompts."""
     call = call_of(128, 2, 4, dtype=dtype)
     if name == "flash3":
         backend = get(name)
@@ -122,7 +121,7 @@ def test_backends_leave_such_steps_to_it(
 
 @pytest.mark.gpu
 def test_sequences_without_keys_get_zeros_and_sinks_their_share() -> None:
-    """As padding of a captured step has none, and as some models want."""
+    """Padding of a captured step has no keys."""
     call = call_of(128, 2, 4)
     call.batch.num_tokens[2] = 0
     out, _ = decode_fp8.decode(call)
@@ -138,8 +137,8 @@ def test_sequences_without_keys_get_zeros_and_sinks_their_share() -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_step_finds_its_counts_at_zero() -> None:
-    """A graph is replayed with other lengths, and many times."""
+def test_a_captured_decode_can_be_replayed() -> None:
+    """Several times and with other lengths: each launch leaves the kernel's counters at zero."""
     call = call_of(128, 2, 4)
     lengths = call.batch.num_tokens.clone()
     stream = torch.cuda.Stream()
@@ -168,8 +167,8 @@ def test_a_captured_step_finds_its_counts_at_zero() -> None:
     ],
     ids=["nine queries a head", "two queries of one", "float32"],
 )
-def test_what_it_does_not_take(change: dict) -> None:
-    """Then the backend's own kernel does."""
+def test_unsupported_calls_are_not_taken(change: dict) -> None:
+    """The backend's own kernel serves them."""
     call = call_of(128, 2, 4, device="cpu")
     assert decode_fp8.takes(call)
     assert not decode_fp8.takes(replace(call, **change))
@@ -179,8 +178,8 @@ def test_what_it_does_not_take(change: dict) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_on_the_cpu_rows_are_decoded(dtype: torch.dtype) -> None:
-    """Whose type and shape the kernel would take, on a GPU."""
+def test_on_the_cpu_sdpa_decodes_the_rows(dtype: torch.dtype) -> None:
+    """The dtype and shape are supported, but the kernel needs a GPU."""
     call = call_of(64, 2, 4, dtype=dtype, device="cpu")
     assert decode_fp8.takes(call)
     assert not decode_fp8.serves(call)
@@ -189,14 +188,14 @@ def test_on_the_cpu_rows_are_decoded(dtype: torch.dtype) -> None:
 
 
 def _again(batch: AttentionBatch) -> AttentionBatch:
-    """The same vectors, and nothing worked out yet."""
+    """A batch of the same vectors without derived values."""
     return AttentionBatch(
         batch.row_indices, batch.num_tokens, batch.query_starts, 1, ROW_TOKENS, ROW_TOKENS
     )
 
 
 def _built(batch: AttentionBatch) -> AttentionBatch:
-    """With the lengths that the vectors have now."""
+    """A batch built from the current values of the vectors."""
     rows, lengths = batch.row_indices.tolist(), batch.num_tokens.tolist()
     return AttentionBatch.build(
         rows, lengths, [1] * len(rows), row_tokens=ROW_TOKENS, num_rows=NUM_ROWS, device="cuda"

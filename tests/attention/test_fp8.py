@@ -1,4 +1,4 @@
-"""Rows in eight bits: who reads them, what comes out, and who says that he cannot."""
+"""FP8 rows: backends that read them, their results, and refusals of the others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GPU = AttentionSpec("cuda", torch.bfloat16, 8, 2, 128, 128, kv_dtype=FP8)
 def rows(
     shape: str, dim: int, device: str, *, margin: int, is_scaled: bool
 ) -> tuple[AttentionBatch, DenseRows, Scales | None]:
-    """Random tokens in eight bits, NaN behind them, and large numbers in the margin."""
+    """Random FP8 tokens, with large numbers in the margin and NaN behind it."""
     where, num_tokens, queries = BATCHES[shape]
     batch = AttentionBatch.build(
         where, num_tokens, queries, row_tokens=ROW_TOKENS, num_rows=NUM_ROWS, device=device
@@ -60,7 +60,7 @@ def rows(
 def exactly(
     query: torch.Tensor, dense: DenseRows, batch: AttentionBatch, scales: Scales | None, **call: int
 ) -> torch.Tensor:
-    """Attention in float64 over the numbers that are stored."""
+    """Attention in float64 over the stored numbers."""
     keys = decode(dense.keys, scales and scales.keys, torch.float64)
     values = decode(dense.values, scales and scales.values, torch.float64)
     return ReferenceBackend(torch.float64).attend(Call(query.double(), keys, values, batch, **call))
@@ -70,8 +70,10 @@ def exactly(
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize("name", ["sdpa", "reference"])
 @pytest.mark.parametrize("options", [{}, {"window": 48}, {"softcap": 5.0}], ids=str)
-def test_decoded_rows(name: str, shape: str, is_scaled: bool, options: dict[str, float]) -> None:
-    """As if what is stored had been stored in the query's type."""
+def test_backends_without_an_fp8_kernel_decode_the_rows(
+    name: str, shape: str, is_scaled: bool, options: dict[str, float]
+) -> None:
+    """The result is that of rows with the same numbers in the query's dtype."""
     batch, dense, scales = rows(shape, 64, "cpu", margin=0, is_scaled=is_scaled)
     generator = torch.Generator().manual_seed(1)
     query = random_query(batch, HEADS, 64, dtype=torch.float32, device="cpu", generator=generator)
@@ -84,7 +86,7 @@ def test_decoded_rows(name: str, shape: str, is_scaled: bool, options: dict[str,
 def _in_eight_bits(
     query: torch.Tensor, dense: DenseRows, batch: AttentionBatch, scales: Scales | None
 ) -> torch.Tensor:
-    """Attention whose queries and weights are rounded to eight bits as well; causal, scale 1/8."""
+    """Attention whose queries and weights are also rounded to FP8; causal, scale 1/8."""
     keys = decode(dense.keys, scales and scales.keys, torch.float64)
     values = decode(dense.values, scales and scales.values, torch.float64)
     out = query.new_empty(query.shape, dtype=torch.float64)
@@ -108,8 +110,10 @@ def _in_eight_bits(
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_flash3_reads_in_place(shape: str, is_scaled: bool, dim: int, dtype: torch.dtype) -> None:
-    """It rounds queries and weights, and is as far off as that explains; see the other backends."""
+def test_flash3_reads_fp8_rows_in_place(
+    shape: str, is_scaled: bool, dim: int, dtype: torch.dtype
+) -> None:
+    """Its error is explained by the rounding of queries and weights to FP8."""
     spec = AttentionSpec("cuda", dtype, HEADS, KV_HEADS, dim, dim, kv_dtype=FP8)
     skip_unless_served("flash3", spec)
     margin = get("flash3").overread_tokens(spec)
@@ -124,15 +128,15 @@ def test_flash3_reads_in_place(shape: str, is_scaled: bool, dim: int, dtype: tor
 
 
 @pytest.mark.gpu
-def test_flash3_loses_nothing_over_long_rows() -> None:
-    """Sums of 128k positive numbers, which narrow ones cut off more and more of."""
+def test_flash3_keeps_its_precision_over_long_rows() -> None:
+    """Sums of 128k positive numbers lose precision in narrow accumulators."""
     skip_unless_served("flash3", GPU)
     num_tokens = 131_072
     row_tokens = num_tokens + get("flash3").overread_tokens(GPU)
     keys = torch.zeros(1, row_tokens, 8, 128, device="cuda").to(FP8)
     generator = torch.Generator("cuda").manual_seed(0)
     values = torch.rand(keys.shape, generator=generator, device="cuda").to(FP8)
-    # So many queries that the keys are not split.
+    # Enough queries that the keys are not split.
     batch = AttentionBatch.build([0], [num_tokens], [640], row_tokens=row_tokens, device="cuda")
     query = torch.zeros(640, 32, 128, dtype=torch.bfloat16, device="cuda")
     out = get("flash3").attend(Call(query, keys, values, batch, 1.0))[-1].float()
@@ -140,8 +144,8 @@ def test_flash3_loses_nothing_over_long_rows() -> None:
     assert ((out - mean).abs() / mean).max().item() <= 2.0**-7
 
 
-def test_cpu_decodes_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Half the memory is what there is to gain."""
+def test_cpu_warns_once_that_it_decodes_fp8_rows(caplog: pytest.LogCaptureFixture) -> None:
+    """On the CPU, FP8 saves memory but no time."""
     registry._say_that_it_decodes.cache_clear()
     spec = AttentionSpec("cpu", torch.float32, 8, 2, 64, 64, kv_dtype=FP8)
     with caplog.at_level(logging.WARNING):
@@ -153,15 +157,14 @@ def test_cpu_decodes_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["flash2", "torch"])
-def test_kernels_that_read_none_are_not_chosen(name: str) -> None:
+def test_kernels_without_fp8_are_not_selected(name: str) -> None:
     """Not even by name."""
     assert "reads no keys and values" in str(why_not(name, GPU))
     with pytest.raises(ConfigError, match="would serve it"):
         select(GPU, name)
 
 
-def test_rows_are_of_the_queries_type_or_in_eight_bits() -> None:
-    """There is one way to say the former, and no third."""
+def test_rows_have_the_dtype_of_the_queries_or_fp8() -> None:
     plain = AttentionSpec("cpu", torch.float32, 8, 2, 64, 64)
     assert plain == AttentionSpec("cpu", torch.float32, 8, 2, 64, 64, kv_dtype=torch.float32)
     assert "kv_dtype=torch.float8_e4m3fn" in str(GPU)
@@ -174,8 +177,8 @@ def test_rows_are_of_the_queries_type_or_in_eight_bits() -> None:
 
 
 @pytest.mark.parametrize("num_heads", [1, 3])
-def test_scales_of_other_heads_are_refused(num_heads: int) -> None:
-    """And scales of what is not in eight bits."""
+def test_scales_that_do_not_fit_the_rows_are_refused(num_heads: int) -> None:
+    """For another number of heads, or for rows that are not FP8."""
     batch, dense, _ = rows("decode", 64, "cpu", margin=0, is_scaled=False)
     query = torch.zeros(4, HEADS, 64)
     scales = Scales.of(LayerScales((1.0,) * num_heads, (1.0,) * num_heads), torch.device("cpu"))
@@ -186,8 +189,8 @@ def test_scales_of_other_heads_are_refused(num_heads: int) -> None:
         Call(query, keys, values, batch, 1.0, scales=scales)
 
 
-def test_tiles_in_eight_bits_are_others() -> None:
-    """A head size has a tile of its own in each, and beyond 256 there is none."""
+def test_fp8_tiles_have_their_own_sizes() -> None:
+    """The over-read depends on head size and dtype; head sizes above 256 have no FP8 tile."""
 
     def overread(dim: int, kv_dtype: torch.dtype | None = None) -> int:
         spec = AttentionSpec("cuda", torch.bfloat16, 8, 2, dim, dim, kv_dtype=kv_dtype)
@@ -199,8 +202,10 @@ def test_tiles_in_eight_bits_are_others() -> None:
         overread(288, FP8)
 
 
-def test_narrow_sums_are_for_short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package alone serves rows up to 8,192 tokens, and says why not more."""
+def test_the_flash3_package_serves_fp8_rows_up_to_8192_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It sums in narrow accumulators; the refusal of longer rows names `max_tokens`."""
     package = types.ModuleType("flash_attn_interface")
     package.flash_attn_with_kvcache = lambda *_, **__: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)

@@ -1,6 +1,6 @@
-"""FlashAttention from the Hugging Face Hub: found, called by its names, and missed in words.
+"""FlashAttention from the Hugging Face Hub: found, called, and reported if missing.
 
-The repositories are local ones, which `kernels` takes in the place of the Hub's.
+The repositories are local folders, which `kernels` uses in place of the Hub's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BATCHES = {
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    """What was found is kept for the process; these tests look anew."""
+    """Clear the process-wide caches of loaded kernels before and after each test."""
     cached = (
         hub.load,
         flash2._load,
@@ -46,9 +46,9 @@ def _forget() -> Iterator[None]:
 
 @pytest.fixture
 def repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both, in this machine's own folder, for the CPU."""
+    """Both repositories in a local folder, built for the CPU."""
     pytest.importorskip("kernels")
-    monkeypatch.setattr(torch.version, "cuda", None)  # The build to look for.
+    monkeypatch.setattr(torch.version, "cuda", None)  # Selects the CPU build.
     places = []
     for repository, version in ((flash2.HUB_KERNEL, 4), flash3.HUB_KERNEL):
         name = repository.split("/")[1]
@@ -73,7 +73,7 @@ def repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=BATCHES)
 def call(request: pytest.FixtureRequest) -> Call:
-    """What a step asks of a layer."""
+    """The attention call of a layer in a step."""
     rows, num_tokens, queries = BATCHES[request.param]
     batch = AttentionBatch.build(
         rows, num_tokens, queries, row_tokens=ROW_TOKENS, num_rows=6, device="cpu"
@@ -86,21 +86,21 @@ def call(request: pytest.FixtureRequest) -> Call:
 
 
 def check(call: Call, out: torch.Tensor) -> None:
-    """As the reference has it."""
+    """Compare with the reference."""
     expected = ReferenceBackend().attend(call)
     assert torch.allclose(expected.float(), out.float(), atol=2e-2)
 
 
 @pytest.mark.usefixtures("repositories")
 def test_flash2_of_the_hub_reads_rows(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the package is not installed; both of its kernels."""
+    """Both of its kernels, if the package is not installed."""
     monkeypatch.setattr(flash2, "_package", lambda: "it is not installed")
     check(call, flash2.Flash2Backend().attend(call))
 
 
 @pytest.mark.usefixtures("repositories")
 def test_flash3_of_the_hub_reads_rows(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing else has it."""
+    """If neither the package nor the library is installed."""
     for source in ("package_kernel", "library_kernel"):
         monkeypatch.setattr(flash3, source, lambda: "it is not installed")
     monkeypatch.setattr(flash3, "_num_processors", lambda device: 10**9)
@@ -109,7 +109,7 @@ def test_flash3_of_the_hub_reads_rows(call: Call, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("repositories")
 def test_flash3_of_the_hub_reads_packed_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beginnings, which have no row to read yet."""
+    """First chunks attend to their new keys only, not to a row."""
     for source in ("package", "library_kernel"):
         monkeypatch.setattr(flash3, source, lambda: "it is not installed")
     monkeypatch.setattr(registry, "why_not", lambda name, spec: None)
@@ -128,16 +128,18 @@ def test_flash3_of_the_hub_reads_packed_prompts(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("repositories")
-def test_flash3_of_the_hub_is_for_short_rows_in_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the package's kernel, which sums up in one level."""
+def test_flash3_of_the_hub_serves_short_fp8_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the package's kernel, which sums in narrow accumulators."""
     for source in ("package_kernel", "library_kernel"):
         monkeypatch.setattr(flash3, source, lambda: "it is not installed")
     assert callable(flash3._load_for_fp8(flash3.NARROW_SUMS_MAX_TOKENS))
     assert "loses precision" in flash3._load_for_fp8(flash3.NARROW_SUMS_MAX_TOKENS + 1)
 
 
-def test_what_the_hub_cannot_give_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In one line each, and asked for once."""
+def test_a_missing_hub_kernel_is_reported_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The Hub is asked only once."""
     pytest.importorskip("kernels")
     monkeypatch.setenv("LOCAL_KERNELS", f"{flash3.HUB_KERNEL[0]}={tmp_path}")
     reason = hub.load(*flash3.HUB_KERNEL)
@@ -147,8 +149,7 @@ def test_what_the_hub_cannot_give_is_said(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert hub.load(*flash3.HUB_KERNEL) is reason
 
 
-def test_without_the_package_there_is_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As most machines are."""
+def test_without_the_package_kernels_the_hub_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kernels", None)
     assert "package kernels, for a/b, cannot be imported" in str(hub.load("a/b", 1))
     assert "package kernels" in str(flash3._load()) or callable(flash3._load())

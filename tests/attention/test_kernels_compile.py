@@ -1,4 +1,4 @@
-"""Our kernels compile for every kind of GPU they are for. No GPU is needed for that."""
+"""Our kernels compile for every supported GPU architecture. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ KERNELS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler() -> None:
-    """CUDA's, which pip has."""
+    """Skip the file without NVRTC, CUDA's compiler, which pip installs."""
     try:
         assembled('extern "C" __global__ void nothing() {}', "nothing", "sm_80")
     except (ImportError, RuntimeError) as error:
         pytest.skip(f"no NVRTC: {error}")
 
 
-#: Architectures differ by instructions that a source has or has not: one of each is enough.
+#: For the other architectures one kernel of each source file is enough.
 FIRST_OF_A_SOURCE = {
     (module, name, its[0]): what for what, (module, name, its) in reversed(KERNELS.items())
 }
@@ -79,9 +79,9 @@ FIRST_OF_A_SOURCE = {
     ],
 )
 def test_kernels_compile(what: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the options they are launched with."""
+    """With the options of their launch."""
     if "eight bits" in what and architecture == "sm_80":
-        pytest.skip("that GPU makes no eight bits")
+        pytest.skip("sm_80 has no FP8 conversions")
     binaries: list[bytes] = []
 
     def compiled(source: str, name: str, device_index: int, *options: str) -> Kernel:
@@ -96,7 +96,6 @@ def test_kernels_compile(what: str, architecture: str, monkeypatch: pytest.Monke
     assert binaries[0].startswith(b"\x7fELF")
 
 
-def test_what_a_compiler_says_is_in_the_error() -> None:
-    """A kernel that is wrong is ours to mend."""
+def test_compiler_messages_are_in_the_error() -> None:
     with pytest.raises(ConfigError, match='identifier "nowhere" is undefined'):
         assembled('extern "C" __global__ void bad() { nowhere(); }', "bad", "sm_90")

@@ -1,4 +1,4 @@
-"""What flash3 works out once for all layers of a step is what it would have worked out for each."""
+"""Flash3's plan, computed once for all layers of a step, gives the outputs of a plan per layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows(request: pytest.FixtureRequest) -> list[torch.Tensor]:
     spec = AttentionSpec("cuda", torch.bfloat16, HEADS, KV_HEADS, DIM, DIM, kv_dtype=request.param)
     skip_unless_served("flash3", spec)
     if flash3._planner() is None:
-        pytest.skip("this release plans nothing")
+        pytest.skip("this release has no planner")
     margin = get("flash3").overread_tokens(spec)
     generator = torch.Generator("cuda").manual_seed(3)
     shape = (NUM_ROWS, ROW_TOKENS + margin, KV_HEADS, DIM)
@@ -41,7 +41,7 @@ def rows(request: pytest.FixtureRequest) -> list[torch.Tensor]:
 def layers(
     query: torch.Tensor, rows: list[torch.Tensor], batch: Callable[[], AttentionBatch], window: int
 ) -> list[torch.Tensor]:
-    """What three layers attend to."""
+    """Attention outputs of three layers."""
     return [
         get("flash3").attend(
             Call(query, rows[layer], rows[layer + 3], batch(), 0.1, window=window or None)
@@ -53,7 +53,7 @@ def layers(
 @pytest.mark.parametrize("window", [0, 128])
 @pytest.mark.parametrize("step", STEPS)
 def test_layers_share_a_plan(rows: list[torch.Tensor], step: str, window: int) -> None:
-    """Bit for bit what each gets by itself."""
+    """The outputs are bit for bit those of a separate launch plan for each layer."""
     lengths, queries = STEPS[step]
 
     def batch() -> AttentionBatch:
@@ -76,7 +76,7 @@ def test_layers_share_a_plan(rows: list[torch.Tensor], step: str, window: int) -
 
 
 def test_a_graph_plans_anew(rows: list[torch.Tensor]) -> None:
-    """Lengths change between replays, and with them how sequences are spread."""
+    """Lengths change between replays, and with them the distribution of work."""
     vectors = [torch.zeros(8, dtype=torch.int32, device="cuda") for _ in range(2)]
     places, lengths = vectors
     starts = torch.arange(9, dtype=torch.int32, device="cuda")

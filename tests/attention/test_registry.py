@@ -1,7 +1,7 @@
-"""Selection: by capability in order, by name on demand, with errors that say what would serve.
+"""Selection of attention backends: in order of preference, by name, and errors with alternatives.
 
-The order among CUDA backends needs a device; only its shape is tested here. What each kernel
-computes is in test_against_reference.py.
+The order among CUDA backends needs a device; only its form is tested here.
+test_against_reference.py tests what each kernel computes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ GPU = AttentionSpec("cuda", torch.bfloat16, 8, 2, 128, 128)
 
 
 def test_cpu_takes_sdpa():
-    """On CPU the first backend of the order that can run is SDPA."""
     assert select(CPU).name == "sdpa"
 
 
-def test_every_backend_speaks_the_protocol():
-    """All built-in backends import without their packages and answer the host-side questions."""
+def test_every_backend_implements_the_protocol():
+    """Built-in backends import without their packages and answer the host-side questions."""
     for name in backend_names():
         backend = get(name)
         assert isinstance(backend, AttentionBackend)
@@ -44,40 +43,36 @@ def test_every_backend_speaks_the_protocol():
         assert backend.overread_tokens(replace(GPU, k_dim=64)) >= 0
 
 
-def test_only_flash3_overreads():
-    """The kernels that predicate their fetches declare 0."""
+def test_only_flash3_declares_an_overread():
     margins = {name: get(name).overread_tokens(GPU) for name in backend_names()}
     assert {name for name, margin in margins.items() if margin} == {"flash3"}
     assert margins["flash3"] == 176
 
 
 def test_order_names_known_backends():
-    """The order is a selection of the names, ending with the one that serves everything."""
+    """The order ends with `sdpa`, which serves everything."""
     assert set(registry.ORDER) <= set(backend_names())
     assert registry.ORDER[-1] == "sdpa"
 
 
 @pytest.mark.parametrize("name", ["flash2", "flash3", "torch"])
-def test_a_cuda_kernel_on_cpu_is_refused_and_the_server_named(name):
-    """The error says why, and which backend would do."""
+def test_a_cuda_kernel_on_cpu_is_refused_with_an_alternative(name):
     with pytest.raises(ConfigError, match=r"CUDA, not on cpu; 'sdpa' would serve it"):
         select(CPU, name)
 
 
-def test_unknown_names_list_the_known_ones():
-    """A typo is answered with the choice there is."""
+def test_an_unknown_name_is_refused_with_the_known_names():
     with pytest.raises(ConfigError, match="flash2"):
         select(CPU, "flash5")
 
 
-def test_nothing_serves_integers():
-    """When no backend can, every reason is in the message."""
+def test_an_integer_dtype_is_refused_with_the_reason_of_each_backend():
     with pytest.raises(ConfigError, match=r"'sdpa': torch\.int8 is not floating"):
         select(AttentionSpec("cpu", torch.int8, 8, 2, 64, 64))
 
 
 def test_own_backends_can_be_registered_and_named(monkeypatch):
-    """A registered backend is found by name, made once, and never shadows another."""
+    """A registered backend is made once and cannot replace another."""
     monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
 
     class Mine(AttentionBackend):
@@ -96,7 +91,7 @@ def test_own_backends_can_be_registered_and_named(monkeypatch):
 
 
 def test_importing_attention_imports_no_kernel_package():
-    """Optional packages stay out until their backend is asked whether it can run."""
+    """Optional packages are imported when their backend is asked whether it can run."""
     code = (
         "import sys, vmkv.attention;"
         "heavy = {'flash_attn', 'flash_attn_interface', 'vllm', 'triton'};"
@@ -107,7 +102,7 @@ def test_importing_attention_imports_no_kernel_package():
 
 @pytest.mark.gpu
 def test_cuda_selects_a_flash_kernel():
-    """On CUDA half precision goes to FlashAttention, whichever is installed; float32 to SDPA."""
+    """For half precision an installed FlashAttention; for float32 SDPA."""
     spec = AttentionSpec("cuda", torch.bfloat16, 8, 2, 128, 128)
     assert select(spec).name in {"flash3", "flash2", "torch"}
     assert select(AttentionSpec("cuda", torch.float32, 8, 2, 128, 128)).name == "sdpa"
@@ -116,7 +111,7 @@ def test_cuda_selects_a_flash_kernel():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["flash2", "flash3", "torch"])
 def test_float32_on_a_flash_kernel_is_refused(name):
-    """The reason names the dtypes, before any launch."""
+    """The reason names the supported dtypes."""
     reason = why_not(name, AttentionSpec("cuda", torch.float32, 8, 2, 128, 128))
     assert reason is not None
     assert "float16 and bfloat16" in reason

@@ -1,4 +1,4 @@
-"""Queries and keys turned on their way to the rows: one kernel, the same numbers."""
+"""The fused kernel that rotates queries and keys and appends the keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCHES = {
 def new_of(
     total: int, dtype: torch.dtype, heads: int, dim: int, device: str = "cuda"
 ) -> tuple[torch.Tensor, ...]:
-    """Queries, keys, values and angles of packed tokens, as parts of one product."""
+    """Queries, keys, values and angles of packed tokens, as slices of one product."""
     generator = torch.Generator().manual_seed(dim)
     joint = torch.randn(total, 6 * heads, dim, generator=generator).to(device, dtype)
     half = torch.rand(total, dim // 2, generator=generator) * 6
@@ -37,10 +37,10 @@ def new_of(
 @pytest.mark.parametrize("stored", ["same", "fp8", "scaled"])
 @pytest.mark.parametrize("shape", BATCHES)
 @pytest.mark.parametrize(("heads", "dim"), [(1, 64), (2, 128), (3, 96), (8, 256)])
-def test_turned_and_appended_at_once(
+def test_append_rotated_writes_what_rotation_and_append_write(
     dtype: torch.dtype, stored: str, shape: str, heads: int, dim: int
 ) -> None:
-    """Every bit of the rows is as if they had been turned first, in float32, and then appended."""
+    """Rotation in float32; the rows are equal bit by bit."""
     rows, num_tokens, queries = BATCHES[shape]
     batch = AttentionBatch.build(
         rows, num_tokens, queries, row_tokens=ROW_TOKENS, num_rows=6, device="cuda"
@@ -67,7 +67,7 @@ def test_turned_and_appended_at_once(
 
 
 @pytest.mark.gpu
-def test_padding_is_turned_and_written_nowhere() -> None:
+def test_append_rotated_writes_no_padding() -> None:
     """Queries before position 0 have no place in a row."""
     dense = DenseRows(3, ROW_TOKENS, 2, 64, dtype=torch.bfloat16, device="cuda")
     before = dense.buffer.clone()
@@ -81,8 +81,8 @@ def test_padding_is_turned_and_written_nowhere() -> None:
     assert torch.equal(before.view(torch.uint8), dense.buffer.view(torch.uint8))
 
 
-def test_what_the_kernel_cannot_take_is_turned_before() -> None:
-    """On the CPU, in float32, at odd addresses, of half a head."""
+def test_the_rotating_kernel_does_not_take_cpu_tensors() -> None:
+    """`can_rotate` is then false, and rotation is a separate operation."""
     dense = DenseRows(3, ROW_TOKENS, 2, 64, dtype=torch.bfloat16)
     query, key, value, cos, sin = new_of(4, torch.bfloat16, 2, 64, "cpu")
     batch = AttentionBatch.build([1], [4], [4], row_tokens=ROW_TOKENS)

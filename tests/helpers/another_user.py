@@ -1,4 +1,4 @@
-"""Being another user, which root may, if nothing around it forbids that."""
+"""Run code as the user nobody, which root may do unless a sandbox forbids it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 
 NOBODY = 65534
 
-#: Lines for a child that has imported all it needs: its interpreter may be out of nobody's reach.
+#: Code for a child after its imports: the user nobody may have no access to the interpreter.
 BECOME_NOBODY = f"""
 import os
 os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
@@ -18,7 +18,7 @@ os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
 
 @functools.cache
 def can_become_nobody() -> bool:
-    """Whether children of this process may run those lines."""
+    """Whether child processes may run `BECOME_NOBODY`."""
     if os.geteuid() != 0:
         return False
     try:

@@ -1,9 +1,9 @@
 """A stand-in for a cache in ordinary memory: rows of all layers interleaved, poisoned past the end.
 
 `DenseRows` lays tokens out as vmkv does, `[row, token, layer, K|V, head, dim]`, so that a layer's
-views have the strides a real cache gives them. Where a cache would have unmapped memory it holds
-NaN, so that a kernel which reads there gives itself away. In the margin that a backend declares
-as its over-read it holds large finite numbers, which a kernel may fetch but must not use.
+views have the strides of a real cache. Where a cache has unmapped memory it holds NaN, so a read
+there makes the output NaN. In the margin that a backend declares as its over-read it holds large
+finite numbers, which a kernel may fetch but must not use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MARGIN_FILL = 1e4
 
 
 def skip_unless_served(name: str, spec: AttentionSpec) -> None:
-    """Skip the test where backend `name` says that it cannot serve this here."""
+    """Skip the test if backend `name` cannot serve `spec` here."""
     if reason := why_not(name, spec):
         pytest.skip(f"{name}: {reason}")
 

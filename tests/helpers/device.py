@@ -1,11 +1,11 @@
-"""A device on the host that can be late, and that knows what its memory management unit permits.
+"""A host backend whose work runs late and whose accesses are checked against the mappings.
 
-`HostBackend` carries everything out at once, so nothing is ever under way when memory is taken
-back, and what touches memory that is not there ends the process. `Device` does what it is told as
-late as it may, copies and fills included: when somebody waits for a fence, or for a step's result.
-What one stream is told it does in order; which of two streams is first is drawn, unless one was
-told to wait for the other. And it looks before it touches: where a GPU would stop with an illegal
-access, it raises `IllegalAccessError`, which a test can report and shrink.
+`HostBackend` carries everything out at once, so no work is pending when memory is unmapped, and an
+access to unmapped memory ends the process. `Device` runs work, copies and fills included, as late
+as possible: when a caller waits for a fence or for a step's result. Work of one stream runs in
+order; the order between streams is random unless one waits for the other. Before each access it
+checks the mapping: where a GPU would stop with an illegal access, it raises `IllegalAccessError`,
+which a test can report and shrink.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from vmkv.core.backend import Access, AccessOp, CopyOp, Fence, MapOp, Op
 from vmkv.errors import DriverError
 from vmkv.units import Address
 
-#: Addresses of one device, which are never given out twice.
+#: Size of the address range of a device; no address is reserved twice.
 _ARENA_BYTES = 1 << 36
 
 
 class IllegalAccessError(AssertionError):
-    """Work touched memory that is not mapped, or wrote where it may only read."""
+    """Work accessed memory that is not mapped, or wrote to read-only memory."""
 
 
 class Place(NamedTuple):
-    """A piece of work: the `number`-th of a stream, from 1 on."""
+    """A piece of work: the `number`-th of a stream, counted from 1."""
 
     stream: int
     number: int
 
 
 class _Stream:
-    """What one stream was told, as far as it has not run, and how much has."""
+    """The pending work of one stream, and the number of pieces that have run."""
 
     def __init__(self) -> None:
         self.works: deque[Callable[[], None]] = deque()
@@ -49,7 +49,7 @@ class _Stream:
 
 
 class QueueFence(Fence):
-    """A point in each of a device's streams."""
+    """A place in each of a device's streams."""
 
     def __init__(self, device: Device, ends: list[Place]):
         self._device = device
@@ -67,13 +67,13 @@ class Device(HostBackend):
 
     Args:
         granularity_bytes: See `HostBackend`.
-        is_late: Work waits in its stream until somebody waits for it. Otherwise it runs at once.
-        seed: Of the draws.
+        is_late: Whether work runs only when a caller waits for it. Otherwise it runs at once.
+        seed: Seed of random choices.
 
     Attributes:
-        stream: The one that callers work on now; what a cache over it must say is current.
-        num_done: Pieces of work that have run, of all streams.
-        violations: What went wrong, in words; whoever caught the error, it is here as well.
+        stream: The current stream of callers; a cache over the device must use it.
+        num_done: Number of pieces of work that have run, in all streams.
+        violations: Messages of all illegal accesses, also of errors that were caught.
     """
 
     def __init__(self, granularity_bytes: int, *, is_late: bool, seed: int = 0):
@@ -82,7 +82,7 @@ class Device(HostBackend):
         self._streams: defaultdict[int, _Stream] = defaultdict(_Stream)
         self._noted: set[int] = set()
         self._draw = random.Random(seed)
-        # Of each mapped page, the handle behind it and what may be done there.
+        # Handle and access rights of each mapped page.
         self._pages: dict[int, tuple[int, Access]] = {}
         self._arena = self._next_address = _native.host_reserve(_ARENA_BYTES, granularity_bytes)
         self.stream = 0
@@ -95,7 +95,7 @@ class Device(HostBackend):
         return self.stream
 
     def submit(self, work: Callable[[], None], stream: int | None = None) -> Place:
-        """Have `work` done after all that a stream, or the current one, was given before."""
+        """Queue `work` behind all earlier work of a stream (default: the current one)."""
         stream = self.stream if stream is None else stream
         self._streams[stream].works.append(work)
         place = self._end_of(stream)
@@ -107,13 +107,13 @@ class Device(HostBackend):
         return self._streams[place.stream].num_done >= place.number
 
     def run_until(self, *places: Place) -> None:
-        """Do all up to these places, and what that has to wait for."""
+        """Run all work up to these places, and the work that it waits for."""
         for place in self._draw.sample(places, len(places)):
             while not self.has_done(place):
                 self._run_next(place.stream)
 
     def run_some(self, num_works: int | None = None) -> None:
-        """Do some of what is left, or all of it."""
+        """Run `num_works` pieces of pending work, or all of it."""
         while num_works is None or num_works > 0:
             busy = [stream for stream, each in self._streams.items() if each.works]
             if not busy:
@@ -122,7 +122,7 @@ class Device(HostBackend):
             num_works = None if num_works is None else num_works - 1
 
     def _run_next(self, stream: int) -> None:
-        self.num_done += 1  # First: what fails is over as well.
+        self.num_done += 1  # First, so that failing work counts too.
         its = self._streams[stream]
         work = its.works.popleft()
         its.num_done += 1
@@ -182,13 +182,12 @@ class Device(HostBackend):
         self.check_access("a fill writes", address, num_bytes, Access.READ_WRITE)
         super().fill(Address(address), num_bytes, byte, stream)
 
-    # ---- what is mapped -------------------------------------------------------------------
+    # ---- mappings -------------------------------------------------------------------------
 
     def address_reserve(self, num_bytes: int) -> Address:
-        """From the arena, in order and never beside each other.
+        """Reserve from the arena, in order, with a gap between ranges.
 
-        So what is unmapped in one call, and in which order, does not depend on where the system
-        happens to have room.
+        So the grouping and order of unmap calls do not depend on addresses that the system chooses.
         """
         self._check_size("address_reserve", num_bytes)
         self.calls["address_reserve"] += 1
@@ -208,7 +207,7 @@ class Device(HostBackend):
             self._books.unreserve(address)
 
     def close(self) -> None:
-        """Free the arena, whatever is in it: where a test has failed, nothing touches it again."""
+        """Free the arena with its mappings: after a failed test nothing accesses them again."""
         self._streams.clear()
         if self._arena:
             _native.host_free(self._arena, _ARENA_BYTES)
@@ -228,7 +227,7 @@ class Device(HostBackend):
         return num_done, error
 
     def handles(self, address: int, num_bytes: int) -> list[int]:
-        """What lies behind each page of a range; 0 for nothing."""
+        """Handle of each page of a range; 0 if it is not mapped."""
         nothing = (0, Access.NONE)
         first = address - address % self.granularity_bytes
         return [
@@ -237,13 +236,13 @@ class Device(HostBackend):
         ]
 
     def check_access(self, what: str, address: int, num_bytes: int, access: Access) -> None:
-        """Raise where the range cannot be accessed so, if it is the device's to give out.
+        """Check that a range of the device's addresses may be accessed.
 
         Raises:
-            IllegalAccessError: It is in `violations` as well.
+            IllegalAccessError: It may not. The message is in `violations` as well.
         """
         if not self._arena <= address < self._arena + _ARENA_BYTES:
-            return  # Torch's own.
+            return  # Memory of torch.
         first = address - address % self.granularity_bytes
         for page in range(first, address + num_bytes, self.granularity_bytes):
             held = self._pages.get(page)
@@ -255,7 +254,7 @@ class Device(HostBackend):
                 )
 
     def fail(self, what: str) -> None:
-        """Note a violation, and raise it.
+        """Record a violation and raise it.
 
         Raises:
             IllegalAccessError: Always.

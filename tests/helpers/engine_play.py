@@ -1,7 +1,7 @@
-"""An engine over stamped rows, everything that may happen to it, and what must then hold.
+"""Operations on an engine over stamped rows, with checks, for a state machine and a fuzzer.
 
-What a state machine and a fuzzer share: they choose, this carries out and checks. Everything is
-the engine's own but the model: `Engine`, its loop, scheduler, cache and pool are real.
+The callers choose operations; this module carries them out and checks the result. Everything but
+the model is real: `Engine`, its loop, scheduler, cache and pool.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from vmkv.options import EngineOptions
 from vmkv.serve import Engine, FinishReason, RequestHandle, engine
 from vmkv.serve.scheduler import PreemptionCosts
 
-#: More steps than a token takes, computed again after a few preemptions and all.
+#: Bound of steps per token, including recomputation after a few preemptions.
 _STEPS_PER_TOKEN_MAX = 10
 _SAID_MAX = 60
-#: Guests work beside the engine and each other, and what looks at content beside all.
+#: Streams of guests and of content checks, which differ from the engine's.
 _GUESTS_STREAMS = ((1 << 20) + 1, (1 << 20) + 2)
 _CHECKS_STREAM = (1 << 20) + 3
 
@@ -40,21 +40,21 @@ class Shape:
     """An engine, its layers and its memory.
 
     Attributes:
-        windows: Of each layer group; None for one that sees everything.
+        windows: Window of each layer group; None for full attention.
         layers_per_group: Layers that share a token row.
         head_dim: 32 makes a token of one layer 512 bytes, an eighth of a page.
-        max_num_seqs: Requests that run at once.
-        max_num_batched_tokens: Of a step.
-        max_num_mixed_tokens: Of one that decodes as well.
-        max_tokens: Of a request.
-        budget_pages: Device memory.
-        host_pages: Memory to swap to.
-        prefix_caching: As of `Engine`, as is `deterministic`.
-        deterministic: See there.
-        swaps: Whether preempted requests are swapped rather than computed again.
-        alias_pages: From how many pages on an extent is mapped again rather than copied.
-        overread_tokens: What kernels fetch past the end.
-        is_late: Whether the device runs behind.
+        max_num_seqs: As of `Engine`.
+        max_num_batched_tokens: As of `Engine`.
+        max_num_mixed_tokens: As of `Engine`.
+        max_tokens: As of `Engine`.
+        budget_pages: Budget of device memory.
+        host_pages: Budget of host memory for swapping.
+        prefix_caching: As of `Engine`.
+        deterministic: As of `Engine`.
+        swaps: Whether preempted requests are swapped instead of computed again.
+        alias_pages: Smallest extent that is aliased instead of copied.
+        overread_tokens: Over-read of the kernels.
+        is_late: As of `Device`.
         watermark_pages: As of `Engine`.
     """
 
@@ -78,14 +78,14 @@ class Shape:
 
 @dataclass(eq=False)
 class Asked:
-    """A request that was accepted, and what may excuse its failure.
+    """An accepted request, and facts that may excuse its failure.
 
     Attributes:
-        handle: The engine's.
-        peak_pages: What it may hold at most, by the engine's own account.
-        available_pages: The least that it could have had if it had been alone.
-        num_faults: Faults injected before it came.
-        num_mishaps: Steps made to fail before it came.
+        handle: The engine's handle.
+        peak_pages: Most pages that it may hold, by the engine's own account.
+        available_pages: Fewest pages that were available to it without other requests.
+        num_faults: Number of injected faults before it was added.
+        num_mishaps: Number of failed steps before it was added.
     """
 
     handle: RequestHandle
@@ -96,7 +96,7 @@ class Asked:
 
 
 def engine_options(shape: Shape, pool: ExtentPool) -> dict[str, Any]:
-    """What a shape says to an engine over a pool."""
+    """Options of an engine of this shape over a pool."""
     watermark = shape.watermark_pages
     return {
         "max_num_seqs": shape.max_num_seqs,
@@ -114,7 +114,7 @@ def engine_options(shape: Shape, pool: ExtentPool) -> dict[str, Any]:
 def stamped_engine(
     shape: Shape, pool: ExtentPool, device: Device
 ) -> tuple[Engine, StampedRows, StampRunner]:
-    """An engine over stamped rows, its rows, and its runner."""
+    """Make an engine over stamped rows; return it with its rows and its runner."""
     made: dict[str, Any] = {}
 
     def open_rows(_: object, pool: ExtentPool, options: EngineOptions) -> StampedRows:
@@ -146,15 +146,15 @@ def stamped_engine(
 
 
 class EnginePlay(PoolPlay):
-    """One engine and its surroundings.
+    """One engine, guests in its cache, and another cache on its pool.
 
     Args:
-        shape: What to play.
+        shape: Options of the engine and of its memory.
 
     Attributes:
-        said: Token lists that were prompts, with what was said after them.
+        said: Token lists of prompts with their outputs.
         asked: Requests that have not ended.
-        guests: Sequences of others in the engine's cache.
+        guests: Sequences in the engine's cache that are not the engine's.
     """
 
     def __init__(self, shape: Shape):
@@ -183,13 +183,13 @@ class EnginePlay(PoolPlay):
 
     @property
     def num_steps(self) -> int:
-        """Steps submitted so far."""
+        """Number of submitted steps."""
         return self.runner.num_steps
 
     # ---- requests -------------------------------------------------------------------------
 
     def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
-        """Ask for something; the engine may find that it can never be."""
+        """Add a request; the engine may refuse it as impossible."""
         with self._doing(f"add({prompt}, {_words(params)}, {priority})"):
             try:
                 handle = self.engine.add(prompt, params, priority)
@@ -202,32 +202,32 @@ class EnginePlay(PoolPlay):
             self._say(prompt)
 
     def cancel(self, pick: int) -> None:
-        """End one of those that have not ended."""
+        """Cancel one unfinished request."""
         if self.asked:
             asked = self.asked[pick % len(self.asked)]
             with self._doing(f"cancel({pick})  # {asked.handle}"):
                 asked.handle.cancel()
 
     def cancel_all(self) -> None:
-        """End all of them."""
+        """Cancel all requests."""
         with self._doing("cancel_all()"):
             self.engine.cancel_all()
             assert not self.engine._scheduler.requests
 
     def step(self, num_steps: int = 1) -> None:
-        """Run the engine."""
+        """Run steps of the engine."""
         with self._doing(f"step({num_steps})"):
             for _ in range(num_steps):
                 try:
                     self.engine.step()
                 except DriverError:
-                    # A call outside of a step's own: nothing was begun, so to go on is possible.
+                    # The fault hit a call outside of a step, so the engine can continue.
                     if not self._end_fault():
                         raise
                 self.check()
 
     def drain(self) -> None:
-        """Run until nothing is left to do; that must come, and leave nothing behind."""
+        """Run until no work is left; this must end and leave no state of requests."""
         with self._doing("drain()"):
             self._end_fault()
             self.runner.mishap = None
@@ -250,7 +250,7 @@ class EnginePlay(PoolPlay):
     # ---- memory ---------------------------------------------------------------------------
 
     def trim(self, num_pages: int | None) -> None:
-        """Give memory back that no live sequence needs."""
+        """Trim the cache."""
         with self._doing(f"trim({num_pages})"):
             self.cache.trim(None if num_pages is None else num_pages * PAGE)
             if num_pages is None:
@@ -258,22 +258,22 @@ class EnginePlay(PoolPlay):
                 assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
 
     def make_ready(self, num_tokens: int, num_new_tokens: int) -> None:
-        """Have memory lie ready for whoever lives, as an engine does while the device works."""
+        """Make memory ready for live sequences, as an engine does while the device works."""
         with self._doing(f"make_ready({num_tokens}, {num_new_tokens})"):
             live = self.cache.live_sequences()
             before, num_done = self._live_pages(), self.device.num_done
             wanted = [(each, each.num_tokens + num_tokens) for each in live]
             is_ready = make_ready(self.cache, wanted, num_new_tokens)
-            assert before == self._live_pages(), "a live sequence gave way"
+            assert before == self._live_pages(), "a live sequence lost memory"
             if is_ready:
                 grow_ahead(self.cache, wanted)
-                assert before <= self._live_pages(), "a live sequence gave way"
+                assert before <= self._live_pages(), "a live sequence lost memory"
             assert num_done == self.device.num_done, "it waited for the device"
 
-    # ---- guests in the engine's cache -----------------------------------------------------
+    # ---- guests: other sequences in the engine's cache ------------------------------------
 
     def guest_open(self, prompt: list[int]) -> None:
-        """Somebody opens a sequence beside the engine's."""
+        """Open a sequence in the engine's cache."""
         stream = self._idle_stream()
         if stream is not None:
             with self._doing(f"guest_open({prompt})", stream):
@@ -286,14 +286,14 @@ class EnginePlay(PoolPlay):
                 self._guest_write(guest, prompt[sequence.num_tokens :])
 
     def guest_append(self, pick: int, num_tokens: int) -> None:
-        """It grows, and says so."""
+        """Grow a guest and record its tokens."""
         guest = self._guest(pick)
         if guest is not None and guest.sequence.is_resident:
             with self._doing(f"guest_append({pick}, {num_tokens})", guest.stream):
                 self._guest_write(guest, [1 + at % (VOCABULARY - 1) for at in range(num_tokens)])
 
     def guest_truncate(self, pick: int, num_tokens: int) -> None:
-        """It goes back, and will write other tokens where some were."""
+        """Truncate a guest."""
         guest = self._guest(pick)
         if guest is not None and guest.sequence.is_resident:
             num_tokens = min(num_tokens, len(guest.history))
@@ -301,11 +301,11 @@ class EnginePlay(PoolPlay):
                 try:
                     guest.sequence.truncate(num_tokens)
                 except ConfigError:
-                    return  # A window has passed.
+                    return  # The window has passed this length.
                 guest.history = History(guest.history.tokens[:num_tokens])
 
     def guest_fork(self, pick: int, num_tokens: int) -> None:
-        """It is forked, where its memory is there, on another stream than its own."""
+        """Fork a guest onto an idle stream."""
         guest, stream = self._guest(pick), self._idle_stream()
         if guest is not None and stream is not None:
             tokens = guest.history.tokens[:num_tokens]
@@ -317,7 +317,7 @@ class EnginePlay(PoolPlay):
                 self.guests.append(Guest(fork, History(tokens), stream))
 
     def guest_swap(self, pick: int, wait: bool) -> None:
-        """It goes to host memory, on any stream, or comes back; or it stops on its way."""
+        """Swap a guest out, on stream 0, or in; without `wait` a transfer may stay unfinished."""
         guest = self._guest(pick)
         if guest is not None:
             sequence = guest.sequence
@@ -334,7 +334,7 @@ class EnginePlay(PoolPlay):
                     pass
 
     def guest_spill(self, pick: int, num_pages: int) -> None:
-        """Its oldest memory goes to the host, on any stream, or all of it comes back (0)."""
+        """Spill the oldest pages of a guest, or unspill all of them (0)."""
         guest = self._guest(pick)
         if guest is not None and guest.sequence.is_resident:
             with self._doing(f"guest_spill({pick}, {num_pages})"):
@@ -347,7 +347,7 @@ class EnginePlay(PoolPlay):
                     pass
 
     def guest_close(self, pick: int) -> None:
-        """It ends."""
+        """Close a guest."""
         guest = self._guest(pick)
         if guest is not None:
             with self._doing(f"guest_close({pick})"):
@@ -368,21 +368,21 @@ class EnginePlay(PoolPlay):
             guest.sequence.record(guest.history.tokens[known:])
             self._say(guest.history.tokens)
 
-    # ---- trouble --------------------------------------------------------------------------
+    # ---- failures -------------------------------------------------------------------------
 
     def mishap(self, kind: str) -> None:
-        """Let the next step fail."""
+        """Make the next step fail."""
         self._log(f"mishap({kind!r})")
         self.num_mishaps += self.runner.mishap is None
         self.runner.mishap = _mishap(kind)
 
-    # ---- what must hold -------------------------------------------------------------------
+    # ---- checks ---------------------------------------------------------------------------
 
     def check(self, *, is_deep: bool = True) -> None:
-        """Everything that must hold between two calls.
+        """Check everything that must hold between two calls.
 
         Args:
-            is_deep: The invariants of memory, and every row's content, as well.
+            is_deep: Check the invariants of memory and the content of every row too.
         """
         super().check()
         self.engine._scheduler.check()
@@ -399,7 +399,7 @@ class EnginePlay(PoolPlay):
             super().check()
 
     def _check_outcome(self, asked: Asked) -> None:
-        """A request that has ended says what it would have said alone, or why it could not."""
+        """A finished request has its output without other requests, or a justified error."""
         for request in asked.handle.requests:
             said, params = request.output_token_ids, request.params
             wanted = self._answer(request.prompt_token_ids, params)
@@ -433,9 +433,9 @@ class EnginePlay(PoolPlay):
             assert had_mishap, f"{asked.handle} ended by {error!r}"
 
     def _check_recorded(self) -> None:
-        """Whatever can be found as a prefix is what it says, in live rows and parked ones.
+        """Check the content of every recorded prefix, in live rows and parked ones.
 
-        Of live rows on the stream that works on them, of others behind all streams.
+        Live rows are read on their own stream, others behind all streams.
         """
         self.device.join_streams(_CHECKS_STREAM)
         streams = {guest.sequence.row: guest.stream for guest in self.guests}
@@ -451,7 +451,7 @@ class EnginePlay(PoolPlay):
                 self._check_guest(guest)
 
     def _check_guest(self, guest: Guest) -> None:
-        """In the order of its stream's work, so that what is under way counts as done."""
+        """Check the content of a guest in the order of its stream, after pending work."""
         row, history = guest.sequence.row, History(guest.history.tokens)
         firsts = self.rows.firsts_mapped(row, len(history))
         with noted():
@@ -461,9 +461,9 @@ class EnginePlay(PoolPlay):
     def _check_prefix(
         self, row: int, tokens: list[int], sequence: Sequence_ | None, stream: int
     ) -> None:
-        """Likewise, but of a row that nobody uses, or that the `sequence` may soon not use.
+        """Check the recorded content of a row that is parked or that `sequence` uses.
 
-        What gives way once that has ended need not wait for this.
+        Evicted parts are left out: an eviction need not wait for this check.
         """
         tables = [group.table.rows[row] for group in self.cache.groups]
         before = [tuple(pages.mappings) for pages in tables]
@@ -490,7 +490,7 @@ class EnginePlay(PoolPlay):
             self.device.submit(compare, stream)
 
     def _note_available(self) -> None:
-        """What a request could have if it were alone, now."""
+        """Update the pages that were available to each request without other requests."""
         foreign = sum(
             mapping.extent.num_pages
             for rows, guests in ((self._other, self._other_sequences), (self.rows, self.guests))
@@ -508,10 +508,10 @@ class EnginePlay(PoolPlay):
         if hasattr(self, "cache"):
             yield self.cache
 
-    # ---- end ------------------------------------------------------------------------------
+    # ---- close ----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End everything; nothing may be left."""
+        """Close everything and check that no memory is left."""
         self._end_fault()
         for guest in self.guests:
             guest.sequence.close()
@@ -526,11 +526,11 @@ class EnginePlay(PoolPlay):
         del self.said[:-_SAID_MAX]
 
 
-# ---- what an engine is made of ----------------------------------------------------------------
+# ---- parts of an engine -----------------------------------------------------------------------
 
 
 def _model() -> Any:
-    """What an engine asks of a model besides running it."""
+    """A stand-in with the attributes of a model that an engine reads."""
     embedding = torch.nn.Embedding(VOCABULARY, 1)
     return SimpleNamespace(
         training=False,
@@ -558,7 +558,7 @@ MISHAPS = ("out of memory", "out of memory, half-way", "half-way", "on the devic
 
 
 def wait_for_host(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A logits processor: a request that has one is not run ahead of."""
+    """A logits processor: steps of a request with one are not submitted ahead."""
     return scores
 
 

@@ -1,7 +1,7 @@
-"""Several busy engines over one small pool, at random, with content as the oracle.
+"""Random operations on several busy engines over one small pool, with checks of their outputs.
 
-Every request fits the pool alone, so every one that is not cancelled has to finish, with the tokens
-that it gets from an engine alone.
+Every request fits the pool alone, so every request that is not cancelled must finish, with the
+tokens that it gets from an engine alone.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from vmkv import KVCache, SamplingParams
 from vmkv.errors import ConfigError
 from vmkv.serve import Engine, FinishReason, RequestHandle
 
-#: Steps of an engine alone, for each token left: it waits for other engines at most so often.
+#: Bound of steps per token of one engine, including waits for other engines.
 _STEPS_PER_TOKEN_MAX = 300
 
 
 @dataclass
 class Busy:
-    """One engine, and the stream that its steps run on."""
+    """An engine and its stream."""
 
     engine: Engine
     stream: int
@@ -36,12 +36,12 @@ class EnginesPlay(PoolPlay):
     """Several engines over one pool.
 
     Args:
-        draw: The source of every choice.
-        num_engines: How many.
+        draw: Source of all random choices.
+        num_engines: Number of engines.
 
     Attributes:
         num_finished: Requests that finished with the right tokens.
-        num_preemptions: How often those were preempted.
+        num_preemptions: Number of their preemptions.
     """
 
     def __init__(self, draw: random.Random, num_engines: int):
@@ -71,7 +71,7 @@ class EnginesPlay(PoolPlay):
     # ---- actions --------------------------------------------------------------------------
 
     def operate(self) -> None:
-        """Do one thing at random."""
+        """Do one random operation."""
         draw = self._draw
         busy = draw.choice(self._engines)
         name = draw.choices(["step", "add", "cancel", "drain"], [60, 25, 3, 0.3])[0]
@@ -92,7 +92,7 @@ class EnginesPlay(PoolPlay):
         length = draw.choice([draw.randint(1, 8), draw.randint(1, 90)])
         prompt = [draw.randrange(1, VOCABULARY) for _ in range(length)]
         if draw.random() < 0.3:
-            prompt = [1] * length  # A prefix of others.
+            prompt = [1] * length  # Shares a prefix with other prompts.
         params = SamplingParams(
             n=draw.choice([1, 1, 1, 2]),
             temperature=0,
@@ -116,7 +116,7 @@ class EnginesPlay(PoolPlay):
                 busy.engine.step()
 
     def drain(self, busy: Busy) -> None:
-        """Run one engine until nothing is left to do, while the others are not stepped."""
+        """Run one engine until no work is left, without steps of the others."""
         num_tokens = sum(
             len(each.prompt_token_ids) + (each.params.max_tokens or 0)
             for owner, handle in self._asked
@@ -130,7 +130,7 @@ class EnginesPlay(PoolPlay):
         raise AssertionError(f"the engine does not come to an end: {busy.engine!r}")
 
     def drain_all(self) -> None:
-        """Run all engines in turn until nothing is left to do."""
+        """Run all engines in turn until no work is left."""
         for _ in range(20_000):
             if not any(each.engine.has_unfinished for each in self._engines):
                 return
@@ -138,10 +138,10 @@ class EnginesPlay(PoolPlay):
                 self.step(each, self._draw.choice([1, 1, 3]))
         raise AssertionError(f"the engines do not come to an end: {self._engines}")
 
-    # ---- what must hold -------------------------------------------------------------------
+    # ---- checks ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check the books, and the requests that have finished."""
+        """Check the books and the finished requests."""
         super().check()
         for busy in self._engines:
             busy.engine._scheduler.check()
@@ -167,7 +167,7 @@ class EnginesPlay(PoolPlay):
         yield from (each.engine.cache for each in getattr(self, "_engines", ()))
 
     def close(self) -> None:
-        """End everything; nothing may be left."""
+        """Close everything and check that no memory is left."""
         self.drain_all()
         assert not self._asked
         for busy in self._engines:

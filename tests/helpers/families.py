@@ -2,8 +2,8 @@
 
 `causal_families()` are the model types that `AutoModelForCausalLM` knows; `tiny_config` makes one
 of each: narrow, a vocabulary of 128, and few layers, but one of every kind that its defaults have.
-Nothing is downloaded. A family is shrunk by the names of its fields, which most share; what it
-wants besides stands in `_OVERRIDES`.
+Nothing is downloaded. A family is shrunk by the names of its fields, which most families share;
+`_OVERRIDES` has the exceptions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _each(names: str, value: Any) -> dict[str, Any]:
     return dict.fromkeys(names.split(), value)
 
 
-#: Small values by field name: a configuration gets those that it has, unless its own are None.
+#: Small values by field name, for the fields that a configuration has and that are not None.
 _SMALL: dict[str, Any] = {
     **_each("vocab_size decoder_vocab_size audio_vocab_size codebook_size", VOCABULARY),
     **_each("pronunciation_vocab_size shape_vocab_size vocab_size_per_layer_input", VOCABULARY),
@@ -85,7 +85,7 @@ _SMALL: dict[str, Any] = {
     "is_decoder": True,
     "is_encoder_decoder": False,
 }
-#: None says "derive it"; these get their small value all the same.
+#: Fields that get a small value even if they are None, which means a derived value.
 _OFTEN_NONE = ("head_dim", "num_key_value_heads", "pad_token_id", "bos_token_id", "eos_token_id")
 _LAYER_COUNTS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"),
@@ -113,7 +113,7 @@ _GEMMA3N_TEXT: dict[str, Any] = {
     "intermediate_size": [_INNER] * 4,
     "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
 }
-#: What a family wants besides the above; for a composite one, by its part.
+#: Further fields of a family; of a composite one, by its part.
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
@@ -154,7 +154,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 _NONE_SHARED = {**_SHARED_LAYERS, "num_kv_shared_layers": 0}
-#: Configurations that the survey tries besides each family's own: a model type, and what it wants.
+#: Further configurations of the survey: a model type, and its further fields.
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4 (no shared layers)": ("gemma4", {"text_config": _NONE_SHARED}),
     "gemma4_text (no shared layers)": ("gemma4_text", _NONE_SHARED),
@@ -173,7 +173,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl (text prompts)": ("qwen3_vl", {}),
     "qwen3_vl_moe (text prompts)": ("qwen3_vl_moe", {}),
 }
-#: Families that `AutoModelForCausalLM` lists, but does not build here from a configuration.
+#: Families that `AutoModelForCausalLM` lists but cannot build here from a configuration.
 UNBUILDABLE = {
     "gemma3n": "its vision tower needs the package timm",
     "gemma4_assistant": "drafts on the keys and values of another model",
@@ -184,7 +184,7 @@ UNBUILDABLE = {
 
 
 def causal_families() -> list[str]:
-    """The model types that `AutoModelForCausalLM` knows, sorted; `UNBUILDABLE` ones too."""
+    """The model types that `AutoModelForCausalLM` knows, with `UNBUILDABLE` ones, sorted."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
@@ -208,7 +208,7 @@ def tiny_config(name: str) -> PretrainedConfig:
 
 @functools.cache
 def tiny_model(model_type: str, *, seed: int = 0) -> PreTrainedModel:
-    """The family's model in float32, on the CPU, in eval mode. One per family: do not change it."""
+    """The family's model in float32, on the CPU, in eval mode. It is cached: do not change it."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(tiny_config(model_type)).eval()
 
@@ -216,7 +216,7 @@ def tiny_model(model_type: str, *, seed: int = 0) -> PreTrainedModel:
 def _small_fields(
     config_class: type[PretrainedConfig], overrides: dict[str, Any]
 ) -> dict[str, Any]:
-    """What to make a small configuration of; the parts of a composite one as dicts."""
+    """Fields of a small configuration; the parts of a composite one as dicts."""
     parts = set(config_class.sub_configs)
     own = {name: value for name, value in overrides.items() if name not in parts}
     default = config_class()
@@ -228,7 +228,7 @@ def _small_fields(
         if values.get(name) is not None or (name in values and name in _OFTEN_NONE)
     }
     if "kv_lora_rank" in values and "num_key_value_heads" in fields:
-        fields["num_key_value_heads"] = _HEADS  # Latent attention knows no groups of heads.
+        fields["num_key_value_heads"] = _HEADS  # Latent attention has no groups of heads.
     num_layers = getattr(default, "num_hidden_layers", None)
     per_layer = {
         name: list(dict.fromkeys(value)) if isinstance(value[0], str) else value[:_LAYERS]

@@ -1,4 +1,4 @@
-"""A cache with some history, over a backend that fails on command."""
+"""A cache with some sequences, over a backend that fails on command."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vmkv.testing import FaultInjectingBackend, Scenario
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
-ALIASES = CostModel(map_us=0, unmap_us=0)  # However small an extent, it is mapped again.
+ALIASES = CostModel(map_us=0, unmap_us=0)  # Extents of any size are aliased.
 
 
 class FaultyCache:
-    """A cache of two layers, or of four in two groups, and the sequences it has seen.
+    """A cache of two layers, or of four in two groups, and its sequences.
 
     A token of a group is 2 layers x 2 heads x 32 x 4 B x (K and V), 1 KiB: four fill a page.
     """
@@ -41,7 +41,7 @@ class FaultyCache:
             self.add_layers(2, window_tokens=window_tokens)
         self.sequences: list[Sequence] = []
         self.is_closing = False
-        self.defined_tokens = 400  # What lies behind may be lost with a failure.
+        self.defined_tokens = 400  # Content behind it may be lost in a failure.
 
     def add_layers(self, first: int, window_tokens: int | None = None) -> None:
         self.cache.add_layers(
@@ -53,12 +53,12 @@ class FaultyCache:
         )
 
     def begin(self, num_tokens: int, step: int = 0) -> Sequence:
-        """A live sequence of so many tokens, of known content; with `step`, grown by so many."""
+        """Open a sequence of `num_tokens` tokens of known content; with `step`, grown in steps."""
         sequence = self.cache.open(num_tokens)
         for length in range(step, num_tokens, step) if step else ():
             self.cache.grow([(sequence, length)])
         self.cache.grow([(sequence, num_tokens)])
-        self.cache.check()  # Before writing: where memory is missing, that would be a fault.
+        self.cache.check()  # Before writing, which would crash if memory is missing.
         for layer in self.cache.layers:
             _, at = self.cache.place(layer)
             kept = self.kept(sequence, layer)
@@ -68,29 +68,29 @@ class FaultyCache:
         return sequence
 
     def kept(self, sequence: Sequence, layer: int) -> int:
-        """The first token that is still there for certain."""
+        """The first token that is certainly still in the cache."""
         group, _ = self.cache.place(layer)
         window = group.window_tokens
         return 0 if window is None else max(0, sequence.num_tokens - window + 1)
 
     def fork(self, sequence: Sequence, num_tokens: int | None = None) -> Sequence:
-        """A live fork."""
+        """Fork a sequence."""
         self.sequences.append(sequence.fork(num_tokens))
         return self.sequences[-1]
 
     def say(self, num_tokens: int) -> Sequence:
-        """A live sequence whose tokens are recorded: 0, 1, 2 …"""
+        """Open a sequence with the recorded tokens 0, 1, 2 …"""
         sequence = self.begin(num_tokens)
         sequence.record(range(num_tokens))
         return sequence
 
     def hear(self, num_tokens: int) -> None:
-        """A sequence that begins with what was said."""
+        """Open a sequence with a prompt that `say` has recorded."""
         self.sequences.append(self.cache.open(prompt=range(num_tokens)))
         assert self.sequences[-1].num_cached_tokens
 
     def observe(self) -> object:
-        """What a user sees: layers, live sequences, and every byte of their content."""
+        """Everything that a user sees: layers, live sequences, and checksums of their content."""
         if self.is_closing:
             return None
         cache = self.cache

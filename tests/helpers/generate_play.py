@@ -1,7 +1,7 @@
-"""A `RaggedCache` between calls of `vmkv.generate`, and everything that may happen to it.
+"""Operations on a `RaggedCache` between calls of `vmkv.generate`, with checks.
 
-The model is real and tiny. Whatever earlier calls have left in the cache, and whatever became of
-it, a call says what transformers says of each prompt alone.
+The model is real and tiny. After any history of the cache, a call gives each prompt the tokens that
+transformers gives it alone.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class GenerateShape:
     """A model and its cache.
 
     Attributes:
-        name: Of `helpers.tiny_models`.
-        max_batch_size: Rows.
-        max_tokens: Of a row.
-        budget_pages: Device memory.
-        max_num_batched_tokens: Of a prefill pass.
-        alias_pages: From how many pages on an extent is mapped again rather than copied.
+        name: Model of `helpers.tiny_models`.
+        max_batch_size: As of `RaggedCache`.
+        max_tokens: As of `RaggedCache`.
+        budget_pages: Budget of device memory.
+        max_num_batched_tokens: As of `vmkv.generate`.
+        alias_pages: Smallest extent that is aliased instead of copied.
     """
 
     name: str = "llama"
@@ -42,14 +42,14 @@ class GenerateShape:
 
 
 class GeneratePlay(PoolPlay):
-    """One cache and its surroundings.
+    """One ragged cache, and another cache on its pool.
 
     Args:
-        shape: What to play.
+        shape: Options of the cache and of its memory.
 
     Attributes:
-        said: Prompts with what was said after them.
-        num_steps: Passes through the model.
+        said: Prompts with their outputs.
+        num_steps: Number of passes through the model.
     """
 
     def __init__(self, shape: GenerateShape):
@@ -79,7 +79,7 @@ class GeneratePlay(PoolPlay):
         prefix_caching: bool = True,
         tenant: str | None = None,
     ) -> None:
-        """Continue prompts; what is said must be right, and there must be room if there is any."""
+        """Continue prompts and check the tokens; memory may run out only if live rows hold it."""
         what = f"generate({prompts}, {num_new}, prefix_caching={prefix_caching}, tenant={tenant!r})"
         needed = self._pages_for([len(prompt) + num_new for prompt in prompts])
         slack = len(prompts) * self._adoption_slack()
@@ -98,7 +98,7 @@ class GeneratePlay(PoolPlay):
                 )
             except OutOfPagesError:
                 fits = needed is not None and needed + slack <= available
-                assert self._end_fault() or not fits, "idle memory did not give way"
+                assert self._end_fault() or not fits, "idle memory was not evicted"
                 return
             wanted = [alone(self.shape.name, tuple(prompt), num_new) for prompt in prompts]
             assert wanted == outputs
@@ -107,7 +107,7 @@ class GeneratePlay(PoolPlay):
                 core.cost_model = cost_model(self.shape.alias_pages)
 
     def trim(self, num_pages: int | None) -> None:
-        """Give memory back that no sequence needs."""
+        """Trim the cache."""
         with self._doing(f"trim({num_pages})"):
             self.cache.trim(None if num_pages is None else num_pages * self.pool.page_bytes)
             if num_pages is None and self.cache.store.cores:
@@ -136,7 +136,7 @@ class GeneratePlay(PoolPlay):
         yield from self.cache.store.cores
 
     def _adoption_slack(self) -> int:
-        """What a sequence may hold beyond its need: it adopts a row's extents whole, or none."""
+        """Pages of a sequence beyond its need: it adopts a row's extents whole."""
         return sum(
             max(
                 (each.extent.num_pages for row in group.table.rows for each in row.mappings),
@@ -148,7 +148,7 @@ class GeneratePlay(PoolPlay):
         )
 
     def _pages_for(self, lengths: list[int]) -> int | None:
-        """What sequences of these lengths hold at most; None before the first call."""
+        """Most pages that sequences of these lengths hold; None before the first call."""
         if not self.cache.store.cores:
             return None
         [core] = self.cache.store.cores
@@ -161,7 +161,7 @@ class GeneratePlay(PoolPlay):
 
 @functools.lru_cache(maxsize=4096)
 def alone(name: str, prompt: tuple[int, ...], num_new: int) -> list[int]:
-    """What transformers says of a prompt, with a cache of its own."""
+    """Tokens of transformers for one prompt, with a new cache."""
     ids = torch.tensor([prompt])
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False}
     output: list[int] = (

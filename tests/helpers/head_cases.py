@@ -1,4 +1,4 @@
-"""What is tried of a head in parts on two ranks; see `rank_cases.py`."""
+"""Cases of a vocabulary head divided over two ranks; see `rank_cases.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vmkv.serve.parallel import TensorParallel
 from vmkv.serve.parallel.localise import DividedHead, GatheredLinear, head_of
 from vmkv.serve.runner import RunnerOptions
 
-#: On the host the padded steps of graphs run as they are.
+#: On the host, the padded steps of graphs run uncaptured.
 PADDED: dict[str, Any] = {
     **ROOMY,
     "runner": "graphs",
@@ -37,7 +37,7 @@ MANY = [*PROMPTS, [3, 3, 50], [90, 4, 4, 4, 18], [60] * 30]
 
 @contextlib.contextmanager
 def counting() -> Iterator[list[int]]:
-    """How many rows were put together, for each time that they were."""
+    """Number of rows of each time that parts of logits are put together."""
     counts: list[int] = []
     whole = GatheredLinear.whole
 
@@ -50,13 +50,13 @@ def counting() -> Iterator[list[int]]:
 
 
 def space_of(engine: Engine) -> Any:
-    """What an engine's captured steps share."""
+    """The buffers that an engine's captured steps share."""
     runner: Any = engine._runner
     return getattr(runner, "_runner", runner).stepper._space
 
 
 def is_greedy(name: str, group: TensorParallel) -> None:
-    """Nobody asks for logits, so none are put together."""
+    """No request needs logits, so their parts are not put together."""
     expected = None if group.rank else alone(name, MANY, GREEDY)
     with engine_on(group, copy.deepcopy(tiny_model(name)), **PADDED) as engine:
         if engine is not None:
@@ -67,7 +67,7 @@ def is_greedy(name: str, group: TensorParallel) -> None:
 
 
 def is_mixed(name: str, step_tokens: int, group: TensorParallel) -> None:
-    """Each step's logits are put together once where one of its requests wants them."""
+    """The logits of a step are put together once, if one of its requests needs them."""
     model = copy.deepcopy(tiny_model(name))
     expected = []
     if not group.rank:
@@ -85,7 +85,7 @@ def is_mixed(name: str, step_tokens: int, group: TensorParallel) -> None:
                 num_steps += 1
         got = [handle.output() for handle in handles]
         assert said(expected) == said(got)
-        # Once in some steps, and not of padding: three requests at most have a token each.
+        # Once in some steps and without padding: at most three requests sample.
         assert 0 < len(counts) < num_steps
         assert max(counts) <= 3
         for theirs, ours in zip(expected, got, strict=True):
@@ -96,7 +96,7 @@ def is_mixed(name: str, step_tokens: int, group: TensorParallel) -> None:
 
 
 def has_ties(group: TensorParallel) -> None:
-    """The parts of both ranks are the same, bit by bit, and so is what they make of a token."""
+    """Both ranks have the same weights, so each token has an equal on the other rank."""
     model: Any = copy.deepcopy(tiny_model("llama"))
     weight = model.lm_head.weight
     half = len(weight) // 2
@@ -113,7 +113,7 @@ def has_ties(group: TensorParallel) -> None:
 
 
 def is_filled_up(group: TensorParallel) -> None:
-    """101 tokens are 51 on each of two ranks; a bias has all of them unlikely."""
+    """101 tokens are padded to 51 on each of two ranks; a bias makes all of them unlikely."""
     config = tiny_models.tiny_config("llama")
     config.vocab_size = 101
     torch.manual_seed(0)
@@ -137,7 +137,7 @@ def is_filled_up(group: TensorParallel) -> None:
             assert [] == counts
     found = head_of(model)
     assert found is not None
-    # The other rank's part is this one's turned round: their best are as likely, up to the bias.
+    # Random parts with ties; column 50 of the second rank is padding, and the highest value.
     part = torch.randn((40, 51), generator=torch.Generator().manual_seed(group.rank)) - 90.0
     part[:, 50] = 0.0 if group.rank else -91.0
     part[:20, 7] = -80.0  # A tie of 7 and 58.
@@ -146,7 +146,7 @@ def is_filled_up(group: TensorParallel) -> None:
 
 
 def finds_again_and_again(device_type: str, group: TensorParallel) -> None:
-    """A step, captured once where there are graphs, finds what each input makes likeliest."""
+    """A step, captured on a GPU, finds the most likely tokens of each new input."""
     device, dtype = torch.device(device_type), torch.bfloat16
     linear: Any = torch.nn.Linear(64, 1001, bias=False, device=device, dtype=dtype)
     chances = torch.Generator().manual_seed(group.rank)
@@ -176,7 +176,7 @@ def finds_again_and_again(device_type: str, group: TensorParallel) -> None:
     numbers = torch.Generator().manual_seed(7)  # The same on all ranks.
     with torch.no_grad():
         for _ in range(20):
-            # Whole numbers, which every kernel multiplies exactly, so that many are equal.
+            # Integers, which every kernel multiplies exactly, so that there are ties.
             hidden.copy_(torch.randint(-1, 2, hidden.shape, generator=numbers))
             replay()
             logits = linear(hidden)[0]
@@ -186,7 +186,7 @@ def finds_again_and_again(device_type: str, group: TensorParallel) -> None:
 
 
 def _masking(of: type) -> type:
-    """A class whose logits are -1e4 at some places, as of models that must not say some tokens."""
+    """A class that sets some logits to -1e4, as models do that forbid some tokens."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = of.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
@@ -197,7 +197,7 @@ def _masking(of: type) -> type:
 
 
 def depends_on_place(group: TensorParallel) -> None:
-    """The second rank's tokens would be taken for the first one's."""
+    """The model changes some columns of the logits, so its head is not divided."""
     model: Any = copy.deepcopy(tiny_model("llama"))
     model.__class__ = _masking(type(model))
     expected = None

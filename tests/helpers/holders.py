@@ -1,4 +1,4 @@
-"""Who keeps tensors over a cache alive: for the message of a test that finds some left."""
+"""Find the objects that keep tensors over a cache alive, for the message of a failing test."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _DEPTH = 6
 
 
 def holders_of_views() -> str:
-    """Chains of objects that lead to large CPU tensors of four dimensions and more, by their types.
+    """Chains of types of objects that refer to large CPU tensors of four or more dimensions.
 
-    Contents are never shown: there may be no memory behind them.
+    Contents are never shown, because their memory may be unmapped.
     """
     lines: list[str] = []
     seen: set[int] = {id(lines)}

@@ -1,4 +1,4 @@
-"""An engine as `EngineProcess` asks it, but for the process: it is hosted by a thread."""
+"""An `EngineProcess` whose engine runs in a thread instead of a process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vmkv.serve.process.host import Failed, Ready, Relay, SocketLink
 
 
 class _Thread(threading.Thread):
-    """In the place of a process."""
+    """A thread with the interface of a process."""
 
     exitcode = 0
 
@@ -23,11 +23,11 @@ class _Thread(threading.Thread):
 
 
 class hosted(EngineProcess):  # noqa: N801  # called like a function
-    """The engine, from the other side of a connection; sockets hold little. It ends once.
+    """The engine behind a connection with small socket buffers. It can be started once.
 
     Args:
-        engine: What is hosted.
-        relay: Its observer, where there is an `observer` on this side.
+        engine: The engine to host.
+        relay: The engine's observer, if there is an `observer` on this side.
         observer: See `EngineProcess`.
         ends_with_device: See `EngineLoop`.
         options: See `EngineProcess`.
@@ -70,4 +70,4 @@ class hosted(EngineProcess):  # noqa: N801  # called like a function
         self._use(ours, Ready(engine.max_tokens, pool.page_bytes, engine.cache.stats()))
 
     async def _start_anew(self) -> None:
-        """Nobody does."""
+        """Do not start again."""

@@ -1,7 +1,7 @@
 """SIGINT at a chosen bytecode offset: the signal itself, not an exception in its place.
 
-Python runs a signal's handler between two instructions. Here it is raised while one is traced, so
-the handler runs there, and what it raises appears in the traced code, as if by chance.
+Python runs a signal's handler between two instructions. Here the signal is raised while an
+instruction is traced, so the handler runs there and its exception appears in the traced code.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import vmkv
 ROOT = Path(vmkv.__file__).parent
 #: The code that changes the books.
 BOOKS = (str(ROOT / "core"), str(ROOT / "interrupts.py"))
-assert all(Path(each).exists() for each in BOOKS)  # Else the tests would interrupt nothing.
-#: How many offsets apart tests try. With 1 an operation takes minutes: raise the time limit too.
+assert all(Path(each).exists() for each in BOOKS)  # Otherwise no code would be interrupted.
+#: Distance of the tested offsets. With 1 an operation takes minutes: raise the time limit too.
 STRIDE = int(os.environ.get("VMKV_INTERRUPT_STRIDE", "997"))
 
 
 def offsets(name: str) -> Iterator[int]:
-    """The offsets that a test tries of the operation `name`, each of which begins elsewhere."""
+    """The offsets to test in the operation `name`; the first depends on the name."""
     return itertools.count(zlib.crc32(name.encode()) % STRIDE, STRIDE)
 
 
@@ -41,11 +41,11 @@ def interrupted(
     """Call `function`, with one SIGINT before the `at`-th bytecode of this package.
 
     Args:
-        function: What is called.
-        at: Counted from 0.
-        skipped_calls: Count the bytecodes that are executed after so many calls, in all of the
+        function: The function to call.
+        at: Number of the bytecode, counted from 0.
+        skipped_calls: Count the executed bytecodes after this number of calls, in the whole
             package. By default count every offset of a function under `BOOKS` once.
-        names: Count those of functions with these names alone, wherever in the package.
+        names: Count only bytecodes of functions with these names, in the whole package.
 
     Returns:
         Whether SIGINT was sent, and whether the call was interrupted.
@@ -80,7 +80,9 @@ def interrupted(
         if num_calls >= 0:
             return None
         caller: FrameType | None = frame
-        while caller is not None and caller.f_trace is None:  # What goes on when this returns.
+        while (
+            caller is not None and caller.f_trace is None
+        ):  # Trace the callers after this call returns.
             if is_counted(caller.f_code):
                 caller.f_trace, caller.f_trace_opcodes = trace_opcode, True
             caller = caller.f_back

@@ -1,4 +1,4 @@
-"""A kernel that mixes, on any machine, and one that does not; both can be selected by name."""
+"""A kernel that mixes decode steps and prompts, and one that does not, for the host."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from vmkv.attention.sdpa import SdpaBackend
 
 
 class Mixing(SdpaBackend):
-    """Torch's kernel as one that mixes, and that writes where it is told to.
+    """SDPA as a kernel that mixes and that writes to a given output.
 
     Attributes:
-        launches: How many queries each had, and of how many sequences.
-        written: How many were told where to write.
+        launches: Numbers of queries and of sequences of each launch.
+        written: Number of launches with a given output.
     """
 
     name = "mixing"
@@ -23,7 +23,6 @@ class Mixing(SdpaBackend):
         self.written = 0
 
     def mixes(self, spec: AttentionSpec) -> bool:
-        """Always."""
         return True
 
     def attend(self, call: Call) -> torch.Tensor:
@@ -37,12 +36,11 @@ class Mixing(SdpaBackend):
 
 
 class Parting(Mixing):
-    """The same, with a launch for each kind."""
+    """The same kernel with a launch for each kind of piece."""
 
     name = "parting"
 
     def mixes(self, spec: AttentionSpec) -> bool:
-        """Never."""
         return False
 
 

@@ -1,6 +1,6 @@
-"""The engine's play with a real model, as its users have it: rows, runner and kernels are real.
+"""`EnginePlay` with a real model: rows, runner and kernels are real too.
 
-What steps read and write cannot be looked into here; what requests say is what transformers says.
+Reads and writes of steps cannot be checked here; the outputs are compared with transformers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from helpers.tiny_models import tiny_model
 from vmkv import SamplingParams
 from vmkv.serve import Engine
 
-#: What transformers is asked for once, whatever requests want of it.
+#: Length of the reference output; requests are limited to it.
 _LONGEST_ANSWER = 24
 
 
@@ -28,20 +28,20 @@ class ModelShape(Shape):
     """A shape whose layers are a model's.
 
     Attributes:
-        name: Of `helpers.tiny_models`.
+        name: Model of `helpers.tiny_models`.
     """
 
     name: str = "llama"
 
 
 class ModelPlay(EnginePlay):
-    """One engine with a real model. Everything is greedy, and the device is never late."""
+    """One engine with a real model. All requests are greedy, and the device is never late."""
 
     shape: ModelShape
 
     def _make_engine(self) -> tuple[Engine, Any, Any]:
         shape = self.shape
-        model = copy.deepcopy(tiny_model(shape.name))  # The engine changes how it attends.
+        model = copy.deepcopy(tiny_model(shape.name))  # The engine changes its attention.
         engine = Engine(model, runner="eager", **engine_options(shape, self.pool))
         engine.cache.cost_model = cost_model(shape.alias_pages)
         runner = SimpleNamespace(num_steps=0, mishap=None)
@@ -66,4 +66,4 @@ class ModelPlay(EnginePlay):
         return said[: params.max_tokens]
 
     def _check_recorded(self) -> None:
-        """What is found is compared by what is said of it."""
+        """Do nothing: the outputs show whether prefixes are right."""

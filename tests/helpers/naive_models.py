@@ -1,6 +1,6 @@
-"""Naive models of the pool and of the cache: what a fuzzer compares the real ones with.
+"""Simple models of the pool and of the cache, which fuzz tests compare with the real ones.
 
-They know nothing of drivers, lists or fences in flight; they count, and they remember.
+They have no driver, no free lists and no fences, only counts and token lists.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 @dataclass
 class ModelPool:
-    """An extent pool, as four numbers and a bag of free extents.
+    """An extent pool as page counts and numbers of free extents.
 
     Attributes:
-        budget_pages: What may be created at most.
-        created_pages: What exists.
-        free: How many extents of each size class are free.
+        budget_pages: Most pages that may exist.
+        created_pages: Number of pages that exist.
+        free: Number of free extents of each size class.
     """
 
     budget_pages: int
@@ -26,16 +26,16 @@ class ModelPool:
 
     @property
     def free_pages(self) -> int:
-        """Pages in free extents."""
+        """Number of pages in free extents."""
         return sum(count << size_class for size_class, count in self.free.items())
 
     @property
     def in_use_pages(self) -> int:
-        """Pages in extents that somebody needs."""
+        """Number of pages in extents in use."""
         return self.created_pages - self.free_pages
 
     def acquire(self, size_classes: Sequence[int]) -> bool:
-        """Whether the pool can supply these extents; it then does."""
+        """Acquire extents; return False if the budget does not allow it."""
         wanted = sum(1 << size_class for size_class in size_classes)
         if self.in_use_pages + wanted > self.budget_pages:
             return False
@@ -50,11 +50,11 @@ class ModelPool:
         return True
 
     def give_back(self, size_class: int) -> None:
-        """Nobody needs one extent of this class any more."""
+        """Free one extent of this class."""
         self.free[size_class] += 1
 
     def trim(self, num_pages: int) -> int:
-        """Release free extents, large ones first, until `num_pages` are gone; returns the pages."""
+        """Release free extents, large ones first, until `num_pages` are gone; return the pages."""
         released = 0
         for size_class in sorted(self.free, reverse=True):
             while self.free[size_class] and released < num_pages:
@@ -64,7 +64,7 @@ class ModelPool:
         return released
 
     def set_budget(self, budget_pages: int) -> bool:
-        """Whether the budget can become that; it then does."""
+        """Set the budget; return False if pages in use do not allow it."""
         if budget_pages < max(1, self.in_use_pages):
             return False
         self.trim(self.created_pages - budget_pages)
@@ -73,10 +73,10 @@ class ModelPool:
 
 
 class ModelCache:
-    """A KV cache, as one list of stamps per sequence.
+    """A KV cache as one list of stamps per sequence.
 
-    A stamp is unique to one write of one token, so that content which belongs to another
-    sequence, another position or another time is recognised as such.
+    A stamp is unique to one write of one token, so content of another sequence, another position or
+    another time differs.
     """
 
     def __init__(self) -> None:
@@ -85,34 +85,33 @@ class ModelCache:
         self._num_sequences = 0
 
     def open(self) -> int:
-        """A new sequence's id."""
+        """Open a sequence and return its id."""
         self._num_sequences += 1
         self.stamps[self._num_sequences] = []
         return self._num_sequences
 
     def fork(self, sequence: int, num_tokens: int) -> int:
-        """A new sequence's id, with the first `num_tokens` stamps of another."""
+        """Fork the first `num_tokens` of a sequence and return the id of the fork."""
         fork = self.open()
         self.stamps[fork] = self.stamps[sequence][:num_tokens]
         return fork
 
     def reorder(self, sequences: list[int], sources: list[int]) -> None:
-        """Each of `sequences` goes on from the one that `sources` names, by index."""
+        """Replace each of `sequences` by a copy of the one with the index in `sources`."""
         before = [list(self.stamps[sequence]) for sequence in sequences]
         for sequence, source in zip(sequences, sources, strict=True):
             self.stamps[sequence] = list(before[source])
 
     def append(self, sequence: int, num_tokens: int) -> list[int]:
-        """The stamps to write for `num_tokens` new tokens."""
+        """Append `num_tokens` tokens and return the stamps to write."""
         fresh = list(range(self._num_stamps + 1, self._num_stamps + num_tokens + 1))
         self._num_stamps += num_tokens
         self.stamps[sequence] += fresh
         return fresh
 
     def truncate(self, sequence: int, num_tokens: int) -> None:
-        """Forget all but the first `num_tokens`."""
+        """Keep only the first `num_tokens`."""
         del self.stamps[sequence][num_tokens:]
 
     def close(self, sequence: int) -> None:
-        """Forget the sequence."""
         del self.stamps[sequence]

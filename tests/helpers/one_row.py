@@ -1,4 +1,4 @@
-"""A page table with one row, for tests of what becomes of mappings."""
+"""A page table with one row, for tests of mappings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from vmkv.core.memory import PageTable
 
 
 def table_of(pool: ExtentPool, *classes: int) -> PageTable:
-    """A table whose only row has extents of these classes mapped."""
+    """Make a table whose only row maps extents of these classes."""
     table = PageTable(pool, num_rows=1, row_pages=32)
     extents = pool.acquire(classes)
     table.map(0, 0, extents)

@@ -1,11 +1,11 @@
-"""A process that dies if a backend touches memory past a row's margin.
+"""A process that faults if a backend touches memory past a row's margin.
 
 Run as `python -m helpers.overread_probe JSON` with the keys `device`, `name`, `dtype`, `kv_dtype`,
 `dim` and `margin`. It places a row so that mapped memory ends `margin` tokens after its length,
 for every length up to a few key tiles, and runs every kind of launch on it, beside a longer
-sequence (alone, a backend that cuts the view to the longest would never reach past it).
+sequence (in a batch of one, a backend that cuts the view to the longest would never reach past it).
 
-Exit status 0: nothing was touched. Otherwise the last line printed names the launch at fault.
+Exit status 0: no fault. Otherwise the last line printed names the launch at fault.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LENGTHS = range(1, 401)
 LONGER_TOKENS = 600
 ROW_TOKENS = 1024
 HEADS, KV_HEADS = 4, 1
-# name: (queries per sequence, options)
+# Launch name: queries per sequence, and options.
 LAUNCHES = {
     "decode": (1, {}),
     "chunk": (17, {}),
@@ -33,7 +33,7 @@ LAUNCHES = {
 
 
 def make_batch(length: int, queries: int | None, device: str) -> AttentionBatch:
-    """Row 1 holds `length` tokens, row 0 more; unequal queries where `queries` is None."""
+    """Row 1 holds `length` tokens, row 0 more; with None the numbers of queries differ."""
     longer = LONGER_TOKENS
     asked = [33, min(5, length)] if queries is None else [min(queries, length)] * 2
     return AttentionBatch.build(
@@ -42,11 +42,11 @@ def make_batch(length: int, queries: int | None, device: str) -> AttentionBatch:
 
 
 def main(arguments: dict) -> None:
-    """Run all launches; see the module's header."""
+    """Run all launches; see the module's docstring."""
     device = "cpu" if arguments["device"] == "host" else arguments["device"]
     dtype, dim, margin = getattr(torch, arguments["dtype"]), arguments["dim"], arguments["margin"]
     kv_dtype = getattr(torch, arguments["kv_dtype"])
-    torch.zeros(1, device=device)  # torch makes the context that the range lives in
+    torch.zeros(1, device=device)  # Makes torch's CUDA context.
     generator = torch.Generator().manual_seed(0)
     memory = MappedUpTo(arguments["device"], kv_dtype)
     memory.fill(generator)

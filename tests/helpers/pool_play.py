@@ -1,6 +1,6 @@
-"""What surrounds a cache under test: a device, a pool, others who want memory too, and failures.
+"""A device, a pool, a second cache on it and injected faults, around a cache under test.
 
-The operations that plays have in common, each with what must hold after it.
+The operations that all plays share, each with checks after it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from vmkv.units import KiB
 PAGE = 4 * KiB
 UNDERREAD_TOKENS = 5
 BLOCK_TOKENS = 4
-#: Works beside all others. Numbers that no new stream gets.
+#: Stream of the second cache; new streams get smaller numbers.
 _OTHERS_STREAM = 1 << 20
 
 
 @dataclass(eq=False)
 class Guest:
-    """A sequence that nobody but the play has, and the stream that works on it."""
+    """A sequence that a play has opened, its history, and its stream."""
 
     sequence: Sequence
     history: History
@@ -40,13 +40,13 @@ class PoolPlay:
     """A pool on a device, and a second cache over it.
 
     Args:
-        budget_pages: Device memory.
-        host_pages: Host memory.
-        is_late: Whether the device runs behind.
+        budget_pages: Budget of device memory.
+        host_pages: Budget of host memory.
+        is_late: As of `Device`.
 
     Attributes:
-        trace: What was done, to be read after a failure.
-        num_faults: Driver calls that were made to fail.
+        trace: Log of the operations, for the report of a failure.
+        num_faults: Number of driver calls that failed on command.
     """
 
     def __init__(
@@ -75,19 +75,21 @@ class PoolPlay:
     # ---- memory ---------------------------------------------------------------------------
 
     def set_budget(self, num_pages: int) -> None:
-        """Change the pool's budget; it may not refuse for memory that nobody needs."""
+        """Change the pool's budget; only live memory may make it refuse."""
         live_pages = self._live_pages()
         with self._doing(f"set_budget({num_pages})"):
             try:
                 self.pool.set_budget(num_pages * PAGE)
             except ConfigError:
-                assert num_pages < max(1, live_pages), "refused, and only idle memory is in the way"
+                assert num_pages < max(1, live_pages), (
+                    "refused, though idle memory could be evicted"
+                )
 
     def other_append(self, num_tokens: int, is_new: bool) -> None:
-        """Another cache on the pool takes memory."""
+        """Grow a sequence of the second cache."""
         with self._doing(f"other_append({num_tokens}, {is_new})", _OTHERS_STREAM):
             if self._other is not None and self._other.cache.is_closing:
-                self._close_other()  # A driver call of its `close` has failed.
+                self._close_other()  # A driver call in its `close` has failed.
             if self._other is None:
                 cache = KVCache(self.pool, max_tokens=64, max_sequences=2, cost_model=cost_model(0))
                 try:
@@ -105,7 +107,7 @@ class PoolPlay:
                 self._append(self._other, guest, [1] * min(num_tokens, 64 - len(guest.history)))
 
     def other_close(self, is_all: bool) -> None:
-        """Its sequences end, or the whole cache does."""
+        """Close the oldest sequence of the second cache, or the whole cache."""
         with self._doing(f"other_close({is_all})", _OTHERS_STREAM):
             if self._other_sequences:
                 self._other_sequences[0].sequence.close()
@@ -122,20 +124,20 @@ class PoolPlay:
         self._other = None
 
     def catch_up(self, num_works: int) -> None:
-        """The device gets some of its work done."""
+        """Run some of the device's pending work."""
         with self._doing(f"catch_up({num_works})"), noted():
             self.device.run_some(num_works)
 
-    # ---- trouble --------------------------------------------------------------------------
+    # ---- failures -------------------------------------------------------------------------
 
     def fault(self, fail_at: int, *, is_out_of_memory: bool) -> None:
-        """Let a driver call of what is done next fail."""
+        """Make a driver call of the next operation fail."""
         self._log(f"fault({fail_at}, is_out_of_memory={is_out_of_memory})")
         self.backend.arm(fail_at, is_out_of_memory=is_out_of_memory)
 
     @contextmanager
     def _doing(self, what: str, stream: int = 0) -> Iterator[None]:
-        """Something that may fail where a driver call was to, and after which all must hold."""
+        """Run an operation that may fail only by an injected fault, and check everything after."""
         self._log(what)
         self.device.stream = stream
         try:
@@ -150,29 +152,29 @@ class PoolPlay:
         self.check()
 
     def _end_fault(self) -> bool:
-        """Whether the fault struck; there is none any more."""
+        """Disarm the fault; return whether it struck."""
         struck = self.backend.failed_call is not None
         self.num_faults += struck
         self.backend.arm(0)
         return struck
 
     def check(self) -> None:
-        """Everything that must hold between two calls."""
+        """Check everything that must hold between two calls."""
         if self.device.violations:
             raise IllegalAccessError(self.device.violations[0])
 
     def _note_available(self) -> None:
-        """What others hold may have changed."""
+        """Hook after each operation, which may have changed the memory of other caches."""
 
     def _caches(self) -> Iterator[KVCache]:
-        """Every cache over the pool."""
+        """Yield every cache over the pool."""
         if self._other is not None:
             yield self._other.cache
 
-    # ---- what others hold -----------------------------------------------------------------
+    # ---- memory of other sequences --------------------------------------------------------
 
     def _append(self, rows: StampedRows, guest: Guest, tokens: list[int]) -> bool:
-        """Grow a sequence that is not the engine's, and write what is new."""
+        """Grow a guest and write its new tokens; return False if memory is short."""
         start, row = len(guest.history), guest.sequence.row
         end = start + len(tokens)
         free_pages = self.pool.stats().budget_bytes // PAGE - self._live_pages()
@@ -180,12 +182,12 @@ class PoolPlay:
         for group in rows.cache.groups:
             run = group.table.rows[row]
             needed = group.geometry.pages_for(end + rows.cache.overread_tokens)
-            # What is shared may have to be copied.
+            # Shared extents may have to be copied.
             missing += max(0, needed - run.end_page) + run.shared_end_page
         try:
             rows.cache.grow([(guest.sequence, end)])
         except OutOfPagesError:
-            assert self._end_fault() or missing > free_pages, "idle memory did not give way"
+            assert self._end_fault() or missing > free_pages, "idle memory was not evicted"
             return False
         if tokens:
             claim = rows.claim("a guest", row, start, end)
@@ -201,7 +203,7 @@ class PoolPlay:
         return True
 
     def _live_pages(self) -> int:
-        """Device memory that live sequences hold, of all caches: what nobody may take."""
+        """Device pages of live sequences of all caches, which no other sequence may take."""
         live = {}
         for cache in self._caches():
             for row in cache.live:
@@ -214,10 +216,10 @@ class PoolPlay:
                             live[id(extent)] = extent.num_pages
         return sum(live.values())
 
-    # ---- end ------------------------------------------------------------------------------
+    # ---- close ----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Nothing may be left."""
+        """Close everything and check that no memory is left."""
         if self._other is not None:
             self._other.close()
             self._other = None
@@ -232,12 +234,12 @@ class PoolPlay:
         self._is_abandoned = True
 
     def abandon(self) -> None:
-        """Give back what can be given back after a failure. Idempotent."""
+        """Free as much as possible after a failure. Idempotent."""
         if not self._is_abandoned:
             self._is_abandoned = True
             self._constants.__exit__(None, None, None)
             for cache in self._caches():
-                cache.is_closed = True  # So that no destructor complains.
+                cache.is_closed = True  # Suppresses warnings of destructors.
             self.device.close()
 
     def _log(self, what: str) -> None:
@@ -246,7 +248,7 @@ class PoolPlay:
 
 
 def cost_model(alias_pages: int) -> CostModel:
-    """Shares extents of so many pages and above, and copies smaller ones."""
+    """Shares extents of `alias_pages` pages and more, and copies smaller ones."""
     worth = CostModel(map_us=0, unmap_us=0)
     per_mib = worth.copy_us_per_mib + worth.lasting_us_per_mib
     return CostModel(map_us=per_mib * alias_pages * PAGE / (1 << 20), unmap_us=0)
@@ -264,7 +266,7 @@ def add_layers(cache: KVCache, first: int, count: int, head_dim: int, window: in
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """Violations are in the device's list, where `check` finds them."""
+    """Suppress violations: `check` finds them in the device's list."""
     try:
         yield
     except IllegalAccessError:

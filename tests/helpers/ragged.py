@@ -1,4 +1,4 @@
-"""What tests of `vmkv.generate` have in common."""
+"""Helpers for tests of `vmkv.generate`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FAMILIES = (
 
 
 def random_tokens(count: int, seed: int) -> list[int]:
-    """A prompt of tokens that mean nothing in particular."""
+    """A prompt of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
 
 
 def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of these lengths."""
+    """Random prompts of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
@@ -29,13 +29,13 @@ def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
-    """What `model.generate` makes of one prompt."""
+    """Tokens of `model.generate` for one prompt."""
     ids = torch.tensor([prompt])
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
 
 
 class Collects(BaseStreamer):
-    """A streamer that keeps what it gets."""
+    """A streamer that keeps its input."""
 
     def __init__(self) -> None:
         self.got: list[list[int]] = []

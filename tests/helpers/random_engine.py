@@ -1,7 +1,7 @@
-"""Random engines, and random operations on them: what tests and the fuzzer play.
+"""Random engines and random operations on them, for tests and the fuzzer.
 
-Each episode does some things always and others only in some, so that rare histories of a few
-operations happen as well as those in which everything does.
+Each episode has some operations always and a random selection of others, so that rare histories of
+a few kinds of operations happen too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vmkv import SamplingParams
 
 
 def _random_shape(draw: random.Random) -> Shape:
-    """An engine; memory is short in most of them."""
+    """A random engine; memory is short in most cases."""
     windows = draw.choice([(None,), (None,), (None, 8), (None, 3), (8,), (20, None), (None, 1)])
     max_num_seqs = draw.choice([1, 2, 2, 3, 5])
     return Shape(
@@ -43,7 +43,7 @@ def _random_shape(draw: random.Random) -> Shape:
 
 
 def _random_prompt(draw: random.Random, play: EnginePlay) -> list[int]:
-    """A fresh one, or one that begins as something said before."""
+    """A new prompt, or one with a prefix of earlier prompts and outputs."""
     longest = play.shape.max_tokens - 2
     head: list[int] = []
     if play.said and draw.random() < 0.7:
@@ -56,7 +56,7 @@ def _random_prompt(draw: random.Random, play: EnginePlay) -> list[int]:
 
 
 def _random_params(draw: random.Random) -> SamplingParams:
-    """Greedy ones mostly, so that answers are said again."""
+    """Random parameters, mostly greedy, so that outputs repeat."""
     max_tokens = draw.choice([1, 2, draw.randint(1, 12), draw.randint(1, 60), None])
     waits = draw.random() < 0.1
     return SamplingParams(
@@ -82,7 +82,7 @@ def _some_pages(draw: random.Random, play: EnginePlay) -> int:
 
 
 def _guest(draw: random.Random, play: EnginePlay) -> None:
-    for _ in range(draw.choice([1, 1, 1, 6])):  # Often in a row: its stream is behind then.
+    for _ in range(draw.choice([1, 1, 1, 6])):  # Several in a row leave pending work on the stream.
         _guest_once(draw, play)
 
 
@@ -126,7 +126,7 @@ _OPERATIONS: dict[str, _Operation] = {
     "guest": _guest,
     "mishap": lambda draw, play: play.mishap(draw.choice(MISHAPS)),
 }
-#: What every episode does, and what only some do; how often.
+#: Weights of operations of every episode, and of those of some episodes.
 _ALWAYS = {"step": 30, "add": 14, "drain": 0.5}
 _SOMETIMES = {
     "cancel": 2,
@@ -142,7 +142,7 @@ _SOMETIMES = {
     "fault": 1,
     "mishap": 0.4,
 }
-#: Where no driver call is made to fail.
+#: Operations during which no driver call fails on command.
 _NO_FAULT = ("fault", "mishap", "drain", "cancel_all", "catch_up")
 
 
@@ -150,17 +150,17 @@ class RandomPlay:
     """An episode: a play of a random shape, and random operations on it.
 
     Args:
-        draw: The source of every choice.
+        draw: Source of all random choices.
         without: Operations to leave out.
 
     Raises:
-        ConfigError, OutOfPagesError: The budget holds no token of that shape.
+        ConfigError, OutOfPagesError: The budget does not hold one token of this shape.
     """
 
     operations: ClassVar[dict[str, Callable[[random.Random, Any], object]]]
-    always: ClassVar[dict[str, float]]  #: How often every episode does what.
-    sometimes: ClassVar[dict[str, float]] = {}  #: How often an episode does, if at all.
-    share: ClassVar[float] = 0.5  #: Part of the episodes that do something of `sometimes`.
+    always: ClassVar[dict[str, float]]  #: Weights of operations of every episode.
+    sometimes: ClassVar[dict[str, float]] = {}  #: Weights of optional operations.
+    share: ClassVar[float] = 0.5  #: Probability of each optional operation.
 
     def __init__(self, draw: random.Random, without: Collection[str] = ()):
         self._draw = draw
@@ -175,7 +175,7 @@ class RandomPlay:
         raise NotImplementedError
 
     def end(self) -> None:
-        """Close everything; nothing may be left."""
+        """Close everything and check that no memory is left."""
         self.play.close()
 
     def abandon(self) -> None:
@@ -183,7 +183,7 @@ class RandomPlay:
         self.play.abandon()
 
     def operate(self) -> None:
-        """Do one thing."""
+        """Do one random operation."""
         name = self._choose()
         if name == "fault":
             self.play.fault(
@@ -198,7 +198,7 @@ class RandomPlay:
 
 
 class RandomEngine(RandomPlay):
-    """An episode with one engine over rows without a model."""
+    """An episode with one engine over stamped rows."""
 
     operations, always, sometimes, share = _OPERATIONS, _ALWAYS, _SOMETIMES, 0.35
 
@@ -215,6 +215,6 @@ class RandomModelEngine(RandomEngine):
     def _make(self, draw: random.Random) -> ModelPlay:
         shape = dataclasses.asdict(_random_shape(draw))
         name = draw.choice(["llama", "mistral", "gemma3"])
-        # Each layer is a group, and a token of one an eighth of what it is above.
+        # Each layer is a group, with an eighth of the bytes per token of a stamped layer.
         shape |= {"is_late": False, "budget_pages": draw.choice([20, 30, 50, 100]), "name": name}
         return ModelPlay(ModelShape(**shape))

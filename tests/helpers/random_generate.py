@@ -1,4 +1,4 @@
-"""Random calls of `vmkv.generate` over one cache: what the fuzzer plays beside the engine."""
+"""Random calls of `vmkv.generate` over one cache, for tests and the fuzzer."""
 
 from __future__ import annotations
 

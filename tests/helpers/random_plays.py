@@ -1,4 +1,4 @@
-"""What tests and the fuzzer play at random, and an episode of it."""
+"""All random plays, and an episode of one."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def play_episode(
     *,
     is_verbose: bool = False,
 ) -> int:
-    """Play the episode of a seed, print what was done, and return the number of steps.
+    """Play the episode of a seed, print its operations, and return the number of steps.
 
     Args:
         name: Key of `PLAYS`.
-        seed: Seed of every choice.
+        seed: Seed of all random choices.
         num_operations: Operations of the episode.
         without: Operations to leave out.
         is_verbose: Print all operations instead of the last 40.
     """
     try:
         episode = PLAYS[name](random.Random(seed), without)
-    except (CapacityError, ConfigError):  # The budget does not hold one token of that shape.
+    except (CapacityError, ConfigError):  # The budget does not hold one token of this shape.
         return 0
     try:
         for _ in range(num_operations):

@@ -1,4 +1,4 @@
-"""What is tried on two ranks: functions that both run at the same time.
+"""Test cases on two ranks: functions that both ranks run at the same time.
 
 A process for each rank takes seconds to start, so one pair runs many cases; see `Pair`.
 """
@@ -41,7 +41,7 @@ Case = Callable[[TensorParallel], None]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = [[5, 9, 13, 7], [8] * 3 + [21, 4] * 17, [40, 3, 77]]
 PAGE_BYTES = 4 * KiB
-#: Steps that do not hold a prompt.
+#: Enough memory for all requests, and steps shorter than most prompts of `TRAFFIC`.
 ROOMY: dict[str, Any] = {
     "max_num_seqs": 3,
     "max_num_batched_tokens": 48,
@@ -49,20 +49,20 @@ ROOMY: dict[str, Any] = {
     "budget_bytes": 8 * MiB,
     "seed": 11,
 }
-#: Memory that does not hold three of `TRAFFIC` at once.
+#: Memory for fewer than three prompts of `TRAFFIC` at once.
 SMALL: dict[str, Any] = {**ROOMY, "budget_bytes": 10 * PAGE_BYTES}
 TRAFFIC = [[5, 9, 13, 7] * 13, [5, 9, 13, 7] * 14, [30, 2] * 24, [5, 9, 13, 7] * 14, [1, 2] * 29]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=30),
     SamplingParams(seed=3, n=2, max_tokens=20),
-    SamplingParams(top_k=12, top_p=0.9, max_tokens=24, logprobs=2),  # A seed of the engine's.
+    SamplingParams(top_k=12, top_p=0.9, max_tokens=24, logprobs=2),  # The engine chooses the seed.
     SamplingParams(temperature=0, max_tokens=20),
     SamplingParams(seed=9, min_p=0.05, repetition_penalty=1.2, max_tokens=20),
 ]
 
 
 class Pair:
-    """Some ranks: this process, and others that run what this one runs."""
+    """This process as rank 0, and processes of other ranks that run the same cases."""
 
     def __init__(self, device_type: str = "cpu", size: int = 2, timeout_s: float = 120.0) -> None:
         self._ranks = Ranks(size, device_type, _run_cases, timeout_s=timeout_s)
@@ -70,14 +70,14 @@ class Pair:
         self.group = self._ranks.group
 
     def run(self, case: Case) -> None:
-        """Run a case on both; what fails on the other fails here as well."""
+        """Run a case on all ranks; a failure on another rank fails here as well."""
         self.group.share(case)
         try:
             case(self.group)
         except BaseException as error:
-            self.group.fail(error)  # Nobody knows where the other one is.
+            self.group.fail(error)  # The state of the other rank is unknown.
             raise
-        self.group.max(0)  # Both have come through.
+        self.group.max(0)  # All ranks have finished the case.
 
     def close(self) -> None:
         if self.group.failure is None:
@@ -87,7 +87,7 @@ class Pair:
 
 
 def name_of(case: Any) -> str:
-    """A case as the id of a test."""
+    """The test id of a case."""
     arguments = getattr(case, "args", ())
     return "-".join([getattr(case, "func", case).__name__, *map(str, arguments)])
 
@@ -118,7 +118,7 @@ def said(outputs: Sequence[Any]) -> list[list[tuple[int, ...]]]:
 def engine_on(
     group: TensorParallel, model: Any, device: Backend | None = None, **options: Any
 ) -> Iterator[ParallelEngine | None]:
-    """Rank 0's engine, to be asked; None on the others, which have followed it to the end."""
+    """Rank 0's engine; None on other ranks, which have followed it to the end."""
     device = device or HostBackend(PAGE_BYTES)
     with (
         mock.patch.object(lockstep, "open_backend", return_value=device),
@@ -134,16 +134,16 @@ def engine_on(
 
 
 def alone(name: str, prompts: Any, params: Any, **options: Any) -> list[list[tuple[int, ...]]]:
-    """What one process says that has all the memory it wants."""
+    """Tokens of an engine in one process with enough memory."""
     with Engine(copy.deepcopy(tiny_model(name)), **{**ROOMY, **options}) as engine:
         return said(engine.generate(prompts, params))
 
 
-# ---- the same tokens -----------------------------------------------------------------------------
+# ---- equal tokens --------------------------------------------------------------------------------
 
 
 def generates(name: str, group: TensorParallel) -> None:
-    """`generate` and `vmkv.generate` of a model in parts say what the whole one says."""
+    """A divided model gives the tokens of the whole model in `generate` and `vmkv.generate`."""
     whole, part = tiny_model(name), part_of(name, group)
     assert sum(each.numel() for each in part.parameters()) < 0.75 * sum(
         each.numel() for each in whole.parameters()
@@ -153,18 +153,18 @@ def generates(name: str, group: TensorParallel) -> None:
     with contextlib.closing(VMKVCache(part.config)) as cache:
         assert expected.tolist() == tiny_models.generate(part, inputs, cache).tolist()
         heads = {layer.keys.shape[1] for layer in cache.layers}
-        # A model whose queries, keys and values are one product has all heads on each rank.
+        # A model with a fused projection of queries, keys and values has all heads on each rank.
         assert heads == {2 if name == "phi3" else 1}
     ours = vmkv.generate(part, PROMPTS, max_new_tokens=12, do_sample=False)
     assert vmkv.generate(whole, PROMPTS, max_new_tokens=12, do_sample=False) == ours
 
 
 def serves(name: str, runner: str, host_bytes: int, group: TensorParallel) -> None:
-    """An engine short of memory says what one process says, the second time from its prefixes."""
+    """An engine short of memory gives the tokens of one process, then reuses its prefixes."""
     expected = None if group.rank else alone(name, TRAFFIC, PARAMS, runner=runner)
     model = copy.deepcopy(tiny_model(name))
     options = {**SMALL, "host_budget_bytes": host_bytes, "runner": runner}
-    if runner == "graphs":  # It has a row for padding.
+    if runner == "graphs":  # The runner has a row for padding.
         options["budget_bytes"] += model.config.num_hidden_layers * PAGE_BYTES
     if host_bytes:
         options["preemption_costs"] = PreemptionCosts(flops_per_s=1.0)
@@ -190,7 +190,7 @@ def serves(name: str, runner: str, host_bytes: int, group: TensorParallel) -> No
 
 
 def compiles(backend: str, group: TensorParallel) -> None:
-    """Layers in parts are compiled, and their products joined, as whole ones are."""
+    """Layers of a divided model are compiled, and their projections joined, as whole ones are."""
     expected = None if group.rank else alone("llama", PROMPTS, GREEDY)
     how = RunnerOptions(compile_layers=True, compile_backend=backend, show_progress=False)
     options = {**ROOMY, "runner": "graphs", "runner_options": how}
@@ -203,14 +203,14 @@ def compiles(backend: str, group: TensorParallel) -> None:
     ):
         if engine is not None:
             assert expected == said(engine.generate(PROMPTS, GREEDY))
-            # A layer ends with a sum, and so does its attention, also of a single row.
+            # A layer has two sums, after attention and after the MLP, also with a single token.
             assert {0, 2} == {*taken_in}
             kinds = {type(each).__name__ for each in model.model.layers.modules()}
             assert {"SiblingLinear", "RowwiseLinear"} <= kinds
 
 
 def loads(folder: str, group: TensorParallel) -> None:
-    """What transformers has loaded in parts is taken over, and so is a model already in parts."""
+    """A model that transformers has loaded in parts is used, and so is one divided before."""
     expected = None if group.rank else alone("llama", PROMPTS, GREEDY)
     model = load(folder, group)
     localise(model, group)
@@ -226,7 +226,7 @@ def lacks_a_weight(folder: str, group: TensorParallel) -> None:
 
 
 def has_uneven_parts(group: TensorParallel) -> None:
-    """A vocabulary and a width that the number of ranks does not divide; tied embeddings."""
+    """A vocabulary and a width that are no multiples of the number of ranks; tied embeddings."""
     config = tiny_models.tiny_config("llama")
     config.vocab_size, config.intermediate_size, config.tie_word_embeddings = 101, 47, True
     torch.manual_seed(0)
@@ -244,7 +244,7 @@ def has_uneven_parts(group: TensorParallel) -> None:
 
 @contextlib.contextmanager
 def refused(kind: type[Exception], text: str) -> Iterator[None]:
-    """As `pytest.raises`, of a rank that is no test."""
+    """Like `pytest.raises`, for processes without pytest."""
     try:
         yield
     except kind as error:
@@ -254,11 +254,11 @@ def refused(kind: type[Exception], text: str) -> Iterator[None]:
     raise AssertionError(f"no {kind.__name__} was raised")
 
 
-# ---- what one rank alone meets -------------------------------------------------------------------
+# ---- failures of one rank ------------------------------------------------------------------------
 
 
 class SmallerDevice(HostBackend):
-    """A device that has less memory than its pool was promised."""
+    """A device with less memory than the budget of its pool."""
 
     def __init__(self, capacity_bytes: int):
         super().__init__(PAGE_BYTES)
@@ -288,7 +288,7 @@ class SmallerDevice(HostBackend):
 
 
 def runs_out_of_memory(group: TensorParallel) -> None:
-    """One device has less than was agreed: all go on with that, and say the same."""
+    """One device has less memory than agreed: all ranks reduce the budget and give equal tokens."""
     expected = None if group.rank else alone("llama", TRAFFIC, PARAMS)
     capacity_bytes = 6 * PAGE_BYTES
     device = SmallerDevice(capacity_bytes if group.rank else 1 * MiB)
@@ -301,7 +301,7 @@ def runs_out_of_memory(group: TensorParallel) -> None:
 
 
 class LeastLikely:
-    """A logits processor that fails on one rank at some number of tokens; on no rank with -1."""
+    """A logits processor that fails on one rank at some number of tokens; never with rank -1."""
 
     def __init__(self, failing_rank: int, num_tokens: int):
         self._failing_rank = failing_rank
@@ -315,9 +315,9 @@ class LeastLikely:
 
 @contextlib.contextmanager
 def slots_without_memory(group: TensorParallel, periods: tuple[int, int]) -> Iterator[list[int]]:
-    """Rank i has no memory to count a slot's tokens once in `periods[i]` times; 0 for never.
+    """Make every `periods[i]`-th count of a slot's tokens on rank i fail for want of memory.
 
-    Yields the numbers of the calls that failed on this rank.
+    0 means never. Yields the numbers of the calls that failed on this rank.
     """
     own, calls, period = Sampler._count_tokens, itertools.count(1), periods[group.rank]
     failures: list[int] = []
@@ -334,7 +334,7 @@ def slots_without_memory(group: TensorParallel, periods: tuple[int, int]) -> Ite
 
 
 class _LateDevice(HostBackend):
-    """A device behind its host, whose work is never seen to be done unless it is waited for."""
+    """A device whose fences never pass before a wait."""
 
     def __init__(self) -> None:
         super().__init__(PAGE_BYTES)
@@ -342,7 +342,7 @@ class _LateDevice(HostBackend):
 
 
 def is_late(group: TensorParallel) -> None:
-    """What one driver says is done, and the other does not, makes no difference."""
+    """Ranks whose drivers report fences differently give equal tokens."""
     expected = None if group.rank else alone("llama", TRAFFIC, PARAMS)
     device = _LateDevice() if group.rank else None
     options = {**SMALL, "host_budget_bytes": 1 * MiB}
@@ -353,7 +353,7 @@ def is_late(group: TensorParallel) -> None:
 
 
 def is_slow(fifo: str, group: TensorParallel) -> None:
-    """A rank begins a step when the other has long begun to wait for it."""
+    """A rank begins a step long after the other waits for it."""
     expected = None if group.rank else alone("llama", PROMPTS, GREEDY)
     with ParallelEngine(part_of("llama", group), tensor_parallel=group, **ROOMY) as engine:
         submit, waits, releasing = engine._runner.submit, threading.Event(), None
@@ -367,7 +367,7 @@ def is_slow(fifo: str, group: TensorParallel) -> None:
                     waits.set()
                 else:
                     with open(fifo) as other_end:
-                        other_end.read()  # Until somebody has opened it to write, and closed it.
+                        other_end.read()  # Blocks until `release` has opened and closed it.
             return submit(chunks)
 
         def release() -> None:
@@ -385,11 +385,11 @@ def is_slow(fifo: str, group: TensorParallel) -> None:
             releasing.join()
 
 
-# ---- what rank 0 is asked for --------------------------------------------------------------------
+# ---- calls on rank 0 -----------------------------------------------------------------------------
 
 
 def obeys(seed: int, num_actions: int, group: TensorParallel) -> None:
-    """Random requests, ends and faults of single ranks; each step compares the ranks' books."""
+    """Random requests, ends, budgets and faults of single ranks; each step compares the books."""
     watermark_bytes = 8 * PAGE_BYTES
     options = {**SMALL, "host_budget_bytes": 64 * KiB, "watermark_bytes": watermark_bytes}
     options["budget_bytes"] = 40 * PAGE_BYTES
@@ -435,7 +435,7 @@ def obeys(seed: int, num_actions: int, group: TensorParallel) -> None:
         requests = [request for each in handles for request in each.requests]
         for request in requests:
             if request.finish_reason is FinishReason.ERROR:
-                # A step of one token has no smaller one to try without memory.
+                # A step of one token cannot be retried with less.
                 error = request.error
                 assert isinstance(error, SlotError | torch.OutOfMemoryError), repr(error)
         reasons = {request.finish_reason for request in requests}
@@ -443,7 +443,7 @@ def obeys(seed: int, num_actions: int, group: TensorParallel) -> None:
 
 
 def _any_params(choices: random.Random) -> SamplingParams:
-    """Samples, penalties, bans, log-probabilities and processors, or none of them."""
+    """Random samples, penalties, stop tokens, log-probabilities and processors."""
     options: dict[str, Any] = {"n": choices.randrange(1, 5), "max_tokens": choices.randrange(1, 60)}
     if choices.random() < 0.4:
         name = choices.choice(["frequency_penalty", "presence_penalty", "repetition_penalty"])
@@ -460,7 +460,7 @@ def _any_params(choices: random.Random) -> SamplingParams:
 
 
 def ends_samples(what: str, group: TensorParallel) -> None:
-    """The first sample of a request ends before the others do; then those are ended."""
+    """The first sample of a request is ended before the other; then the request is ended."""
     expected = None if group.rank else alone("llama", PROMPTS[:1], GREEDY)
     with engine_on(group, copy.deepcopy(tiny_model("llama")), **ROOMY) as engine:
         if engine is None:
@@ -483,7 +483,7 @@ def ends_samples(what: str, group: TensorParallel) -> None:
 
 
 def lacks_slot_memory(failing_rank: int, group: TensorParallel) -> None:
-    """One rank has no memory to set a slot; all ranks try again, and say the same."""
+    """One rank has no memory to set a slot; all ranks retry and give equal tokens."""
     expected = None if group.rank else alone("llama", TRAFFIC, PARAMS)
     periods = (2, 0) if failing_rank == 0 else (0, 2)
     with (
@@ -496,7 +496,7 @@ def lacks_slot_memory(failing_rank: int, group: TensorParallel) -> None:
 
 
 def has_a_processor_that_fails(failing_rank: int, group: TensorParallel) -> None:
-    """A logits processor fails on one rank: its request ends on all, and no other does."""
+    """A logits processor fails on one rank: its request ends on all ranks, others continue."""
     expected = None if group.rank else alone("llama", PROMPTS[:1], GREEDY)
     processor = LeastLikely(failing_rank, len(PROMPTS[2]) + 4)
     params = SamplingParams(temperature=0, max_tokens=30, logits_processors=(processor,))
@@ -509,7 +509,7 @@ def has_a_processor_that_fails(failing_rank: int, group: TensorParallel) -> None
 
 
 def is_not_asked(group: TensorParallel) -> None:
-    """Only one engine is asked, and it follows nobody."""
+    """Only rank 0 accepts calls, and it cannot follow."""
     with ParallelEngine(part_of("llama", group), tensor_parallel=group, **ROOMY) as engine:
         if group.rank:
             for ask in (lambda: engine.add([1]), engine.step, lambda: engine.set_budget(1 << 20)):
@@ -528,14 +528,14 @@ def is_not_asked(group: TensorParallel) -> None:
 
 
 def _part(source: random.Random, dtype: torch.dtype, num_bytes: int, rank: int) -> torch.Tensor:
-    """A rank's part: numbers whose sum every dtype holds exactly, in whatever order."""
+    """A rank's part: numbers whose sum is exact in every dtype and order."""
     chances = torch.Generator().manual_seed(source.getrandbits(32) * 64 + rank)
     count = num_bytes // dtype.itemsize
     return torch.randint(-16, 17, (count,), generator=chances).to(dtype).cuda()
 
 
 def adds(group: TensorParallel) -> None:
-    """Parts of all sizes after one another, one rank ahead of the other now and then."""
+    """Parts of all sizes in turn, with one rank late at random."""
     source = random.Random(5)
     largest = one_shot.max_bytes(group.size) or 64 * MiB
     for _ in range(300):
@@ -555,7 +555,7 @@ def adds(group: TensorParallel) -> None:
 
 
 def adds_in_graphs(group: TensorParallel) -> None:
-    """A graph is replayed again and again, between sums that are in none."""
+    """A graph of sums is replayed many times, with other sums in between."""
     parts = [_part(random.Random(each), torch.bfloat16, 64 * KiB, each) for each in range(16)]
     mine = torch.empty_like(parts[0])
     graph = torch.cuda.CUDAGraph()
@@ -574,7 +574,7 @@ def adds_in_graphs(group: TensorParallel) -> None:
 def _norm_as_modules(
     whole: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The new residual and its norm, one operation after the other."""
+    """The new residual and its norm, by separate operations."""
     hidden = residual + whole
     wide = hidden.to(torch.float32)
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
@@ -582,7 +582,7 @@ def _norm_as_modules(
 
 
 def adds_with_norms(group: TensorParallel) -> None:
-    """Rows of all lengths and numbers, sums in one kernel and in NCCL's or gloo's."""
+    """Rows of all widths and counts, with sums in one kernel and in NCCL's or gloo's."""
     source = random.Random(6)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     widths = (8, 264, 2048, 4096, 8192, 16384) if device == "cuda" else (8, 24)
@@ -591,7 +591,7 @@ def adds_with_norms(group: TensorParallel) -> None:
         dtype = source.choice((torch.bfloat16, torch.float16, torch.float32))
         shape = 1, source.choice(counts), source.choice(widths)
         chances = torch.Generator().manual_seed(turn)
-        # Parts whose sum every dtype holds exactly, in whatever order; the rest is anything.
+        # Parts whose sum is exact in every dtype and order; residual and weight are random.
         parts = [torch.randint(-16, 17, shape, generator=chances) for _ in range(group.size)]
         residual, weight = (
             torch.randn(each, generator=chances).to(dtype).to(device) for each in (shape, shape[2:])
@@ -606,16 +606,16 @@ def adds_with_norms(group: TensorParallel) -> None:
         what = dtype, shape
         assert torch.equal(part, hidden), what
         assert torch.equal(residual, before), what
-        # Squares are added in another order: a number may round the other way, twice.
+        # Squares are summed in another order, so rounding may differ twice.
         most = 3 * torch.finfo(dtype).eps if device == "cuda" else 0
         torch.testing.assert_close(got, expected, rtol=most, atol=0, msg=str(what))
-        if turn % 3 == 0:  # Sums alone take turns in the same rooms.
+        if turn % 3 == 0:  # Sums without norms use the same buffers.
             single = all_reduce(parts[group.rank].to(dtype).to(device), group.name)
             assert torch.equal(single, whole), what
 
 
 def adds_with_norms_in_graphs(group: TensorParallel) -> None:
-    """A graph of layers' sums is replayed again and again, with other numbers."""
+    """A graph of a few layers' sums is replayed many times, with other numbers."""
     shape, chances = (32, 4096), torch.Generator().manual_seed(8)
     weight = torch.randn(shape[1], generator=chances).bfloat16().cuda()
     part, residual = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -624,7 +624,7 @@ def adds_with_norms_in_graphs(group: TensorParallel) -> None:
     norm_of_sum(part.fill_(1), residual.fill_(1), *args)  # Loads the kernel.
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(6):  # The norm of a sum is the next one's part.
+        for _ in range(6):  # The norm of a sum is the part of the next one.
             got.copy_(norm_of_sum(part, residual, *args))
             residual.copy_(part)
             part.copy_(got)
@@ -642,25 +642,25 @@ def adds_with_norms_in_graphs(group: TensorParallel) -> None:
 
 
 def is_alone(group: TensorParallel) -> None:
-    """Rank 0's part is there, and nobody else's."""
+    """Only rank 0 adds its part; the other ranks wait until it has ended."""
     if group.rank:
-        group.exchange([], False, 0)  # Until rank 0 has gone, however long that takes.
+        group.exchange([], False, 0)  # Waits until rank 0 has ended.
     all_reduce(torch.ones(64, device="cuda"), group.name)
     torch.cuda.synchronize()
     group.check()
 
 
-# ---- ends ----------------------------------------------------------------------------------------
+# ---- models and failures of processes ------------------------------------------------------------
 
 
 def tiny_part(name: str, group: TensorParallel) -> Any:
-    """For `open_parallel_engine`."""
+    """A model for `open_parallel_engine`."""
     torch.set_num_threads(1)
     return copy.deepcopy(tiny_model(name))
 
 
 def part_on_a_gpu(group: TensorParallel) -> Any:
-    """Likewise, of a size that kernels take."""
+    """A model for `open_parallel_engine` with a head size that kernels support."""
     return kernel_model()
 
 
@@ -681,10 +681,12 @@ def part_without_tables(group: TensorParallel) -> Any:
                 raise torch.OutOfMemoryError("no memory on this rank alone")
             return zeros(*shape, **options)
 
-        mock.patch.object(torch, "zeros", without_tables).start()  # The process ends with it.
+        mock.patch.object(
+            torch, "zeros", without_tables
+        ).start()  # Stays patched until the process ends.
     return copy.deepcopy(tiny_model("llama"))
 
 
 def end_process(pid: int) -> None:
-    """As the kernel does it when memory is short."""
+    """Kill a process, as the kernel does when memory is short."""
     os.kill(pid, 9)

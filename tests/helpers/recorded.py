@@ -1,4 +1,4 @@
-"""Which operations torch dispatches: whatever reads a value back is among them."""
+"""Record the operations that torch dispatches, which include all reads of a value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: What reads a value back from the device, or needs one to know its own shape.
+#: Operations that read a value from the device, or need one for the shape of their output.
 SYNCS = {
     "_local_scalar_dense",
     "item",
@@ -37,6 +37,6 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def recorded() -> Iterator[Counter[str]]:
-    """How often each operation is dispatched while this lasts."""
+    """Count the dispatches of each operation."""
     with torch.no_grad(), _Recorder() as recorder:
         yield recorder.calls

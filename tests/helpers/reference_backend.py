@@ -1,4 +1,4 @@
-"""The oracle of attention tests: plain attention in a given dtype, sequence by sequence.
+"""The reference of attention tests: plain attention in a given dtype, sequence by sequence.
 
 Importing it registers the backend "reference", which serves every layer, slowly.
 """
@@ -22,7 +22,7 @@ def visible_keys(
 
 
 class ReferenceBackend(AttentionBackend):
-    """Attention in `dtype`, every step of it, softmax included."""
+    """Attention in `dtype`, with softmax in `dtype` too."""
 
     name = "reference"
 
@@ -34,7 +34,7 @@ class ReferenceBackend(AttentionBackend):
         return None
 
     def attend(self, call: Call) -> torch.Tensor:
-        """Attend sequence by sequence; zeros where a query sees nothing."""
+        """Attend sequence by sequence; a query without keys gets zeros."""
         query, keys, values, scales = call.query, call.keys, call.values, call.scales
         wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_empty(*query.shape[:2], values.shape[3])

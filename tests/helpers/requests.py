@@ -1,4 +1,4 @@
-"""Random prompts, what a model says after each alone, and a client of an engine in a thread."""
+"""Random prompts, their reference outputs, and helpers for streams of an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vmkv.serve import RequestHandle, RequestOutput, joined
 
 from .tiny_models import VOCABULARY, tiny_model
 
-#: Only ever reached by a test that fails.
+#: Time limit of a coroutine; only failing tests reach it.
 PATIENCE_S = 60
 
 
@@ -28,7 +28,7 @@ def prompts(count: int, *, shortest: int = 2, longest: int = 30, seed: int = 0) 
 
 
 def reference(prompt: Sequence[int], num_tokens: int = 8, name: str = "llama") -> list[int]:
-    """What transformers says after `prompt` alone."""
+    """Tokens of transformers after `prompt` alone."""
     return list(_reference(name, tuple(prompt), num_tokens))
 
 
@@ -45,17 +45,17 @@ def check_said(
     num_tokens: int = 8,
     name: str = "llama",
 ) -> None:
-    """Each prompt got what it gets alone."""
+    """Check that each answer is the reference output of its prompt."""
     for prompt, answer in zip(asked, answers, strict=True):
         output = answer if isinstance(answer, RequestOutput) else answer.output()
         assert reference(prompt, num_tokens, name) == list(output.outputs[0].token_ids)
 
 
 async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """All of a stream."""
+    """The joined outputs of a stream."""
     return joined([output async for output in stream])
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine comes to, which must end."""
+    """Run a coroutine with a time limit and return its result."""
     return asyncio.run(asyncio.wait_for(main, PATIENCE_S))

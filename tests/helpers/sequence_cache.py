@@ -1,4 +1,4 @@
-"""A transformers cache over one sequence of a `KVCache`: what a user's own adapter would be."""
+"""A transformers cache over one sequence of a `KVCache`, as a user's own adapter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vmkv.core.cache.fp8 import FP8, decode, encode
 
 
 def add_layers(cache: KVCache, config: Any, kv_dtype: str = "auto") -> KVCache:
-    """The layers of a model in float32 whose layers are all alike."""
+    """Add the layers of a float32 model with equal layers."""
     cache.add_layers(
         range(config.num_hidden_layers),
         num_kv_heads=config.num_key_value_heads,
@@ -33,7 +33,7 @@ class SequenceLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[1, heads, new, dim]` behind what is there; all of it, in the same layout."""
+        """Write `[1, heads, new, dim]` behind the past; return past and new in the same layout."""
         num_new = key_states.shape[-2]
         if self._layer == 0:
             self._sequence.append(num_new)
@@ -48,10 +48,10 @@ class SequenceLayer(DynamicLayer):  # type: ignore[misc]
         return views[0], views[1]
 
     def get_seq_length(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return self._sequence.num_tokens
 
 
 def sequence_cache(sequence: Sequence) -> Cache:
-    """What `model.generate(past_key_values=…)` takes, for one prompt."""
+    """A cache for `model.generate(past_key_values=…)` of one prompt."""
     return Cache(layers=[SequenceLayer(sequence, layer) for layer in sequence.cache.layers])

@@ -1,7 +1,7 @@
-"""A tiny model with a real tokenizer, and a server around it on a port of its own.
+"""A tiny model with a real tokenizer, and a server of it on a free port.
 
-Everything is made here: nothing is downloaded. The tokenizer is byte-level BPE, so text of any
-script goes in and comes out.
+Everything is made here: nothing is downloaded. The tokenizer is byte-level BPE, so it accepts and
+returns text of any script.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-#: Long enough that a request which asks for all of it surely runs when a test looks.
+#: So many that a request for all of them is still running when a test looks.
 MAX_TOKENS = 4096
-#: Requests that are soon answered, and one of which only a cancellation is in time for a test.
+#: Requests with short answers, and one that runs until it is cancelled.
 PLAIN: dict[str, Any] = {"model": "tiny", "prompt": "A row", "max_tokens": 2}
 CHAT: dict[str, Any] = {
     "model": "tiny",
@@ -57,7 +57,7 @@ LONG = PLAIN | {"max_tokens": MAX_TOKENS - 50, "temperature": 0, "ignore_eos": T
 
 
 def wire(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
-    """A request as it goes over the wire."""
+    """The bytes of an HTTP request."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
@@ -65,7 +65,7 @@ def wire(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
 
 @functools.cache
 def tiny_tokenizer() -> Any:
-    """Byte-level BPE over a few lines, with a chat template."""
+    """Byte-level BPE trained on a few lines, with a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -86,7 +86,7 @@ def tiny_tokenizer() -> Any:
 
 @functools.cache
 def tiny_llama() -> Any:
-    """A Llama over that vocabulary, with weights random enough not to repeat one token."""
+    """A Llama with that vocabulary, and with random weights that do not repeat one token."""
     config = transformers.LlamaConfig(
         vocab_size=len(tiny_tokenizer()),
         hidden_size=32,
@@ -106,20 +106,20 @@ def tiny_llama() -> Any:
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5, generator=generator)
-        model.lm_head.weight[1] = 0.0  # The end of sequence is never the likeliest token.
+        model.lm_head.weight[1] = 0.0  # The end-of-sequence token is never the most likely one.
     model.generation_config.eos_token_id = 1
     return model
 
 
 def save_tiny_model(folder: Path) -> Path:
-    """Model and tokenizer as `from_pretrained` reads them."""
+    """Save model and tokenizer for `from_pretrained`."""
     tiny_llama().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
 class Watch:
-    """An engine's observer that tests can wait on."""
+    """An engine's observer with a wait for conditions."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -146,20 +146,20 @@ class Watch:
             self._changed.notify_all()
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Until a condition on the above holds."""
+        """Wait until a condition on the attributes holds."""
         with self._changed:
-            assert self._changed.wait_for(condition, timeout=60), f"waited in vain for {what}"
+            assert self._changed.wait_for(condition, timeout=60), f"timed out waiting for {what}"
 
 
 @contextlib.contextmanager
 def serving(app: FastAPI, drain_timeout_s: float = 20) -> Iterator[tuple[str, Server]]:
-    """The application on a free port of this machine: its address, and what serves it.
+    """Serve the application on a free local port; yield its address and its server.
 
-    Sockets hold little, so that a client which does not read is soon noticed.
+    Socket buffers are small, so that a client that does not read is noticed soon.
     """
     listener = open_socket("127.0.0.1", 0, unread_timeout_s=60)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    listener.listen()  # Clients may connect from now on; they are accepted when it is up.
+    listener.listen()  # Clients may connect from now on; the server accepts them once it runs.
     server = make_server(app, drain_timeout_s=drain_timeout_s, log_level="warning")
     failures: list[BaseException] = []
 

@@ -1,9 +1,9 @@
-"""Several engines over one model, whose user changes it between their steps.
+"""Several engines over one model, which the user changes between their steps.
 
 Everything is real: engines with their runners, `vmkv.generate`, captured `model.generate`, and the
-model, a tiny Llama. Each token that is returned is compared with those of transformers and an
-untouched copy, and each refusal must be a `ConfigError` while the model is changed, or after its
-parameters have moved under captured or compiled steps.
+model, a tiny Llama. Each returned token is compared with transformers and an unchanged copy, and
+each refusal must be a `ConfigError` while the model is changed, or after its parameters have moved
+under captured or compiled steps.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ ATTENTIONS = ("eager", "sdpa", "vmkv")
 
 @dataclass(eq=False)
 class _Served:
-    """An engine, the requests that it has not ended, and whether its steps need fixed parameters.
+    """An engine and its unfinished requests.
 
     Attributes:
-        may_fail: Whether the model was changed since the requests came.
-        num_moves: Conversions of the model before the engine was made.
+        may_fail: Whether the model was changed after the requests were added.
+        num_moves: Number of conversions of the model before the engine was made.
     """
 
     engine: Engine
@@ -72,15 +72,15 @@ class _Served:
 
 
 class SharedModelPlay:
-    """A model, its engines, and what its user does.
+    """A model, its engines, and operations of its user.
 
     Attributes:
-        shape: Words for a failure's report.
-        trace: What was done.
-        engines: Those that are open, in the order in which they were made.
-        num_steps: Steps of engines so far.
-        num_refused: Requests and calls that were refused because the model was changed.
-        num_right: Answers that were compared, and right.
+        shape: Description for the report of a failure.
+        trace: Log of the operations.
+        engines: Open engines, oldest first.
+        num_steps: Number of engine steps.
+        num_refused: Number of requests and calls refused because the model was changed.
+        num_right: Number of answers that were compared, and right.
     """
 
     shape = "several engines over one model"
@@ -98,10 +98,10 @@ class SharedModelPlay:
     # ---- engines --------------------------------------------------------------------------
 
     def make(self, kind: str) -> None:
-        """One more engine."""
+        """Make another engine."""
         self.trace.append(f"make({kind!r})")
         if len(self.engines) == ENGINES_MAX or self.model.dtype != torch.float32:
-            return  # An engine of a converted model would be right to serve it so.
+            return  # An engine made now would serve the converted model.
         is_clear = self._is_right_but_for_attention and not (
             any(each.kind == "compiled" for each in self.engines)
             or (kind == "compiled" and has_users(self.model))
@@ -124,7 +124,7 @@ class SharedModelPlay:
         self._note_changes()
 
     def close(self, pick: int) -> None:
-        """An engine ends; its requests are cancelled."""
+        """Close an engine, which cancels its requests."""
         self.trace.append(f"close({pick})")
         if self.engines:
             served = self.engines.pop(pick % len(self.engines))
@@ -132,7 +132,7 @@ class SharedModelPlay:
             self._check_restored()
 
     def drop(self, pick: int, *, collect: bool) -> None:
-        """An engine is forgotten unclosed, and collected now or whenever."""
+        """Drop an engine without `close`, and collect garbage now or later."""
         self.trace.append(f"drop({pick}, collect={collect})")
         if self.engines:
             self.engines.pop(pick % len(self.engines))
@@ -141,7 +141,7 @@ class SharedModelPlay:
                 self._check_restored()
 
     def add(self, pick: int, prompt: list[int], num_tokens: int) -> None:
-        """A request."""
+        """Add a request."""
         self.trace.append(f"add({pick}, {prompt}, {num_tokens})")
         if self.engines:
             served = self.engines[pick % len(self.engines)]
@@ -150,7 +150,7 @@ class SharedModelPlay:
             served.may_fail |= self._is_changed_for(served)
 
     def step(self, pick: int, num_steps: int) -> None:
-        """Some steps of one engine."""
+        """Run steps of one engine."""
         self.trace.append(f"step({pick}, {num_steps})")
         if self.engines:
             self._run(self.engines[pick % len(self.engines)], num_steps)
@@ -181,20 +181,20 @@ class SharedModelPlay:
             assert served.may_fail, f"{served.kind}: refused without a reason: {request.error}"
             self.num_refused += 1
 
-    # ---- what else runs the model ---------------------------------------------------------
+    # ---- other calls of the model ---------------------------------------------------------
 
     def generate_alone(self, prompt: list[int], num_tokens: int) -> None:
-        """The user calls the model, as it is."""
+        """Call `model.generate` as the user does."""
         self.trace.append(f"generate_alone({prompt}, {num_tokens})")
         if self._is_right_but_for_attention and not self._is_compiled:
             assert _answer(tuple(prompt))[:num_tokens] == _generate(self.model, prompt, num_tokens)
             self.num_right += 1
 
     def generate_packed(self, prompts: list[list[int]], num_tokens: int) -> None:
-        """`vmkv.generate`, which sets the attention for as long as it runs."""
+        """Call `vmkv.generate`, which sets the attention while it runs."""
         self.trace.append(f"generate_packed({prompts}, {num_tokens})")
         if self._is_compiled or self.model.dtype != torch.float32:
-            return  # A converted model would say what it says in that type.
+            return  # A converted model gives the tokens of its dtype.
         try:
             outputs = vmkv.generate(self.model, prompts, max_new_tokens=num_tokens, do_sample=False)
         except ConfigError as error:
@@ -210,7 +210,7 @@ class SharedModelPlay:
             self.num_right += 1
 
     def generate_captured(self, prompt: list[int], num_tokens: int, change_at: int) -> None:
-        """`model.generate` over captured steps, of a model that may change on the way."""
+        """Call `model.generate` with captured steps; the model may change during the call."""
         self.trace.append(f"generate_captured({prompt}, {num_tokens}, {change_at})")
         if self._is_compiled or not self._is_right_but_for_attention:
             return
@@ -236,10 +236,10 @@ class SharedModelPlay:
         assert _answer(tuple(prompt))[:num_tokens] == output
         self.num_right += 1
 
-    # ---- the model's user -----------------------------------------------------------------
+    # ---- changes of the model -------------------------------------------------------------
 
     def set_attention(self, name: str) -> None:
-        """The user chooses an implementation."""
+        """Set the attention implementation."""
         self.trace.append(f"set_attention({name!r})")
         self.model.set_attn_implementation(name)
         if not has_users(self.model):
@@ -247,13 +247,13 @@ class SharedModelPlay:
         self._note_changes()
 
     def train(self, part: str, *, mode: bool) -> None:
-        """The model or a part of it changes its mode."""
+        """Set the mode of the model or of a part."""
         self.trace.append(f"train({part!r}, mode={mode})")
         self.model.get_submodule(part).train(mode)
         self._note_changes()
 
     def convert(self, *, is_back: bool) -> None:
-        """The model's type changes; its values are such that nothing is rounded."""
+        """Change the dtype of the model; its values are exact in bfloat16."""
         self.trace.append(f"convert(is_back={is_back})")
         before = self.model.dtype
         self.model.to(torch.float32 if is_back else torch.bfloat16)
@@ -261,7 +261,7 @@ class SharedModelPlay:
         self._note_changes()
 
     def set_right(self) -> None:
-        """The user undoes all changes, and every engine that can serve the model serves it."""
+        """Undo all changes; every engine that can serve the model then serves it."""
         self.trace.append("set_right()")
         self.model.eval()
         self.convert(is_back=True)
@@ -282,7 +282,7 @@ class SharedModelPlay:
                 assert not said
 
     def end(self) -> None:
-        """All ends, in the order in which it was made."""
+        """Close everything in the order of its creation."""
         self.set_right()
         while self.engines:
             self.close(0)
@@ -296,11 +296,11 @@ class SharedModelPlay:
         prompt = [5, 7, 11, 13, 17]
         assert _answer(tuple(prompt)) == _generate(self.model, prompt, _LONGEST_ANSWER)
 
-    # ---- what is known --------------------------------------------------------------------
+    # ---- state of the model ---------------------------------------------------------------
 
     @property
     def _is_compiled(self) -> bool:
-        """Whether the layers run compiled, and the model cannot be called beside its engine."""
+        """Whether layers run compiled, so that the model cannot be called outside its engine."""
         return self.model.config._attn_implementation == "vmkv_rows" or any(
             "forward" in vars(each) for each in self.model.model.layers
         )
@@ -323,7 +323,7 @@ class SharedModelPlay:
             served.may_fail |= bool(served.asked) and self._is_changed_for(served)
 
     def _check_restored(self) -> None:
-        """The user's choice counts again once nobody serves the model; else none is forgotten."""
+        """Check that the attention is one of the user's if no engine uses the model."""
         if not has_users(self.model):
             assert self.model.config._attn_implementation in ATTENTIONS
             if not self.engines:
@@ -332,7 +332,7 @@ class SharedModelPlay:
 
 @functools.cache
 def _untouched() -> Any:
-    """A model whose weights bfloat16 holds exactly, so that it is the same after a round trip."""
+    """A model with weights exact in bfloat16, so that a conversion and back changes nothing."""
     model = copy.deepcopy(tiny_model("llama", "sdpa"))
     return model.to(torch.bfloat16).to(torch.float32)
 
@@ -350,11 +350,11 @@ def _generate(model: Any, prompt: list[int], num_tokens: int, **options: Any) ->
     return said
 
 
-# ---- at random --------------------------------------------------------------------------------
+# ---- random operations ------------------------------------------------------------------------
 
 
 def random_prompt(draw: random.Random) -> list[int]:
-    """One of few, so that answers are known and prefixes are shared."""
+    """One of few prompts, so that outputs are cached and prefixes are shared."""
     tokens = random.Random(draw.randrange(4)).choices(range(3, VOCABULARY), k=40)
     return tokens[: draw.choice([1, 3, 8, 15, 20, 40])]
 
@@ -404,4 +404,4 @@ class RandomSharedModel(RandomPlay):
         self.play.end()
 
     def abandon(self) -> None:
-        """Leave the engines to the collector."""
+        """Leave the engines to the garbage collector."""

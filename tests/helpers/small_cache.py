@@ -1,4 +1,4 @@
-"""Distances that are made for GPUs, shortened, so that short sequences cross them."""
+"""Shorten constants that are chosen for GPUs, so that short sequences exceed them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-# A module that is imported while they are small would keep them small.
+# Imported now: a later import would keep the small values.
 import vmkv.hf.generation
 import vmkv.serve  # noqa: F401
 
 
 @contextmanager
 def small_constants(underread_tokens: int, block_tokens: int) -> Iterator[None]:
-    """What is kept before a window, and the tokens of a prefix block, wherever they are kept."""
+    """Set the tokens kept before a window and the tokens of a prefix block, in all modules."""
     values = {"UNDERREAD_TOKENS": underread_tokens, "BLOCK_TOKENS": block_tokens}
     with ExitStack() as stack:
         for name, value in values.items():

@@ -1,8 +1,8 @@
 """A runner without a model: it writes stamps, and reads them as an attention kernel would.
 
-What it is asked to do is checked against what the engine promises (see `vmkv.serve.runner`),
-and against the page tables. What it says next is a hash of everything before, so a wrong history
-gives a wrong answer even where memory is right.
+It checks its arguments against the contract of the engine (see `vmkv.serve.runner`) and against
+the page tables. The next token is a hash of the history, so a wrong history gives a wrong token
+even if memory is right.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import StepResult
 from vmkv.step import Piece
 
-#: Token 0 is the end of sequence. Few, so that strangers often begin alike.
+#: Token 0 is the end of sequence. So few that unrelated prompts often share a prefix.
 VOCABULARY = 8
 
 
 def next_token(history: History, num_prompt_tokens: int, params: SamplingParams) -> int:
-    """What comes after `history`: the same for equal ones, and for sampled ones for equal seeds."""
+    """The token after `history`: equal for equal histories and, if sampled, equal seeds."""
     seed = 0 if params.temperature == 0 else mixed((params.seed or 0) + 1)
     token = mixed(history.digest() ^ seed) % VOCABULARY
     if len(history) - num_prompt_tokens < params.min_tokens:
@@ -32,7 +32,7 @@ def next_token(history: History, num_prompt_tokens: int, params: SamplingParams)
 
 
 def answer(prompt: Sequence[int], params: SamplingParams, max_tokens: int) -> list[int]:
-    """All that a request says if nothing goes wrong; `params` are resolved."""
+    """All tokens of a request without failures; `params` are resolved."""
     history = History(prompt)
     while True:
         history.append(next_token(history, len(prompt), params))
@@ -44,7 +44,7 @@ def answer(prompt: Sequence[int], params: SamplingParams, max_tokens: int) -> li
 
 @dataclass
 class _Slot:
-    """A running request, as the device knows it."""
+    """State of a running request on the device."""
 
     params: SamplingParams
     num_prompt_tokens: int
@@ -53,12 +53,12 @@ class _Slot:
 
 @dataclass
 class Mishap:
-    """How the next step is to fail.
+    """A failure of the next step.
 
     Attributes:
-        error: What is raised.
-        is_late: By `result`, and not by `submit`.
-        has_written: The keys and values of the step were written all the same.
+        error: The error to raise.
+        is_late: Raise it in `result` instead of in `submit`.
+        has_written: Write the keys and values of the step nevertheless.
     """
 
     error: Exception
@@ -68,7 +68,7 @@ class Mishap:
 
 @dataclass
 class _Step:
-    """A submitted step. Like `PendingTokens`."""
+    """A submitted step, with the interface of `PendingTokens`."""
 
     runner: StampRunner
     chunks: Sequence[tuple[_Slot, Piece, Claim]]
@@ -105,14 +105,14 @@ class _Step:
 
 
 class StampRunner:
-    """Like `ModelRunner`.
+    """A runner with the interface of `ModelRunner`.
 
     Args:
-        rows: Where it writes.
+        rows: Rows to read and write.
 
     Attributes:
-        num_steps: Steps that were submitted.
-        mishap: How the next one is to fail; None for not at all.
+        num_steps: Number of submitted steps.
+        mishap: Failure of the next step, or None.
     """
 
     def __init__(self, rows: StampedRows):
@@ -160,7 +160,7 @@ class StampRunner:
         self.rows.device.run_some()
 
     def compute(self, slot: _Slot, chunk: Piece, claim: Claim) -> None:
-        """What a model does with one chunk: read what is before, write what is new."""
+        """Do the work of a model for one chunk: read the past, write the new tokens."""
         name, history = _name(chunk), slot.history
         fail = self.rows.device.fail
         start, end = chunk.num_past_tokens, chunk.num_tokens

@@ -1,9 +1,9 @@
-"""Rows whose every byte says which tokens it was computed from.
+"""Rows whose every byte depends on the tokens that it was computed from.
 
-What a model computes of a token depends on the token and on all before it. So does a stamp: it is
-a hash of the sequence up to its token, another one for each layer, for keys and for values. Equal
-beginnings have equal stamps, whoever wrote them, and nothing else has: memory of another sequence,
-of another position or from another time is recognised, and so is a copy that was never made.
+The keys and values that a model computes for a token depend on the token and on all tokens before
+it. So does a stamp: a hash of the sequence up to its token, different for each layer and for keys
+and values. Only equal prefixes have equal stamps, in any row, so a test detects memory of another
+sequence, another position or another time, and a missing copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INVERSES = np.array(
 
 
 class History:
-    """The tokens of one sequence, and for each the hash of everything up to it."""
+    """The tokens of one sequence, and a hash of the prefix up to each token."""
 
     def __init__(self, tokens: Iterable[int] = ()):
         self.tokens = list(tokens)
@@ -54,11 +54,11 @@ class History:
         del self.tokens[num_tokens:]
 
     def hashes(self, start: int, end: int) -> np.ndarray:
-        """uint64 `[end - start]`."""
+        """Hashes of the prefixes up to each token, uint64 `[end - start]`."""
         return self._hashes[start:end]
 
     def digest(self) -> int:
-        """The hash of all of it."""
+        """The hash of all tokens."""
         return int(self._hashes[len(self.tokens) - 1])
 
 
@@ -76,7 +76,7 @@ class _Layer:
         ]
 
     def stamps(self, at: int, hashes: np.ndarray) -> np.ndarray:
-        """int64 `[tokens, width]`: what the keys (0) or values (1) of these tokens are."""
+        """Keys (0) or values (1) of these tokens, int64 `[tokens, width]`."""
         return (hashes[:, None] * self._factors[at] ^ self._lanes[at]).view(np.int64)
 
     def first_seen(self, num_past: int) -> int:
@@ -85,19 +85,19 @@ class _Layer:
 
 
 class Claim:
-    """Where a step that was submitted is going to write, and what lay there then."""
+    """The memory that a submitted step will write: ranges, with their handles at submission."""
 
     def __init__(self, ranges: list[tuple[int, int, list[int]]]):
         self.ranges = ranges
 
 
 class StampedRows:
-    """A cache whose layers hold stamps, as a device sees it.
+    """A cache whose layers hold stamps, with its device.
 
     Args:
         cache: Layers of one int64 head each.
-        device: Where it lives.
-        underread_tokens: What kernels fetch before a window.
+        device: The cache's device.
+        underread_tokens: Tokens that kernels fetch before a window.
     """
 
     def __init__(self, cache: KVCache, device: Device, underread_tokens: int = 0):
@@ -107,19 +107,19 @@ class StampedRows:
         self._layers = [_Layer(cache, layer) for layer in cache.layers]
 
     def close(self) -> None:
-        """Drop what points into the rows, and close the cache."""
+        """Drop the views of the rows, and close the cache."""
         self._layers.clear()
         self.cache.close()
 
-    # ---- when work is submitted -----------------------------------------------------------
+    # ---- at submission --------------------------------------------------------------------
 
     def claim(self, what: str, row: int, start: int, end: int) -> Claim:
-        """Check that tokens `[start, end)` may be written: the row's own, for it alone.
+        """Check that tokens `[start, end)` are in memory that only this row may write.
 
-        Read off the page table, and asked of nobody who might be wrong about it.
+        It reads the page table directly, without the code under test.
 
         Raises:
-            IllegalAccessError: They may not.
+            IllegalAccessError: They are not.
         """
         ranges = []
         for group in self.cache.groups:
@@ -145,13 +145,13 @@ class StampedRows:
             ranges.append((address, num_bytes, self.device.handles(address, num_bytes)))
         return Claim(ranges)
 
-    # ---- when it runs ---------------------------------------------------------------------
+    # ---- at execution ---------------------------------------------------------------------
 
     def write(self, what: str, row: int, history: History, start: int, claim: Claim) -> None:
-        """Write what is known of `history` from token `start` on.
+        """Write the tokens of `history` from `start` on.
 
         Raises:
-            IllegalAccessError: What is there is not what was there when it was claimed.
+            IllegalAccessError: The range is not mapped to the memory of the claim.
         """
         for address, num_bytes, handles in claim.ranges:
             self.device.check_access(f"{what} writes", address, num_bytes, Access.READ_WRITE)
@@ -163,10 +163,10 @@ class StampedRows:
                 tensor[row, start : len(history)] = layer.stamps(at, hashes)
 
     def read(self, what: str, row: int, history: History, num_past: int, end: int) -> None:
-        """Read what a kernel reads for queries at `[num_past, end)`, and check what they see.
+        """Read as a kernel for queries at `[num_past, end)` does, and check the visible tokens.
 
         Raises:
-            IllegalAccessError: It is not there, or it is not this sequence's.
+            IllegalAccessError: They are not mapped, or not this sequence's.
         """
         for group in self.cache.groups:
             self._check_readable(what, group, row, num_past, end)
@@ -174,7 +174,7 @@ class StampedRows:
             self._compare(what, layer, row, history, layer.first_seen(num_past), num_past)
 
     def compare(self, what: str, row: int, history: History, firsts: Sequence[int]) -> None:
-        """Check that `row` holds all of `history`, in each layer from its first token on.
+        """Check that `row` holds `history`, in each layer from its entry of `firsts` on.
 
         Raises:
             IllegalAccessError: It does not.
@@ -186,7 +186,7 @@ class StampedRows:
                 self._compare(what, layer, row, history, first, len(history))
 
     def firsts_mapped(self, row: int, num_tokens: int) -> list[int]:
-        """In each layer, the first of `num_tokens` tokens that is there."""
+        """The first mapped token of `num_tokens`, in each layer."""
         return [layer.group.first_mapped_token(row, num_tokens) for layer in self._layers]
 
     def _check_readable(
@@ -215,7 +215,7 @@ class StampedRows:
 
 
 def _why_not_written(mapping: Mapping) -> str | None:
-    """Why a row may not write what it has there; None where it may."""
+    """Reason why a row may not write a mapping; None if it may."""
     extent = mapping.extent
     if extent.num_live_mappings > 1:
         return "shared"
@@ -227,13 +227,13 @@ def _why_not_written(mapping: Mapping) -> str | None:
 
 
 def _range(group: LayerGroup, row: int, start: int, end: int) -> tuple[int, int]:
-    """Address and bytes of tokens `[start, end)` of a row."""
+    """Address and number of bytes of tokens `[start, end)` of a row."""
     token_bytes = group.geometry.token_bytes
     return group.table.page_address(row, 0) + start * token_bytes, (end - start) * token_bytes
 
 
 def _mixed(number: int) -> int:
-    """64 bits in which every bit of `number` counts (splitmix64)."""
+    """A 64-bit hash of `number` (splitmix64)."""
     number = (number * _FACTOR) & _BITS
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _BITS
@@ -241,9 +241,9 @@ def _mixed(number: int) -> int:
 
 
 def mixed(number: int) -> int:
-    """See `_mixed`."""
+    """A 64-bit hash of any integer."""
     return _mixed(number & _BITS)
 
 
-#: What the layers of a stamped cache are made of.
+#: Dtype of the layers of a stamped cache.
 DTYPE = torch.int64

@@ -1,7 +1,7 @@
-"""Content that says by whom it was written: what tests of shared memory compare.
+"""Content with a stamp for each token, for tests of shared memory.
 
-A stamp is a number of one token; what is written differs by layer, and between keys and values, so
-that a page in the wrong place cannot look right. Stamps are below 2^20: float32 holds them all.
+A stamp is a number of one token; the written value also depends on the layer and on keys or values,
+so a page in the wrong place never looks right. Stamps are below 2^20: float32 holds them exactly.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ def append(sequence: Sequence, stamps: Iterable[int]) -> None:
     wanted = list(stamps)
     start = sequence.num_tokens
     sequence.append(len(wanted))
-    sequence.cache.check()  # Before writing: where memory is missing, that would be a fault.
+    sequence.cache.check()  # Before writing, which would crash if memory is missing.
     for at, tensor in enumerate(_tensors(sequence)):
         tensor[start:] = _as_tensor(wanted, at)[:, None, None].to(tensor.device)
 
 
 def assert_holds(sequence: Sequence, stamps: Iterable[int]) -> None:
-    """Every layer of `sequence` holds just these stamps, as far as its window sees them."""
+    """Check that every layer holds exactly these stamps, within its window."""
     wanted = list(stamps)
     assert len(wanted) == sequence.num_tokens
     for at, tensor in enumerate(_tensors(sequence)):

@@ -1,9 +1,9 @@
-"""What serves which causal family of transformers: tried with a tiny model of each.
+"""Try each causal family of transformers with a tiny model, in every interface of vmkv.
 
     make models      # writes vmkv/hf/MODELS.md, which `test_families.py` keeps current
 
-A family is served where every prompt gets the tokens that `model.generate` gives it alone, and
-refused where vmkv says in words that it does not serve it. There is no third way.
+A family is served if every prompt gets the tokens of `model.generate` alone, and refused if vmkv
+raises its own error. Everything else is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TABLE = Path(vmkv.__file__).parent / "hf" / "MODELS.md"
 SERVED, NOT_TRIED = "served", "not tried"
 NEW_TOKENS = 5
 BUDGET_BYTES = 64 * MiB
-#: Of one token, of some, and of more than a window.
+#: Prompts of one token, of a few, and of more than a window.
 LENGTHS = (20, 1, 5)
 _PROLOGUE = """\
 # Which models are served
@@ -57,15 +57,15 @@ with `AutoModelForCausalLM`, which does not know it.
 
 
 class Verdict(NamedTuple):
-    """What a family gets.
+    """The outcome for a family.
 
     Attributes:
-        cache: From `model.generate(..., past_key_values=VMKVCache(config))`: served, refused or
+        cache: Of `model.generate(..., past_key_values=VMKVCache(config))`: served, refused or
             not tried.
-        generate: From `vmkv.generate`, likewise.
-        engine: From `Engine`, likewise.
-        why_not: The reasons of those that refuse it.
-        instead: What errors name in place of packed batches; empty where none was raised.
+        generate: Of `vmkv.generate`, likewise.
+        engine: Of `Engine`, likewise.
+        why_not: Reasons of refusals.
+        instead: Alternatives that the errors propose; empty without errors.
     """
 
     cache: str
@@ -75,15 +75,15 @@ class Verdict(NamedTuple):
     instead: str = ""
 
     def row(self, family: str) -> str:
-        """The family's line of the table."""
+        """The family's row of the table."""
         return f"| {family} | {self.cache} | {self.generate} | {self.engine} | {self.why_not} |\n"
 
 
 def model_of(family: str) -> Any:
-    """A tiny model of the family, in float32, whose tokens depend on all of its prompt.
+    """A tiny model of the family, in float32, whose tokens depend on the whole prompt.
 
     Raises:
-        ValueError: Transformers does not build one.
+        ValueError: Transformers cannot build it.
     """
     config = families.tiny_config(family)
     torch.manual_seed(0)
@@ -97,10 +97,10 @@ def model_of(family: str) -> Any:
 
 
 def verdict(family: str, model: Any = None) -> Verdict:
-    """Try a family with a model of it, by default a new one.
+    """Try a family with `model`, by default a new one.
 
     Raises:
-        AssertionError: It got wrong tokens, or an error that is none of vmkv's.
+        AssertionError: It got wrong tokens, or an error that is not vmkv's.
     """
     if family in families.UNBUILDABLE:
         return Verdict(NOT_TRIED, NOT_TRIED, NOT_TRIED, families.UNBUILDABLE[family])
@@ -139,7 +139,7 @@ def _through_cache(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     said = []
     for prompt in prompts:
         with vmkv.VMKVCache(model.config, budget_bytes=BUDGET_BYTES) as cache:
-            # Some configurations say that no cache is wanted, and then use it wrongly.
+            # Some configurations set `use_cache=False` and then use a cache wrongly.
             said.append(_alone(model, prompt, past_key_values=cache, use_cache=True))
     return said
 
@@ -150,7 +150,7 @@ def _generate(model: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def _serve(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """By the runner that serves on a GPU: `generate` has tried the other one's way."""
+    """Use the runner for GPUs: `generate` has tried eager steps."""
     params = vmkv.SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
     with vmkv.Engine(
         model,
@@ -175,12 +175,12 @@ def _try(
         said = serve()
     except refusals as error:
         return "refused", error
-    assert expected == said, "other tokens than model.generate's, and not a word"
+    assert expected == said, "other tokens than model.generate's, without an error"
     return SERVED, None
 
 
 def _reason(error: Exception) -> str:
-    """Why, without what depends on the machine and on torch."""
+    """The reason, without details that depend on the machine or on torch."""
     if isinstance(error, UnservableError):
         return error.why.partition(" (")[0]
     if isinstance(error, vmkv.ConfigError):
@@ -189,7 +189,7 @@ def _reason(error: Exception) -> str:
 
 
 def table() -> str:
-    """MODELS.md, tried anew. Takes half a minute."""
+    """Make the text of MODELS.md by trying all families. Takes half a minute."""
     rows, tried = [], []
     for family in families.surveyed():
         tried.append(verdict(family))
@@ -198,7 +198,7 @@ def table() -> str:
 
 
 def prologue(tried: list[Verdict]) -> str:
-    """What stands above the rows."""
+    """The text above the rows."""
     columns = {
         "`VMKVCache`": [each.cache for each in tried],
         "`vmkv.generate`": [each.generate for each in tried],
@@ -213,7 +213,7 @@ def prologue(tried: list[Verdict]) -> str:
 
 
 def main() -> None:
-    """Write the table."""
+    """Write MODELS.md."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     TABLE.write_text(table())

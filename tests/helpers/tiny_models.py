@@ -1,9 +1,9 @@
 """Tiny transformers models with random weights, built from configurations: no downloads.
 
-Every builder works on each supported transformers release, or says why it does not. Weights
-are redrawn with a gain well above what transformers initialises with, because models that
-repeat their last token whatever the cache says would make every parity test pass
-(`test_parity_detects_a_damaged_cache` checks that they do not).
+Every builder works on each supported transformers release, or says why it does not. Weights are
+redrawn with a gain well above transformers' initialization: models that repeat their last token
+with any cache would make every parity test pass (`test_a_damaged_cache_changes_the_tokens` checks
+that they do not).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PretrainedConfig, Pr
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 VOCABULARY = 100
-WINDOW = 8  # Tokens a sliding-window layer sees: fewer than every prompt below.
+WINDOW = 8  # Tokens that a sliding-window layer sees, fewer than in every prompt below.
 
 _BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -70,7 +70,7 @@ def _gemma3n() -> PretrainedConfig:
         head_dim=8,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"] * 2,
-        num_kv_shared_layers=2,  # The last two layers read the first two's keys and values.
+        num_kv_shared_layers=2,  # The last two layers use the keys and values of the first two.
         vocab_size_per_layer_input=VOCABULARY,
         hidden_size_per_layer_input=8,
         altup_num_inputs=2,
@@ -197,20 +197,19 @@ MODELS = tuple(_CONFIGS)
 
 
 def unsupported_because(name: str) -> str | None:
-    """Why VMKVCache refuses the model on the installed transformers; None where it serves it."""
+    """Why VMKVCache refuses the model on the installed transformers; None if it serves it."""
     if name == "qwen3_next" and VERSION < (5, 0):
         return "before 5.x Qwen3-Next's linear layers need a cache class of the model's own"
     return None
 
 
 def tiny_config(name: str) -> PretrainedConfig:
-    """A fresh configuration."""
     return _CONFIGS[name]()
 
 
 @functools.cache
 def tiny_model(name: str, attention: str = "eager", *, seed: int = 0) -> PreTrainedModel:
-    """The model, on the CPU, in float32 and eval mode. One per arguments: do not change it."""
+    """The model, on the CPU, in float32 and eval mode. It is cached: do not change it."""
     config = tiny_config(name)
     factory = transformers.AutoModelForCausalLM
     if name == "t5":
@@ -220,14 +219,14 @@ def tiny_model(name: str, attention: str = "eager", *, seed: int = 0) -> PreTrai
     torch.manual_seed(seed)
     model = factory.from_config(config, attn_implementation=attention).eval().float()
     redraw_weights(model, seed)
-    # Lengths are part of what is compared, so nothing may end early.
+    # No sequence may end early, since lengths are compared.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
 
 
 def kernel_model(device: str = "cuda") -> PreTrainedModel:
-    """A small Llama in bfloat16, of a head size that kernels take."""
+    """A small Llama in bfloat16 with a head size that kernels support."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=256,
@@ -245,7 +244,7 @@ def kernel_model(device: str = "cuda") -> PreTrainedModel:
 
 
 def redraw_weights(model: PreTrainedModel, seed: int) -> None:
-    """Give a model weights with which it looks at what came before; see above."""
+    """Redraw a model's weights so that its output depends on the past; see the module."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():
@@ -261,7 +260,7 @@ def redraw_weights(model: PreTrainedModel, seed: int) -> None:
 def prompt(
     name: str, *, batch_size: int = 1, num_tokens: int = 13, seed: int = 0
 ) -> dict[str, Any]:
-    """Inputs for `generate`: random tokens (or a spectrogram), nothing padded."""
+    """Inputs for `generate`: random tokens (or a spectrogram), without padding."""
     generator = torch.Generator().manual_seed(seed)
     if name == "whisper":
         return {"input_features": torch.randn(batch_size, 8, 40, generator=generator)}
@@ -279,7 +278,7 @@ def left_padded_prompt(*, seed: int = 0) -> dict[str, Any]:
 
 
 def make_cache(config: PretrainedConfig, **options: Any) -> Any:
-    """The cache under test for a model with `config`: a pair for encoder-decoder models."""
+    """The cache under test for a model with `config`; a pair for encoder-decoder models."""
     from vmkv.hf import VMKVCache
 
     if config.is_encoder_decoder:
@@ -288,21 +287,21 @@ def make_cache(config: PretrainedConfig, **options: Any) -> Any:
 
 
 def dynamic_cache(config: PretrainedConfig) -> Any:
-    """What transformers itself would use: the reference of every comparison."""
+    """The cache of transformers: the reference of every comparison."""
     if config.is_encoder_decoder:
         return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
     return DynamicCache(config=config)
 
 
 def parts_of(cache: Any) -> list[Any]:
-    """The caches that `cache` is made of: two for encoder-decoder models, otherwise itself."""
+    """The caches of a pair, or the cache itself."""
     if isinstance(cache, EncoderDecoderCache):
         return [cache.self_attention_cache, cache.cross_attention_cache]
     return [cache]
 
 
 def contents(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-    """Copies of every layer's keys and values, as the cache itself shows them."""
+    """Copies of the keys and values of every layer."""
     return [
         None
         if getattr(layer, "keys", None) is None
@@ -313,7 +312,7 @@ def contents(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
 
 
 def assert_same_contents(expected: Any, actual: Any) -> None:
-    """Every layer of both caches holds the same bits, in the same shape."""
+    """Check that every layer of both caches holds the same bits, in the same shape."""
     expected_contents, actual_contents = contents(expected), contents(actual)
     assert len(expected_contents) == len(actual_contents)
     for index, (theirs, ours) in enumerate(zip(expected_contents, actual_contents, strict=True)):
@@ -327,7 +326,7 @@ def assert_same_contents(expected: Any, actual: Any) -> None:
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, Any], cache: Any, **options: Any) -> Any:
-    """`model.generate` with seeded sampling; 12 new tokens unless told otherwise."""
+    """`model.generate` with seeded sampling; 12 new tokens by default."""
     torch.manual_seed(1234)
     options = {"max_new_tokens": 12, "do_sample": False, "use_cache": True, **options}
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""A range of virtual memory that is really mapped up to one address, and faults beyond it.
+"""A range of virtual memory that is mapped up to one address, and faults beyond it.
 
-Dense tensors cannot show a read past the mapped part: the memory is there. `MappedUpTo` maps
-some pages of a reservation and lets a test place a row so that its last token ends exactly where
-the mapping does.
+Dense tensors cannot show a read past the end of a row, because memory follows. `MappedUpTo` maps
+some pages of a reservation, and a test places a row so that its last token ends exactly where the
+mapping does.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ NUM_RESERVED = 8
 
 
 class MappedUpTo:
-    """`NUM_MAPPED` pages of memory, then addresses with nothing behind them.
+    """`NUM_MAPPED` mapped pages, then addresses that are reserved only.
 
     Args:
         device: `"host"` or `"cuda:0"`.
-        dtype: Of the tensors made over it.
+        dtype: Dtype of the tensors over it.
     """
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
@@ -42,7 +42,7 @@ class MappedUpTo:
         self._end = NUM_MAPPED * PAGE_BYTES // dtype.itemsize
 
     def fill(self, generator: torch.Generator) -> None:
-        """Put unit noise wherever there is memory."""
+        """Fill the mapped pages with unit noise."""
         mapped = self._flat[: self._end]
         mapped.copy_(torch.randn(mapped.shape, generator=generator))
 
@@ -52,7 +52,7 @@ class MappedUpTo:
         """Keys and values of which the last row has exactly `mapped_tokens` tokens of memory.
 
         Args:
-            num_rows: How many rows; all but the last are mapped throughout where they fit.
+            num_rows: Number of rows; all but the last are mapped completely.
             row_tokens: Capacity of a row.
             heads: H.
             dim: Dk and Dv.
@@ -60,7 +60,7 @@ class MappedUpTo:
 
         Returns:
             Two views `[num_rows, row_tokens, heads, dim]`, keys and values of a token side by
-            side. The key of token `mapped_tokens` is the first thing that is not mapped.
+            side. The key of token `mapped_tokens` of the last row is not mapped.
         """
         token = 2 * heads * dim
         start = self._end - mapped_tokens * token - (num_rows - 1) * row_tokens * token

@@ -1,13 +1,13 @@
-"""Scripts in a process of their own each, without the seconds that importing torch takes.
+"""Run each script in its own process, without the seconds that importing torch takes.
 
-One process imports torch and transformers, nothing of vmkv, and forks for each script. To a script
-all is as in a fresh interpreter, its end included: what it leaves unclosed warns, what is not
-mapped ends it.
+One process imports torch and transformers, but not vmkv, and forks for each script. To a script
+everything is as in a fresh interpreter, its end included: unclosed objects warn, and an access to
+unmapped memory kills it.
 
 `warm_children` does the same for processes that `multiprocessing` starts.
 
-Where there is a GPU a script has an interpreter of its own after all: imports may ask CUDA what
-there is, and a fork of who has asked cannot use it.
+On a machine with a GPU a script runs in a new interpreter: imports may initialize CUDA, which does
+not work in a fork.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
 
 @contextlib.contextmanager
 def warm_children() -> Iterator[None]:
-    """Fork what `multiprocessing` is told to spawn from a process that has imported everything."""
+    """Fork the processes that `multiprocessing` should spawn from a process with all imports."""
     context = multiprocessing.get_context("spawn" if _HAS_GPU else "forkserver")
     preloaded = ["torch", "transformers.modeling_utils", "vmkv.serve.parallel.engine"]
     multiprocessing.forkserver.set_forkserver_preload([*preloaded, "vmkv.serve.process"])
@@ -50,7 +50,7 @@ def warm_children() -> Iterator[None]:
 
 
 def start(*arguments: str, env: dict[str, str]) -> Child:
-    """Start what `python ARGUMENTS` does, with pipes to it and from it."""
+    """Start `python ARGUMENTS`, with pipes to it and from it."""
     if not _HAS_GPU:
         return Started(*arguments, env=env)
     pipe = subprocess.PIPE
@@ -59,12 +59,12 @@ def start(*arguments: str, env: dict[str, str]) -> Child:
 
 
 class Started:
-    """A script that runs, with pipes to it and from it; of `subprocess.Popen` what tests use.
+    """A running script with pipes, with the part of the interface of `subprocess.Popen` in use.
 
     Attributes:
         pid: Its process id.
         stdin, stdout, stderr: Its pipes.
-        returncode: What it ended with, once somebody has waited for that.
+        returncode: Its exit status after `wait`, or None.
     """
 
     def __init__(self, *arguments: str, env: dict[str, str]):
@@ -89,11 +89,11 @@ class Started:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it, unless it has ended."""
+        """Kill it, unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float) -> int:
-        """Until it has ended; its status."""
+        """Wait until it has ended and return its status."""
         if self.returncode is None:
             self._channel.settimeout(timeout)
             self.returncode = int(self._channel.recv(64))
@@ -101,7 +101,7 @@ class Started:
         return self.returncode
 
     def communicate(self, text: str = "", *, timeout: float) -> tuple[str, str]:
-        """Tell it the last words, and hear its own, of which there are few. Idempotent."""
+        """Write `text`, close its input and return its output, which must be short. Idempotent."""
         if self.stdin.closed:
             return "", ""
         with contextlib.suppress(BrokenPipeError), self.stdin:
@@ -120,13 +120,13 @@ def run(
     env: dict[str, str] | None = None,
     resource_warnings: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """What `python ARGUMENTS` does: a script, `-c` and a program, or `-m` and a module.
+    """Run `python ARGUMENTS`: a script, `-c` and a program, or `-m` and a module.
 
     Args:
         arguments: As on the command line.
-        cwd: Where.
-        env: The environment; `PYTHONPATH` is where it imports from.
-        resource_warnings: Say what was not closed.
+        cwd: Working directory.
+        env: The environment; imports use its `PYTHONPATH`.
+        resource_warnings: Show warnings about unclosed objects.
     """
     environment = dict(os.environ if env is None else env)
     if _HAS_GPU:
@@ -159,7 +159,7 @@ def _order(
     *,
     resource_warnings: bool = False,
 ) -> socket.socket:
-    """Have a script started; what is returned says its process id, and in the end its status."""
+    """Start a script; return a socket that sends its process id and, at its end, its status."""
     order = {
         "arguments": arguments,
         "cwd": str(cwd),
@@ -176,10 +176,10 @@ def _order(
 
 @functools.cache
 def _server() -> socket.socket:
-    """The end that asks; what is at the other ends when this one is closed."""
+    """Start the forking process; return the socket for orders, whose close ends the process."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    # As scripts of this project are run: what reads these has read them when a script begins.
+    # Variables of all scripts here, set now because libraries read them at import.
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
     command = [sys.executable, __file__, str(theirs.fileno())]
     child = subprocess.Popen(
@@ -195,11 +195,11 @@ def _server() -> socket.socket:
     return mine
 
 
-# ---- the other side -----------------------------------------------------------------------
+# ---- the forking process ------------------------------------------------------------------
 
 
 def _serve(orders: socket.socket) -> dict[str, Any] | None:
-    """Fork for each order. In a child: what it is to do; in the end, nothing."""
+    """Fork for each order. Returns the order in a child, and None when orders end."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(orders, 1 << 20, 4)
         if not message:
@@ -215,7 +215,7 @@ def _serve(orders: socket.socket) -> dict[str, Any] | None:
 
 
 def _reaped() -> bool:
-    """Whether a keeper has ended and is forgotten now."""
+    """Reap a keeper that has ended; return whether there was one."""
     try:
         return os.waitpid(-1, os.WNOHANG)[0] != 0
     except ChildProcessError:
@@ -223,7 +223,7 @@ def _reaped() -> bool:
 
 
 def _keep(order: dict[str, Any], descriptors: Sequence[int]) -> dict[str, Any]:
-    """Fork once more: a child does as ordered, and this process says what becomes of it."""
+    """Fork again: the child returns the order, and this process reports the child's status."""
     *pipes, channel = descriptors
     pid = os.fork()
     if not pid:
@@ -231,7 +231,7 @@ def _keep(order: dict[str, Any], descriptors: Sequence[int]) -> dict[str, Any]:
         for number, descriptor in enumerate(pipes):
             os.dup2(descriptor, number)
             os.close(descriptor)
-        # Those from before know what kind of file was there.
+        # The old objects have cached the kind of the old files.
         sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
         return order
@@ -245,7 +245,7 @@ def _keep(order: dict[str, Any], descriptors: Sequence[int]) -> dict[str, Any]:
 
 
 def _fork_children_from_here() -> None:
-    """Fork what `multiprocessing` is told to spawn from this process as it is now."""
+    """Fork the processes that `multiprocessing` should spawn from this process as it is now."""
     server = multiprocessing.forkserver._forkserver
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(b"")  # The kernel chooses an abstract name.
@@ -266,7 +266,7 @@ def _fork_children_from_here() -> None:
 
 
 def _obey(order: dict[str, Any]) -> None:
-    """Become what was ordered, and do it."""
+    """Set up the environment of the order and run its script."""
     signal.alarm(_TIMEOUT_S)
     os.chdir(order["cwd"])
     os.environ.clear()
@@ -292,7 +292,7 @@ def _obey(order: dict[str, Any]) -> None:
 
 
 def _status_of(order: dict[str, Any]) -> int:
-    """What it comes to, as the interpreter says it."""
+    """Run the order and return the exit status of an interpreter."""
     try:
         _obey(order)
     except SystemExit as end:
@@ -300,14 +300,14 @@ def _status_of(order: dict[str, Any]) -> int:
             print(end.code, file=sys.stderr)
             return 1
         return int(end.code or 0)
-    except Exception:  # noqa: BLE001  # Whatever a script does.
+    except Exception:  # noqa: BLE001  # A script may raise anything.
         traceback.print_exc()
         return 1
     return 0
 
 
 def _end(status: int) -> NoReturn:
-    """As an interpreter ends, but for the modules of others, which it takes a second to clear."""
+    """End like an interpreter, but without clearing libraries' modules, which takes a second."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
@@ -326,7 +326,7 @@ def _main() -> None:
     import transformers.modeling_utils  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # What is there already is not theirs to collect.
+    gc.freeze()  # Keeps existing objects out of the children's collections.
     order = _serve(socket.socket(fileno=int(sys.argv[1])))
     if order is not None:
         _end(_status_of(order))

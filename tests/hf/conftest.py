@@ -1,4 +1,4 @@
-"""Fixtures of the transformers tests: no network, and no cache leaves memory behind."""
+"""Fixtures of the transformers tests: no network access, and checks that caches free memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from helpers.tiny_models import make_cache, parts_of
 from vmkv import BackendUsage, ExtentPool, HostBackend
 from vmkv.units import KiB, MiB
 
-# Its notes about configurations and missing kernels would bury what a failing test prints.
+# Its notes about configurations and missing kernels would hide the output of a failing test.
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)  # Tiny tensors: more threads only wait for each other.
 
 
 @pytest.fixture
 def new_cache() -> Iterator[Callable[..., Any]]:
-    """Makes caches in one pool of 4 KiB host pages; closes them and finds all memory returned.
+    """Make caches in one pool of 4 KiB host pages, close them and check that all memory is free.
 
-    With `backend` or `budget_bytes` the cache gets memory of its own, which the test answers for.
+    A cache made with `backend` or `budget_bytes` has its own memory, which the test checks.
     """
-    # Models of tests before stay: the collection below shall look at this test's objects alone.
+    # Keeps models of earlier tests out of the collection below.
     gc.collect()
     gc.freeze()
     backend = HostBackend(4 * KiB)
@@ -43,7 +43,7 @@ def new_cache() -> Iterator[Callable[..., Any]]:
         return cache
 
     yield make
-    gc.collect()  # What the test's own frames held is gone; cycles around it go now.
+    gc.collect()  # Frees reference cycles of the test's objects.
     for cache in made:
         if not cache.is_closed:
             cache.check()
@@ -54,7 +54,7 @@ def new_cache() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def pool() -> Iterator[ExtentPool]:
-    """Host memory in 4 KiB pages; nothing of it may be in use when the test ends."""
+    """A host pool with 4 KiB pages; at the end of the test none of its memory may be in use."""
     backend = HostBackend(4 * KiB)
     pool = ExtentPool(backend, 64 * MiB)
     yield pool

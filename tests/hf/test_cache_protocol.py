@@ -1,4 +1,4 @@
-"""What transformers and users call on a cache, one promise at a time.
+"""The interface of VMKVCache for transformers and users.
 
 The reference for contents is `DynamicCache(config=...)` after the same calls; random tensors
 stand in for a model. Whole generations are in `test_generate_parity.py`, memory over time in
@@ -51,7 +51,7 @@ from vmkv.units import KiB
 
 NewCache = Callable[..., Any]
 RECORDS_PAST = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
-#: Heads and width of the tiny models' keys: what `_append` feeds.
+#: Heads and width of the tiny models' keys, which `_append` uses.
 HEADS, WIDTH = 2, 8
 
 
@@ -63,7 +63,7 @@ def _tensors(batch_size: int, num_tokens: int, seed: int, **options: Any) -> tor
 def _append(
     cache: Any, num_tokens: int, *, batch_size: int = 2, seed: int = 0
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """One forward pass' worth of updates; what each layer got back."""
+    """Update every layer as one forward pass does; return the keys and values of each layer."""
     with torch.no_grad():
         return [
             cache.update(
@@ -76,7 +76,7 @@ def _append(
 
 
 def _used_bytes(cache: Any, batch_size: int) -> int:
-    """What the tokens of a batch need, by the documented definition."""
+    """Bytes that the tokens of a batch need, by the documented definition."""
     length = cache.get_seq_length()
     num_kept = sum(min(length, WINDOW - 1) if sliding else length for sliding in cache.is_sliding)
     return batch_size * num_kept * 2 * HEADS * WIDTH * 4
@@ -123,7 +123,7 @@ def test_update_returns_views_of_exact_length_without_copy(
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_mask_sizes_are_those_of_the_next_update(name: str, new_cache: NewCache) -> None:
-    """`get_mask_sizes` before an update tells the length that the update returns, as HF's."""
+    """`get_mask_sizes` before an update returns the length of the updated keys."""
     config = tiny_config(name)
     expected, cache = dynamic_cache(config), new_cache(config)
     for seed, num_tokens in enumerate((1, 3, 2, 1, 1, 5, 12, 1)):
@@ -146,8 +146,7 @@ def test_lengths_are_python_integers(new_cache: NewCache) -> None:
         assert cache.get_seq_length(index) == 11
 
 
-def test_update_accepts_what_releases_pass_along(new_cache: NewCache) -> None:
-    """Extra positional and keyword arguments of other releases are accepted and ignored."""
+def test_update_ignores_extra_arguments_of_other_releases(new_cache: NewCache) -> None:
     cache = new_cache(tiny_config("llama"))
     keys, values = _tensors(1, 4, 0), _tensors(1, 4, 1)
     returned = cache.layers[0].update(keys, values, {"cache_position": torch.arange(4)}, extra=1)
@@ -157,7 +156,6 @@ def test_update_accepts_what_releases_pass_along(new_cache: NewCache) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_update_keeps_every_dtype(dtype: torch.dtype, new_cache: NewCache) -> None:
-    """The cache stores what it is given, in the type it comes in."""
     cache = new_cache(tiny_config("llama"))
     keys, values = _tensors(2, 6, 0, dtype=dtype), _tensors(2, 6, 1, dtype=dtype)
     returned = cache.update(keys, values, 0)
@@ -287,12 +285,12 @@ def test_crop_accepts_a_tensor_as_transformers_passes_it(new_cache: NewCache) ->
 
 @pytest.mark.skipif(not RECORDS_PAST, reason="this release cannot record a window's past")
 def test_crop_beyond_what_was_recorded_is_refused(new_cache: NewCache) -> None:
-    """What left a window before the recording began cannot come back; nothing has changed."""
+    """Tokens that left a window before the recording began are lost; the cache is unchanged."""
     config = tiny_config("gemma2")
     expected, cache = dynamic_cache(config), new_cache(config)
     for each in (expected, cache):
         _append(each, 1000)
-        _append(each, 500, seed=1)  # By now the first tokens have no memory.
+        _append(each, 500, seed=1)  # The memory of the first tokens is freed by now.
         each.activate_past_recording()
         _append(each, 12, seed=2)
     with pytest.raises(RuntimeError, match="window"):
@@ -305,8 +303,8 @@ def test_crop_beyond_what_was_recorded_is_refused(new_cache: NewCache) -> None:
 
 
 @pytest.mark.skipif(not RECORDS_PAST, reason="this release cannot record a state's past")
-def test_crop_that_another_layer_refuses_changes_nothing(new_cache: NewCache) -> None:
-    """Layers that are transformers' own are asked first."""
+def test_a_crop_that_a_linear_attention_layer_refuses_changes_nothing(new_cache: NewCache) -> None:
+    """Layers of transformers' own classes are cropped first."""
     config = tiny_config("qwen3_next")
     config.layer_types = ["full_attention", "linear_attention"] * 2
     config.num_hidden_layers = 4
@@ -342,7 +340,7 @@ def _operations() -> st.SearchStrategy[list[tuple[str, Any]]]:
 def test_any_sequence_of_operations_matches_dynamic_cache(
     name: str, records_past: bool, operations: list[tuple[str, Any]], layers_per_group: int
 ) -> None:
-    """After every step of any history, contents, lengths and errors are DynamicCache's."""
+    """After every operation, contents, lengths and errors are those of DynamicCache."""
     if records_past and not RECORDS_PAST:
         return
     config = tiny_config(name)
@@ -360,7 +358,7 @@ def test_any_sequence_of_operations_matches_dynamic_cache(
                 theirs = _append(expected, argument, batch_size=batch_size, seed=seed)
                 ours = _append(cache, argument, batch_size=batch_size, seed=seed)
                 for their, our in zip(theirs, ours, strict=True):
-                    # A release may return more than its own mask covers: the end is what counts.
+                    # A release may return more tokens than its mask covers: compare the last.
                     length = our[0].shape[-2]
                     assert torch.equal(their[0][:, :, -length:], our[0])
                     assert torch.equal(their[1][:, :, -length:], our[1])
@@ -412,7 +410,7 @@ def test_any_sequence_of_operations_matches_dynamic_cache(
             assert expected.get_seq_length() == cache.get_seq_length()
             assert _used_bytes(cache, batch_size) == cache.stats().used_bytes
             cache.check()
-        theirs = ours = their = our = None  # Views would keep addresses reserved.
+        theirs = ours = their = our = None  # Views keep addresses reserved.
     finally:
         for each in closing:
             each.close()
@@ -430,7 +428,7 @@ def test_batch_select_accepts_a_mask(new_cache: NewCache) -> None:
 
 
 def test_batch_grows_up_to_max_batch_size(new_cache: NewCache) -> None:
-    """Repeating fills the rows there are; one more is refused and changes nothing."""
+    """A repetition beyond `max_batch_size` is refused and changes nothing."""
     cache = new_cache(tiny_config("llama"), max_batch_size=6)
     _append(cache, 5, batch_size=2)
     cache.batch_repeat_interleave(3)
@@ -448,7 +446,7 @@ def test_batch_grows_up_to_max_batch_size(new_cache: NewCache) -> None:
 def test_entries_that_are_not_in_the_batch_are_refused(
     chosen: torch.Tensor, new_cache: NewCache
 ) -> None:
-    """DynamicCache's error, and the batch is as it was."""
+    """The error is DynamicCache's, and the batch is unchanged."""
     config = tiny_config("llama")
     expected, cache = dynamic_cache(config), new_cache(config)
     for each in (expected, cache):
@@ -460,8 +458,8 @@ def test_entries_that_are_not_in_the_batch_are_refused(
     assert_same_contents(expected, cache)
 
 
-def test_a_batch_without_tokens_is_not_rearranged(new_cache: NewCache) -> None:
-    """As in DynamicCache: the next update says how large the batch is."""
+def test_batch_operations_on_an_empty_cache_do_nothing(new_cache: NewCache) -> None:
+    """As in DynamicCache: the next update sets the batch size."""
     config = tiny_config("llama")
     expected, cache = dynamic_cache(config), new_cache(config)
     for each in (expected, cache):
@@ -496,7 +494,6 @@ def test_reset_parks_memory_and_reuse_adopts_it(new_cache: NewCache) -> None:
 
 
 def test_reset_allows_another_shape_and_dtype(new_cache: NewCache) -> None:
-    """Nothing of the first model is left after a reset."""
     cache = new_cache(tiny_config("llama"))
     _append(cache, 9)
     cache.reset()
@@ -510,7 +507,7 @@ def test_reset_allows_another_shape_and_dtype(new_cache: NewCache) -> None:
 
 
 def test_encoder_decoder_pair_is_two_virtual_caches(new_cache: NewCache) -> None:
-    """`for_encoder_decoder` makes the pair that T5 takes; the cross part holds the encoder's."""
+    """`for_encoder_decoder` makes the pair that T5 needs; one part holds the encoder's keys."""
     model = tiny_model("t5")
     cache = new_cache(model.config)
     assert all(isinstance(part, VMKVCache) for part in parts_of(cache))
@@ -525,7 +522,7 @@ def test_encoder_decoder_pair_is_two_virtual_caches(new_cache: NewCache) -> None
 
 
 def test_pickle_and_save_are_refused(new_cache: NewCache) -> None:
-    """Memory of one process cannot be pickled: one clear error, not a crash or a huge file."""
+    """The memory belongs to one process; the error proposes deepcopy."""
     cache = new_cache(tiny_config("llama"))
     _append(cache, 4)
     with pytest.raises(ConfigError, match="deepcopy"):
@@ -547,7 +544,7 @@ def test_offloading_is_refused(new_cache: NewCache) -> None:
 
 
 def test_keys_that_require_gradients_are_refused(new_cache: NewCache) -> None:
-    """Training through the cache is refused before anything is written."""
+    """Before anything is written."""
     cache = new_cache(tiny_config("llama"))
     keys = _tensors(1, 4, 0).requires_grad_()
     with pytest.raises(ConfigError, match="gradient"):
@@ -558,8 +555,8 @@ def test_keys_that_require_gradients_are_refused(new_cache: NewCache) -> None:
 
 
 @pytest.mark.parametrize("what", ["gradients", "dtype", "device"])
-def test_a_refused_update_takes_no_room(what: str, new_cache: NewCache) -> None:
-    """Rows are not ahead of their layers afterwards: windows would leave without those."""
+def test_a_refused_update_does_not_grow_the_rows(what: str, new_cache: NewCache) -> None:
+    """Otherwise the rows would be ahead of their layers and windows would free tokens too early."""
     config = tiny_config("mistral")
     expected, cache = dynamic_cache(config), new_cache(config)
     keys = _tensors(2, 1000, 0)
@@ -580,8 +577,8 @@ def test_a_refused_update_takes_no_room(what: str, new_cache: NewCache) -> None:
         assert_same_contents(expected, cache)
 
 
-def test_layers_that_a_failed_pass_left_behind_are_told_so(new_cache: NewCache) -> None:
-    """Their windows have gone with the layers that are ahead: an error, not memory that is not."""
+def test_a_layer_whose_window_memory_is_freed_is_refused(new_cache: NewCache) -> None:
+    """After passes that failed behind layer 0, layer 1 still needs tokens that left the window."""
     config = tiny_config("mistral")
     expected, cache = dynamic_cache(config), new_cache(config)
     for num_tokens in (1500, 1):  # Passes that end behind the first layer.
@@ -595,7 +592,7 @@ def test_layers_that_a_failed_pass_left_behind_are_told_so(new_cache: NewCache) 
 
 
 def test_model_in_training_mode_is_refused(new_cache: NewCache) -> None:
-    """A forward pass that records gradients meets one clear error."""
+    """The error names `no_grad` and `inference_mode`."""
     model = tiny_model("llama")
     cache = new_cache(model.config)
     with pytest.raises(ConfigError, match=r"no_grad|inference_mode"):
@@ -628,12 +625,12 @@ def _changed(what: str) -> _Pair:
 def test_tensors_that_change_between_updates_are_refused(
     what: str, layer: int, new_cache: NewCache
 ) -> None:
-    """A layer keeps its shape, type and device; after the error it goes on as before."""
+    """A layer keeps its shape, dtype and device; after the error it works as before."""
     config = tiny_config("llama")
     expected, cache = dynamic_cache(config), new_cache(config)
     _append(expected, 7)
     _append(cache, 7)
-    if layer == 1:  # The first layer has begun the step: the second one meets ready tensors.
+    if layer == 1:  # The first layer has begun the step, so the second uses prepared tensors.
         for each in (expected, cache):
             each.update(_tensors(2, 1, 0), _tensors(2, 1, 1), 0)
     with pytest.raises(ConfigError):
@@ -649,8 +646,10 @@ def test_tensors_that_change_between_updates_are_refused(
 @pytest.mark.parametrize(
     "what", ["values' dtype", "values' length", "values' batch", "device", "values' device", "rank"]
 )
-def test_tensors_that_disagree_are_refused_at_first(what: str, new_cache: NewCache) -> None:
-    """A first update that cannot be held is refused, and a good one follows as if nothing was."""
+def test_a_first_update_with_mismatched_keys_and_values_is_refused(
+    what: str, new_cache: NewCache
+) -> None:
+    """A valid update works afterwards."""
     cache = new_cache(tiny_config("llama"))
     with pytest.raises(ConfigError):
         cache.update(*_changed(what), 0)
@@ -671,19 +670,19 @@ def test_sizes_that_are_no_positive_integers_are_refused(name: str, value: Any) 
 
 @pytest.mark.parametrize("config", [None, "meta-llama/Llama-3-8B", {"num_hidden_layers": 2}, 7])
 def test_something_that_is_no_config_is_refused(config: Any) -> None:
-    """The error says what to pass."""
+    """The error names `model.config`."""
     with pytest.raises(ConfigError, match=r"model\.config"):
         VMKVCache(config)
 
 
 def test_config_without_layers_is_refused() -> None:
-    """A configuration that does not say how many layers there are is unreadable."""
+    """A configuration without the number of layers."""
     with pytest.raises(ConfigError, match=r"layers"):
         VMKVCache(PretrainedConfig())
 
 
 def test_config_with_an_impossible_length_is_refused() -> None:
-    """A stated length that is no length is refused when the cache is made."""
+    """The error comes when the cache is made."""
     config = tiny_config("llama")
     config.max_position_embeddings = -5
     with pytest.raises(ConfigError, match="max_tokens"):
@@ -691,7 +690,7 @@ def test_config_with_an_impossible_length_is_refused() -> None:
 
 
 def test_batch_above_max_batch_size_is_refused(new_cache: NewCache) -> None:
-    """A first batch that does not fit is refused and leaves the cache empty and usable."""
+    """The cache stays empty and usable."""
     cache = new_cache(tiny_config("llama"), max_batch_size=2)
     with pytest.raises(ConfigError, match="max_batch_size"):
         _append(cache, 3, batch_size=3)
@@ -700,7 +699,7 @@ def test_batch_above_max_batch_size_is_refused(new_cache: NewCache) -> None:
 
 
 def test_budget_below_one_page_is_refused() -> None:
-    """A budget that holds no page can never work: the first update says so."""
+    """By the first update."""
     backend = HostBackend(4 * KiB)
     with VMKVCache(tiny_config("llama"), backend=backend, budget_bytes=100) as cache:
         with pytest.raises(ConfigError, match="budget_bytes"):
@@ -709,8 +708,8 @@ def test_budget_below_one_page_is_refused() -> None:
     assert BackendUsage() == backend.usage()
 
 
-def test_second_device_is_refused_where_memory_was_named() -> None:
-    """A cache told to use one device's memory does not silently take another's tensors."""
+def test_tensors_on_another_device_than_the_backend_are_refused() -> None:
+    """A cache with an explicit backend makes no second one."""
     with VMKVCache(tiny_config("llama"), backend=HostBackend(4 * KiB)) as cache:
         _append(cache, 2)
         with pytest.raises(ConfigError, match=r"meta"):
@@ -731,7 +730,7 @@ def test_pool_excludes_backend_and_budget() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_exhausted_budget_leaves_every_sequence_at_its_length(name: str) -> None:
-    """`OutOfPagesError` says what was missing; all layers stay in step and go on from there."""
+    """All layers keep the same length and can continue from it."""
     config = tiny_config(name)
     expected = dynamic_cache(config)
     backend = HostBackend(4 * KiB)
@@ -756,7 +755,7 @@ def test_exhausted_budget_leaves_every_sequence_at_its_length(name: str) -> None
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_max_tokens_exceeded_leaves_the_sequence_usable(layer: int, new_cache: NewCache) -> None:
-    """The row ends where it was told to; tokens up to there still fit."""
+    """Tokens up to `max_tokens` still fit."""
     config = tiny_config("llama")
     expected, cache = dynamic_cache(config), new_cache(config, max_tokens=16)
     for each in (expected, cache):
@@ -784,7 +783,6 @@ def test_deepcopy_costs_what_is_used_not_what_is_reserved(new_cache: NewCache) -
 
 
 def test_deepcopy_of_an_unused_cache_is_an_unused_cache(new_cache: NewCache) -> None:
-    """A copy taken before the first update serves as any new cache."""
     cache = new_cache(tiny_config("llama"))
     with copy.deepcopy(cache) as twin:
         _append(twin, 3)
@@ -792,8 +790,8 @@ def test_deepcopy_of_an_unused_cache_is_an_unused_cache(new_cache: NewCache) -> 
     assert cache.get_seq_length() == 0
 
 
-def test_deepcopy_without_pages_fails_whole() -> None:
-    """A copy that does not fit the budget raises, and leaves nothing behind."""
+def test_a_failed_deepcopy_leaves_nothing_behind() -> None:
+    """The copy does not fit the budget."""
     backend = HostBackend(4 * KiB)
     with VMKVCache(tiny_config("llama"), backend=backend, budget_bytes=14 * 4 * KiB) as cache:
         _append(cache, 50)
@@ -808,7 +806,7 @@ def test_deepcopy_without_pages_fails_whole() -> None:
     assert BackendUsage() == backend.usage()
 
 
-# ---- end --------------------------------------------------------------------------------------
+# ---- close ------------------------------------------------------------------------------------
 
 
 _USES: dict[str, Callable[[Any], Any]] = {
@@ -827,7 +825,7 @@ _USES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("use", _USES)
 def test_use_after_close_is_refused(use: str, new_cache: NewCache) -> None:
-    """Every call on a closed cache raises `ClosedError`, and closing again does nothing."""
+    """Calls on a closed cache raise `ClosedError`; a second `close` does nothing."""
     cache = new_cache(tiny_config("gemma2"))
     _append(cache, 4)
     cache.close()
@@ -843,7 +841,7 @@ def _drop(caches: list[Any]) -> None:
 
 
 def test_unclosed_cache_warns_and_is_freed_by_the_next_one(new_cache: NewCache) -> None:
-    """A dropped cache frees nothing from its destructor; the next cache gives its memory back."""
+    """The destructor frees nothing; the next cache that is made frees the memory."""
     backend = HostBackend(4 * KiB)
     caches = [VMKVCache(tiny_config("llama"), backend=backend)]
     _append(caches[0], 30)
@@ -855,10 +853,9 @@ def test_unclosed_cache_warns_and_is_freed_by_the_next_one(new_cache: NewCache) 
     assert BackendUsage() == backend.usage()
 
 
-def test_unclosed_cache_with_live_views_is_not_pulled_from_under_them(
+def test_an_unclosed_cache_with_live_views_stays_mapped(
     new_cache: NewCache,
 ) -> None:
-    """While a tensor still points into a dropped cache, its memory stays readable."""
     backend = HostBackend(4 * KiB)
     caches = [VMKVCache(tiny_config("llama"), backend=backend)]
     keys = _append(caches[0], 30)[1][0]
@@ -873,7 +870,7 @@ def test_unclosed_cache_with_live_views_is_not_pulled_from_under_them(
 
 
 def test_unclosed_cache_that_was_never_used_holds_nothing() -> None:
-    """Making a cache allocates nothing, so dropping an unused one leaks nothing."""
+    """A cache allocates memory at its first update."""
     backend = HostBackend(4 * KiB)
     cache = VMKVCache(tiny_config("llama"), backend=backend)
     assert BackendUsage() == backend.usage()

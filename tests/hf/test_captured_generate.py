@@ -1,8 +1,8 @@
-"""transformers' own loop over captured steps gives the tokens that it gives without.
+"""transformers' own loop gives the same tokens with captured steps as without.
 
-On the host the same steps run uncaptured. How many there were is asked of what `capture_decoding`
-returns: generation of n tokens is one pass over the prompt and n - 1 steps. Captures themselves
-are in `test_captured_generate_gpu.py`.
+On the host the same steps run uncaptured. `capture_decoding` counts them: generation of n tokens
+is one pass over the prompt and n - 1 steps. Captures themselves are in
+`test_captured_generate_gpu.py`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def captured() -> Iterator[Callable[..., Any]]:
-    """Makes models that decode by captured steps, each the test's own."""
+    """Make models that decode by captured steps; each is a copy."""
     made = []
 
     def make(name: str = "llama", attention: str = "eager") -> tuple[Any, Any]:
@@ -77,7 +77,7 @@ def _tokens(count: int, batch_size: int = 1, seed: int = 3) -> torch.Tensor:
 
 
 def _step(model: Any, cache: Any, token: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The logits of one more token, in a loop of one's own."""
+    """The logits of one more token, without `generate`."""
     if VERSION < (5, 0):
         num_past = cache.get_seq_length()
         options.setdefault("cache_position", torch.arange(num_past, num_past + token.shape[1]))
@@ -85,7 +85,7 @@ def _step(model: Any, cache: Any, token: torch.Tensor, **options: Any) -> torch.
         return model(input_ids=token, past_key_values=cache, use_cache=True, **options).logits
 
 
-# ---- the same tokens --------------------------------------------------------------------------
+# ---- equal tokens -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -94,7 +94,7 @@ def _step(model: Any, cache: Any, token: torch.Tensor, **options: Any) -> torch.
 def test_tokens_are_those_of_a_dynamic_cache(
     name: str, kind: str, strategy: str, captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """Greedy, sampling and beams; one prompt and several, padded and not; with windows and not."""
+    """Greedy, sampling and beams; one prompt and several; with and without padding and windows."""
     inputs, options = INPUTS[kind](), STRATEGIES[strategy]
     model, capture = captured(name)
     cache = new_cache(model.config)
@@ -121,10 +121,10 @@ def test_families_decode_by_captured_steps(
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gemma3n", "qwen3_next"])
-def test_families_that_cache_something_else_are_served_as_before(
+def test_families_with_other_kinds_of_cache_layers_generate_the_same(
     name: str, captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """Latent keys (in releases that cache those), shared layers, states."""
+    """Latent keys (in releases that cache them), shared layers, linear-attention states."""
     if unsupported_because(name):
         pytest.skip("its cache is not DynamicCache on this release")
     model, capture = captured(name)
@@ -135,10 +135,10 @@ def test_families_that_cache_something_else_are_served_as_before(
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "vmkv"])
-def test_the_model_may_attend_through_anything(
+def test_any_attention_implementation_of_the_model_is_kept(
     attention: str, captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """What it attends through is its own between steps and after them."""
+    """The configuration names the same implementation after generation."""
     model, capture = captured("llama", attention)
     plain, inputs = tiny_model("llama"), left_padded_prompt()
     expected = generate(plain, inputs, dynamic_cache(plain.config))
@@ -149,8 +149,8 @@ def test_the_model_may_attend_through_anything(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_layers_may_be_compiled_for_captured_steps_alone(name: str, new_cache: NewCache) -> None:
-    """Prompts, other caches and what comes after it run the model as it is."""
+def test_compiled_layers_are_used_by_captured_steps_only(name: str, new_cache: NewCache) -> None:
+    """Prompts and other caches run the plain model, which `close` restores."""
     model, plain = copy.deepcopy(tiny_model(name, "sdpa")), tiny_model(name)
     options = {"compile_layers": True, "compile_backend": "aot_eager"}
     with vmkv.capture_decoding(model, **options) as capture:
@@ -167,8 +167,8 @@ def test_layers_may_be_compiled_for_captured_steps_alone(name: str, new_cache: N
 
 
 @pytest.mark.slow
-def test_ragged_generation_runs_layers_that_were_compiled() -> None:
-    """Prompts and decoding; and the same tokens come of it, from a cache that others use."""
+def test_ragged_generation_uses_the_compiled_layers() -> None:
+    """For prompts and decoding; a second call compiles nothing more."""
     model, plain = copy.deepcopy(tiny_model("llama", "sdpa")), tiny_model("llama")
     prompts = [[5, 9, 13, 7], [8] * 21, [3, 4]]
     expected = vmkv.generate(plain, prompts, max_new_tokens=6, do_sample=False)
@@ -188,10 +188,9 @@ def test_ragged_generation_runs_layers_that_were_compiled() -> None:
     assert expected == vmkv.generate(model, prompts, max_new_tokens=6, do_sample=False)
 
 
-def test_scores_and_logits_are_those_of_their_steps(
+def test_logits_of_a_step_are_not_overwritten_by_the_next_step(
     captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """What a step returned is not overwritten by the next."""
     model, _ = captured()
     plain, inputs = tiny_model("llama"), prompt("llama", batch_size=2)
     options = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
@@ -209,10 +208,10 @@ def test_scores_and_logits_are_those_of_their_steps(
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_steps_may_come_in_inference_mode_and_without(
+def test_captured_steps_work_in_and_outside_inference_mode(
     inference: bool, captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """What was made in one mode serves the other."""
+    """Steps prepared in one mode are used in the other."""
     model, capture = captured()
     plain, inputs = tiny_model("llama"), left_padded_prompt()
     expected = generate(plain, inputs, dynamic_cache(plain.config)).tolist()
@@ -224,14 +223,14 @@ def test_steps_may_come_in_inference_mode_and_without(
     assert 2 * (NEW_TOKENS - 1) == capture.num_steps
 
 
-# ---- one cache, both ways ---------------------------------------------------------------------
+# ---- mixtures with other calls ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_captured_steps_mix_with_any_other_use_of_the_cache(
     name: str, captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """Prompt, steps, a chunk, rows in another order, a step, fewer rows: contents as ever."""
+    """Prompts, steps, chunks, reordering, crop and a smaller batch give DynamicCache's contents."""
     model, capture = captured(name)
     plain = tiny_model(name)
     cache, reference = new_cache(model.config), dynamic_cache(plain.config)
@@ -249,7 +248,7 @@ def test_captured_steps_mix_with_any_other_use_of_the_cache(
         for each in (cache, reference):
             each.reorder_cache(torch.tensor([2, 0, 0]))
         both(_tokens(1, 3, seed=5))
-        if name == "llama":  # Of a window, what has left it is gone.
+        if name == "llama":  # A window cannot restore tokens that left it.
             for each in (cache, reference):
                 each.crop(-3)
         both(_tokens(1, 3, seed=6))
@@ -265,10 +264,10 @@ def test_captured_steps_mix_with_any_other_use_of_the_cache(
         torch.testing.assert_close(theirs.values, ours.values, atol=1e-4, rtol=1e-4)
 
 
-def test_layers_of_other_shapes_are_found_where_they_are_moved(
+def test_captured_steps_of_layers_with_different_shapes(
     captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """After the first pass their groups close the gaps; graphs know the places of after that."""
+    """After the first pass the layer groups close their gaps; captured steps use the new layout."""
     model, capture = captured()
     attention = model.model.layers[-1].self_attn
     for name in ("k_proj", "v_proj"):
@@ -285,22 +284,21 @@ def test_layers_of_other_shapes_are_found_where_they_are_moved(
     assert 2 * (NEW_TOKENS - 1) == capture.num_steps
 
 
-def test_assisted_decoding_takes_steps_where_it_decodes(
+def test_assisted_decoding_gives_the_same_tokens(
     captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """Candidates are checked by the model itself, and what is rejected is forgotten."""
+    """The model checks the candidates, and rejected tokens are cropped."""
     model, _ = captured()
     plain, inputs = tiny_model("llama"), prompt("llama")
     expected = generate(plain, inputs, dynamic_cache(plain.config))
     assistant = tiny_model("llama", seed=1)
-    never = VOCABULARY  # 4.57 cannot look up without an end.
+    never = VOCABULARY  # 4.57 needs an end token for prompt lookup.
     for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
         actual = generate(model, inputs, new_cache(model.config), eos_token_id=never, **options)
         assert expected.tolist() == actual.tolist()
 
 
-def test_other_caches_are_the_models_own_business(captured: Callable[..., Any]) -> None:
-    """Nothing of ours is asked."""
+def test_other_caches_do_not_use_captured_steps(captured: Callable[..., Any]) -> None:
     model, capture = captured()
     plain, inputs = tiny_model("llama"), prompt("llama")
     expected = generate(plain, inputs, dynamic_cache(plain.config))
@@ -308,15 +306,17 @@ def test_other_caches_are_the_models_own_business(captured: Callable[..., Any]) 
     assert 0 == capture.num_steps
 
 
-def test_eight_bits_are_the_same_bytes(captured: Callable[..., Any], new_cache: NewCache) -> None:
-    """A captured step stores what an eager one does."""
+def test_a_captured_step_stores_the_same_fp8_bytes_as_an_eager_step(
+    captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """Compared in the first layer, whose keys do not depend on attention."""
     model, capture = captured()
     plain, inputs = tiny_model("llama"), left_padded_prompt()
     expected, actual = (new_cache(model.config, kv_dtype="fp8") for _ in range(2))
     tokens = generate(plain, inputs, expected)
     assert tokens.tolist() == generate(model, inputs, actual).tolist()
     assert NEW_TOKENS - 1 == capture.num_steps
-    first = (0, 0)  # Before any attention.
+    first = (0, 0)  # Keys and values.
     for layer in first:
         for theirs, ours in (
             (expected.layers[layer].keys, actual.layers[layer].keys),
@@ -325,14 +325,14 @@ def test_eight_bits_are_the_same_bytes(captured: Callable[..., Any], new_cache: 
             assert torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8))
 
 
-# ---- what a caller asks for is not ignored ----------------------------------------------------
+# ---- arguments of the caller ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["three", "padded"])
-def test_positions_are_the_callers(
+def test_positions_of_the_caller_are_used(
     kind: str, captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """Whatever they are; where none are given, those that the model counts, or leave to it."""
+    """Without positions, captured steps count tokens; in a padded batch the model does."""
     model, capture = captured()
     plain, inputs = tiny_model("llama"), INPUTS[kind]()
     logits = []
@@ -352,8 +352,8 @@ def test_positions_are_the_callers(
     assert {"three": 3, "padded": 2}[kind] == capture.num_steps
 
 
-def test_positions_that_a_model_counts_by_its_mask_are_its_own(new_cache: NewCache) -> None:
-    """OPT counts no padding, Llama does: where there is some and no positions, the model says."""
+def test_a_padded_step_without_positions_runs_the_model(new_cache: NewCache) -> None:
+    """OPT does not count padding in positions, Llama does, so only the model knows."""
     inputs, logits = left_padded_prompt(), []
     torch.manual_seed(0)
     config = transformers.OPTConfig(
@@ -376,10 +376,10 @@ def test_positions_that_a_model_counts_by_its_mask_are_its_own(new_cache: NewCac
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
-def test_masks_that_are_no_left_padding_are_for_the_model(
+def test_a_step_with_a_mask_that_is_no_left_padding_runs_the_model(
     captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """They are answered as they say, from the first on; and after a crop it may be left padding."""
+    """The logits are right from the first such step; after a crop steps are captured again."""
     model, capture = captured()
     plain, inputs = tiny_model("llama"), prompt("llama", batch_size=3)
     logits = []
@@ -400,10 +400,10 @@ def test_masks_that_are_no_left_padding_are_for_the_model(
     assert 1 == capture.num_steps
 
 
-def test_a_mask_that_changes_on_the_way_is_an_error(
+def test_a_mask_that_changes_between_steps_is_an_error(
     captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """One step later at most, and the cache can be used after it."""
+    """The error comes at most one step later, and the cache stays usable."""
     model, _ = captured()
     cache, mask = new_cache(model.config), torch.ones(2, 6, dtype=torch.long)
     _step(model, cache, _tokens(5, 2), attention_mask=mask[:, :5])
@@ -428,10 +428,10 @@ def test_a_mask_that_changes_on_the_way_is_an_error(
     )
 
 
-def test_a_mask_that_changes_in_the_last_step_is_told_at_the_end(
+def test_a_mask_that_changes_in_the_last_step_is_reported_later(
     captured: Callable[..., Any], new_cache: NewCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the cache's next step, whichever it is; or in the log, if there is none."""
+    """By the cache's next captured step, or by the log if the cache is closed first."""
     model, _ = captured()
     for goes_on in (True, False):
         cache, mask = new_cache(model.config), torch.ones(2, 7, dtype=torch.long)
@@ -460,10 +460,10 @@ def test_a_mask_that_changes_in_the_last_step_is_told_at_the_end(
     ],
     ids=["hidden-states", "attentions", "labels", "mask"],
 )
-def test_whatever_else_is_asked_is_for_the_model(
+def test_steps_with_other_outputs_or_inputs_run_the_model(
     asked: dict[str, Any], captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """Outputs, losses and masks that a graph does not know."""
+    """Hidden states, attentions, losses and 4-dimensional masks."""
     model, capture = captured()
     cache = new_cache(model.config)
     _step(model, cache, _tokens(5))
@@ -476,10 +476,10 @@ def test_whatever_else_is_asked_is_for_the_model(
         assert getattr(output, name.get(each, "logits")) is not None
 
 
-def test_whoever_hooks_in_or_trains_is_served_by_the_model(
+def test_a_model_with_hooks_or_in_training_mode_is_not_captured(
     captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """Hooks are called, dropout drops; and afterwards steps are captured again."""
+    """Without the hook and in evaluation mode steps are captured again."""
     model, capture = captured()
     inputs, seen, cache = prompt("llama"), [], new_cache(model.config)
     generate(model, inputs, cache)
@@ -499,14 +499,16 @@ def test_whoever_hooks_in_or_trains_is_served_by_the_model(
     assert 2 * (NEW_TOKENS - 1) == capture.num_steps
 
 
-def test_a_model_that_cannot_is_served_as_before_and_said_once(
+def test_a_model_whose_proof_fails_runs_eagerly_with_one_warning(
     captured: Callable[..., Any], new_cache: NewCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its proof fails; tokens are right, and one warning says why."""
+    """The tokens are right."""
     model, capture = captured()
     layer = model.model.layers[1].mlp
     before = layer.forward
-    layer.forward = lambda hidden: before(hidden) + hidden.mean(1, keepdim=True)  # Mixes tokens.
+    layer.forward = lambda hidden: (
+        before(hidden) + hidden.mean(1, keepdim=True)
+    )  # Mixes tokens of a batch.
     plain = copy.deepcopy(tiny_model("llama"))
     other = plain.model.layers[1].mlp
     original = other.forward
@@ -522,13 +524,13 @@ def test_a_model_that_cannot_is_served_as_before_and_said_once(
     assert "packed batch" in reason
 
 
-def test_a_kernel_that_cannot_is_replaced_by_the_model_where_it_cannot(
+def test_batches_that_the_kernel_cannot_serve_run_the_model(
     captured: Callable[..., Any],
     new_cache: NewCache,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One that knows no left padding serves the cache without; padded batches run as before."""
+    """A kernel without left padding serves unpadded batches only; one warning says so."""
     kernel = get("sdpa")
     monkeypatch.setattr(
         kernel, "why_not", lambda spec: "it knows no padding" if spec.left_pad else None
@@ -546,23 +548,23 @@ def test_a_kernel_that_cannot_is_replaced_by_the_model_where_it_cannot(
     assert 1 == len([each for each in caplog.records if "captured" in each.getMessage()])
 
 
-def test_encoder_decoders_are_refused_at_once() -> None:
-    """In one sentence, which says what to use."""
+def test_encoder_decoders_are_refused() -> None:
+    """The error names `for_encoder_decoder`."""
     with pytest.raises(ConfigError, match="for_encoder_decoder"):
         vmkv.capture_decoding(tiny_model("t5"))
 
 
-# ---- waiting, memory, failure -----------------------------------------------------------------
+# ---- synchronization --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["three", "padded"])
-def test_steps_read_nothing_back(
+def test_captured_steps_do_not_synchronize(
     kind: str,
     captured: Callable[..., Any],
     new_cache: NewCache,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a mask in every step: it is read once. (What is a graph elsewhere is not looked at.)"""
+    """With a mask in every step, which is read once. Operations inside a graph are not recorded."""
     step = BatchGraphs.step
 
     def unrecorded(*arguments: Any) -> None:
@@ -584,11 +586,11 @@ def test_steps_read_nothing_back(
     assert 8 == capture.num_steps
 
 
-# ---- the end ----------------------------------------------------------------------------------
+# ---- close ------------------------------------------------------------------------------------
 
 
-def test_closing_leaves_model_and_cache_as_they_were(new_cache: NewCache) -> None:
-    """A second call gives the same; after the end the model's forward is its class's again."""
+def test_close_restores_the_model(new_cache: NewCache) -> None:
+    """A second `capture_decoding` before that returns the same object."""
     model = copy.deepcopy(tiny_model("llama"))
     cache = new_cache(model.config)
     inputs = prompt("llama")
@@ -604,8 +606,10 @@ def test_closing_leaves_model_and_cache_as_they_were(new_cache: NewCache) -> Non
     capture.close()
 
 
-def test_a_cache_may_end_first(captured: Callable[..., Any], new_cache: NewCache) -> None:
-    """Closed in the middle, it says so; dropped, its memory comes back with the next one."""
+def test_a_cache_may_be_closed_or_dropped_before_the_capture(
+    captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """A closed cache raises an error; the memory of a dropped one is freed by the next cache."""
     model, _ = captured()
     inputs = prompt("llama")
     cache = new_cache(model.config)
@@ -628,10 +632,10 @@ def test_a_cache_may_end_first(captured: Callable[..., Any], new_cache: NewCache
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "file"]
 )
-def test_a_copied_model_is_a_model_of_its_own(
+def test_a_copied_model_has_no_captured_steps(
     copied: Callable[[Any], Any], captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """It computes with its own weights, and has no captured steps."""
+    """It computes with its own weights."""
     model, capture = captured()
     twin = copied(model)
     with torch.no_grad():
@@ -645,10 +649,10 @@ def test_a_copied_model_is_a_model_of_its_own(
     assert expected.tolist() != other.tolist()
 
 
-def test_parameters_that_moved_are_noticed(
+def test_steps_are_captured_again_after_a_parameter_is_replaced(
     captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """With the next prompt, and the cache's steps are made anew."""
+    """With the next prompt."""
     model, _ = captured()
     inputs, cache = prompt("llama"), new_cache(model.config)
     generate(model, inputs, cache)

@@ -1,8 +1,8 @@
-"""transformers' own loop on a GPU: steps are replayed, never waited for, and compute the same.
+"""transformers' own loop on a GPU: steps are replayed without waits and compute the same.
 
-Kernels sum in another order than the model's own attention, and in bfloat16 a token that is as
-likely as another may come instead. So logits are compared: with what float32 makes of the tokens
-that were generated, by the flash-attention rule (an error of a few times the plain model's).
+Kernels sum in another order than the model's own attention, and in bfloat16 an equally likely
+token may come instead. So tests compare logits with those of a float32 model for the generated
+tokens, by FlashAttention's rule: the error is at most a few times that of the plain model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ KERNELS = ("flash2", "flash3")
 
 @pytest.fixture(scope="module")
 def plain() -> Any:
-    """A model that kernels which can be captured serve."""
+    """A model whose attention uses kernels that can be captured."""
     made = kernel_model()
-    for module in made.modules():  # So that what came before decides what comes next.
+    for module in made.modules():  # Makes the next token depend on the previous ones.
         if isinstance(module, torch.nn.Linear):
             torch.nn.init.normal_(module.weight, 0.0, 1.5 * module.in_features**-0.5)
     return made
@@ -38,7 +38,7 @@ def plain() -> Any:
 
 @pytest.fixture(scope="module")
 def exact(plain: Any) -> Any:
-    """The same in float32."""
+    """The same model in float32."""
     return copy.deepcopy(plain).float()
 
 
@@ -67,7 +67,7 @@ def _inputs(batch_size: int = 3, num_tokens: int = 40, *, padded: bool = False) 
 
 
 def _generate(model: Any, inputs: dict[str, Any], cache: Any, **options: Any) -> Any:
-    """Tokens and logits."""
+    """Tokens and logits of `generate`."""
     torch.manual_seed(7)
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
     options |= {"return_dict_in_generate": True, "output_logits": True}
@@ -76,7 +76,7 @@ def _generate(model: Any, inputs: dict[str, Any], cache: Any, **options: Any) ->
 
 @torch.no_grad()
 def _check(output: Any, inputs: dict[str, Any], plain: Any, exact: Any) -> None:
-    """Each step's logits are those of the tokens before it."""
+    """Compare the logits of each step with those of the float32 model."""
     mask, ids = inputs["attention_mask"], output.sequences[:, :-1]
     num_tokens = mask.shape[1]
     mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - num_tokens), value=1)
@@ -104,7 +104,7 @@ def _graphs(model: Any, cache: Any) -> Any:
 def test_replayed_steps_compute_what_the_model_does(
     plain: Any, exact: Any, model: Any, kernel: str, kind: str, options: dict[str, Any]
 ) -> None:
-    """One row, several, and left-padded ones; the model's code runs for three steps of them all."""
+    """One row, several, and left-padded rows; later calls run the model's code for prompts only."""
     inputs = _inputs(1 if kind == "one" else 3, padded=kind == "padded")
     count = []
     forward = model.model.forward
@@ -120,13 +120,13 @@ def test_replayed_steps_compute_what_the_model_does(
         _check(replayed[0], inputs, plain, exact)
         assert torch.equal(replayed[0].sequences, replayed[1].sequences)
         cache.check()
-    assert [1, 1] == count  # The prompts: graphs were there.
+    assert [1, 1] == count  # The prompts; steps replay existing graphs.
     assert 3 * (NEW_TOKENS - 1) == model.forward.num_steps
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_replayed_steps_never_wait(model: Any) -> None:
-    """With a padded batch's mask and positions in every step, over new pages and new lengths."""
+    """With the mask and positions of a padded batch in every step, and with new pages."""
     _needs("flash2")
     inputs = _inputs(padded=True)
     mask = inputs["attention_mask"]
@@ -160,7 +160,7 @@ def test_replayed_steps_never_wait(model: Any) -> None:
 
 
 def test_eager_and_replayed_steps_mix(plain: Any, exact: Any, model: Any) -> None:
-    """Calls that go on from each other's tokens; beams, and candidates that are rejected."""
+    """Calls that continue each other's tokens, beam search, and prompt lookup."""
     _needs("flash2")
     inputs = _inputs(padded=True)
     with VMKVCache(model.config) as cache:
@@ -176,14 +176,14 @@ def test_eager_and_replayed_steps_mix(plain: Any, exact: Any, model: Any) -> Non
     for options in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 4}):
         with VMKVCache(model.config) as cache:
             output = _generate(model, one, cache, **options)
-            if "num_beams" not in options:  # What logits are of is not told.
+            if "num_beams" not in options:  # The output does not name the beams of the logits.
                 _check(output, one, plain, exact)
             cache.check()
     assert model.forward.num_steps > 6 + 3 + 8
 
 
-def test_what_cannot_be_captured_runs_as_before(model: Any, plain: Any) -> None:
-    """A kernel that asks the device serves the cache, uncaptured, and torch is as it was."""
+def test_with_a_kernel_that_synchronizes_steps_run_eagerly(model: Any, plain: Any) -> None:
+    """Torch's synchronization mode is unchanged."""
     inputs = _inputs()
     with VMKVCache(plain.config, attention_backend="sdpa") as cache:
         expected = _generate(plain, inputs, cache)
@@ -194,11 +194,11 @@ def test_what_cannot_be_captured_runs_as_before(model: Any, plain: Any) -> None:
     assert torch.rand(3, device="cuda").shape == (3,)
 
 
-def test_memory_comes_back_with_the_cache(model: Any) -> None:
-    """Graphs go with their cache, closed or dropped, and with the end of capturing."""
+def test_graphs_are_freed_with_their_cache(model: Any) -> None:
+    """Closed caches leave no device memory allocated; a cache also works after `capture.close`."""
     _needs("flash2")
     inputs = _inputs()
-    for _ in range(2):  # The first call makes what stays.
+    for _ in range(2):  # The first call makes allocations that are kept.
         with VMKVCache(model.config) as cache:
             _generate(model, inputs, cache)
         torch.cuda.synchronize()
@@ -218,7 +218,7 @@ def test_memory_comes_back_with_the_cache(model: Any) -> None:
 
 @pytest.mark.slow
 def test_compiled_layers_are_captured(plain: Any, exact: Any) -> None:
-    """Of one row, and of several that are padded."""
+    """With one row and with a padded batch."""
     _needs("flash2")
     model = copy.deepcopy(plain)
     with vmkv.capture_decoding(model, compile_layers=True) as capture:

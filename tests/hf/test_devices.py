@@ -1,6 +1,6 @@
-"""Layers that differ from what was expected, and models spread over devices.
+"""Layers of different shapes, and models spread over devices.
 
-Several devices need several GPUs; layers of several shapes take the same path on one.
+Several devices need several GPUs; layers of different shapes use the same code on one device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _states(heads: int, width: int, num_tokens: int, seed: int) -> torch.Tensor:
 
 
 def test_layers_of_other_shapes_get_groups_of_their_own_and_leave_no_gap() -> None:
-    """The first layer's group was laid out for all; after one pass it holds only its own."""
+    """The first group was laid out for all layers; after one pass it holds only its own."""
     config = tiny_config("llama")
     shapes = [(2, 8), (2, 8), (4, 16), (4, 16)][: config.num_hidden_layers]
     shapes[-1] = (4, 16)
@@ -45,7 +45,7 @@ def test_layers_of_other_shapes_get_groups_of_their_own_and_leave_no_gap() -> No
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_model_spread_over_two_gpus_matches_dynamic_cache(name: str) -> None:
-    """One space per device, each as large as its own layers need."""
+    """Each device has a cache, as large as its layers need."""
     from accelerate import dispatch_model
 
     model = copy.deepcopy(tiny_model(name, "sdpa"))

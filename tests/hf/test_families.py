@@ -1,7 +1,7 @@
-"""Every causal family of transformers: served with the tokens it should get, or refused in words.
+"""Every causal family of transformers is served with the right tokens or refused.
 
-Each is tried with a tiny model, through `VMKVCache`, `vmkv.generate` and an engine, and must come
-out as `vmkv/hf/MODELS.md` says. After a change that makes it come out otherwise: `make models`.
+Each family is tried with a tiny model, through `VMKVCache`, `vmkv.generate` and an engine, and must
+come out as `vmkv/hf/MODELS.md` says. After a change of the outcome: `make models`.
 """
 
 from __future__ import annotations
@@ -23,31 +23,33 @@ if f"transformers {transformers.__version__}" not in survey.TABLE.read_text():
 
 @functools.cache
 def _lines() -> dict[str, str]:
-    """The table's rows, by family."""
+    """Rows of the table, by family."""
     rows = survey.TABLE.read_text().splitlines(keepends=True)
     return {row.split("|")[1].strip(): row for row in rows if row.startswith("| ")}
 
 
 @pytest.mark.parametrize("family", families.surveyed())
 def test_a_family_is_served_or_refused_as_the_table_says(family: str) -> None:
-    """Never with other tokens, nor with an error of somebody else's; and in bfloat16 likewise."""
+    """Never with wrong tokens or an error of another library; the proof agrees in bfloat16."""
     model = None if family in families.UNBUILDABLE else survey.model_of(family)
     verdict = survey.verdict(family, model)
     assert _lines()[family] == verdict.row(family)
     if verdict.generate == "refused":
         if "VMKVCache(config)" in verdict.instead:
-            assert verdict.cache == survey.SERVED, "the error sends to what does not serve it"
+            assert verdict.cache == survey.SERVED, (
+                "the error proposes VMKVCache, which does not serve the family"
+            )
         else:
             assert "model.generate" in verdict.instead
     if model is not None and verdict.generate != survey.NOT_TRIED:
-        # Roundings hide no defect, and make none.
+        # Rounding neither hides a defect nor causes one.
         is_served = verdict.generate == survey.SERVED
         with contextlib.nullcontext() if is_served else pytest.raises(ConfigError):
             prove(model.bfloat16())
 
 
 def test_the_table_lists_every_family_and_counts_them() -> None:
-    """And none that is gone."""
+    """It has no other rows."""
     assert [*_lines()] == ["family", "---", *families.surveyed()]
     columns = [[cell.strip() for cell in row.split("|")] for row in [*_lines().values()][2:]]
     tried = [survey.Verdict(*row[2:6]) for row in columns]

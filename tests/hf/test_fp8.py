@@ -1,7 +1,7 @@
-"""Keys and values in eight bits behind transformers' cache: what is said, stored and refused.
+"""FP8 keys and values behind transformers' cache: tokens, stored bytes and refusals.
 
-The reference is transformers' own cache, which is given numbers that torch has rounded: it knows
-nothing of vmkv. Kernels are in `tests/attention`, real weights in `tests/real_weights`.
+The reference is transformers' own cache with numbers that torch has rounded to FP8. Kernels are in
+`tests/attention`, real weights in `tests/real_weights`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _cache(name: str, **options: Any) -> VMKVCache:
 
 
 def _rounded_cache(name: str, scales: KVScales | None = None) -> Any:
-    """Transformers' cache, of numbers in eight bits."""
+    """Transformers' cache, with keys and values rounded to FP8."""
     return _rounded(dynamic_cache(tiny_config(name)), scales)
 
 
@@ -65,14 +65,14 @@ def _rounding(update: Callable[..., Any], scales: LayerScales | None) -> Callabl
 
 
 def _scales(name: str) -> KVScales:
-    """Made from what a tiny model computes."""
+    """Scales calibrated with a tiny model."""
     texts = [prompt(name, seed=seed)["input_ids"][0].tolist() for seed in (1, 2)]
     return vmkv.calibrate_kv_scales(tiny_model(name), texts)
 
 
 @pytest.fixture(autouse=True)
 def no_grad() -> Iterator[None]:
-    """Through keys that are rounded no gradient flows."""
+    """Disable gradients, which do not flow through rounded keys."""
     with torch.no_grad():
         yield
 
@@ -84,13 +84,13 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# ---- what is said -------------------------------------------------------------------------
+# ---- tokens -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("attention", ["eager", "vmkv"])
 @pytest.mark.parametrize("way", ["greedy", "padded", "beams"])
-def test_tokens_are_those_of_rounded_numbers(family: str, attention: str, way: str) -> None:
-    """Token by token, padded, and by beams; decoded by the cache, or read in place."""
+def test_tokens_match_a_cache_of_rounded_numbers(family: str, attention: str, way: str) -> None:
+    """Greedy, padded and with beams; decoded by the cache, or read in place."""
     inputs = left_padded_prompt() if way == "padded" else prompt(family)
     options = {"num_beams": 3} if way == "beams" else {}
     expected = generate(tiny_model(family), inputs, _rounded_cache(family), **options)
@@ -101,8 +101,8 @@ def test_tokens_are_those_of_rounded_numbers(family: str, attention: str, way: s
     assert expected.tolist() == tokens.tolist()
 
 
-def test_rounding_shows() -> None:
-    """Or the tests above would pass whatever is stored."""
+def test_rounding_changes_the_logits() -> None:
+    """Otherwise the tests above would pass without FP8."""
     tokens = prompt("llama", num_tokens=40)["input_ids"]
     with _cache("llama") as cache:
         rounded = forward(tiny_model("llama"), tokens, cache)
@@ -112,7 +112,7 @@ def test_rounding_shows() -> None:
 
 @pytest.mark.parametrize("attention", ["eager", "vmkv"])
 def test_scales_are_applied(family: str, attention: str) -> None:
-    """Those of each head of each layer, in what is read as in what is written."""
+    """The scales of each head of each layer, to reads and writes."""
     scales, inputs = _scales(family), prompt(family, batch_size=2)
     expected = generate(tiny_model(family), inputs, _rounded_cache(family, scales))
     with _cache(family, kv_scales=scales) as cache:
@@ -121,8 +121,8 @@ def test_scales_are_applied(family: str, attention: str) -> None:
     assert expected.tolist() == tokens.tolist()
 
 
-def test_a_mask_of_the_callers_own_is_kept_to() -> None:
-    """Which no kernel reads rows with, so that they are decoded behind `"vmkv"` as well."""
+def test_a_4d_mask_of_the_caller_is_applied() -> None:
+    """No kernel reads rows with such a mask, so `"vmkv"` attention decodes them."""
     tokens = prompt("llama")["input_ids"]
     size = tokens.shape[1]
     mask = torch.ones(size, size, dtype=torch.bool).tril()
@@ -139,16 +139,16 @@ def test_a_mask_of_the_callers_own_is_kept_to() -> None:
     cache.close()
 
 
-def test_keys_that_lost_their_scale_are_refused() -> None:
-    """A model that changes keys behind its cache cannot be read in place."""
+def test_fp8_keys_without_their_scales_are_refused() -> None:
+    """Of models that change keys between the cache and attention; the error proposes "auto"."""
     keys = torch.zeros(1, 2, 5, 8).to(FP8)
     module = torch.nn.Module()
     with pytest.raises(ConfigError, match='leave kv_dtype at "auto"'):
         vmkv_attention(module, torch.zeros(1, 4, 1, 8), keys, keys, None)
 
 
-def test_deep_copies_go_on_alike() -> None:
-    """In eight bits, with the same scales, and each by itself."""
+def test_deep_copies_keep_dtype_and_scales() -> None:
+    """A copy and its source give equal logits, and are independent."""
     model, inputs = tiny_model("llama", "vmkv"), prompt("llama")
     tokens, scales = inputs["input_ids"], _scales("llama")
     with _cache("llama", kv_scales=scales) as cache:
@@ -161,7 +161,7 @@ def test_deep_copies_go_on_alike() -> None:
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_all_ways_say_the_same(is_scaled: bool) -> None:
+def test_all_interfaces_give_the_same_tokens(is_scaled: bool) -> None:
     """`generate`, ragged batches with and without a found prefix, and the engine in chunks."""
     model, config = tiny_model("llama"), tiny_config("llama")
     scales = _scales("llama") if is_scaled else None
@@ -189,7 +189,7 @@ def test_all_ways_say_the_same(is_scaled: bool) -> None:
         engine.cache.check()
 
 
-# ---- what is stored -----------------------------------------------------------------------
+# ---- stored bytes -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_all_ways_say_the_same(is_scaled: bool) -> None:
         ("gemma2", ["sliding", 1], {0, 1, 2}),
     ],
 )
-def test_skipped_layers_keep_their_type(name: str, skipped: Any, wide: set[int]) -> None:
-    """By number, or because they slide; all of them are read right."""
+def test_skipped_layers_keep_the_models_dtype(name: str, skipped: Any, wide: set[int]) -> None:
+    """Skipped by number or as sliding layers; the tokens are right."""
     inputs = prompt(name)
     reference = dynamic_cache(tiny_config(name))
     for index, layer in enumerate(reference.layers):
@@ -217,7 +217,7 @@ def test_skipped_layers_keep_their_type(name: str, skipped: Any, wide: set[int])
 
 
 def test_rows_take_a_quarter_of_float32() -> None:
-    """Here, where models are of 32 bits."""
+    """The tiny models have 32-bit weights."""
     used = []
     for kv_dtype in ("auto", "fp8"):
         with _cache("llama", kv_dtype=kv_dtype) as cache:
@@ -226,7 +226,7 @@ def test_rows_take_a_quarter_of_float32() -> None:
     assert used[0] == 4 * used[1]
 
 
-# ---- what is refused ----------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -251,16 +251,16 @@ def test_rows_take_a_quarter_of_float32() -> None:
     ],
 )
 @pytest.mark.parametrize("make", [VMKVCache, RaggedCache])
-def test_arguments_that_mean_nothing(
+def test_invalid_arguments_are_refused(
     make: Callable[..., Any], options: dict[str, Any], message: str
 ) -> None:
-    """In one sentence, before anything is made."""
+    """Before anything is allocated."""
     with pytest.raises(ConfigError, match=message):
         make(tiny_config("llama"), **{"kv_dtype": "fp8", **options})
 
 
 def test_engine_refuses_before_it_takes_memory() -> None:
-    """And the model is served by another afterwards."""
+    """Another engine can serve the model afterwards."""
     model = tiny_model("llama")
     with pytest.raises(ConfigError, match="is none of"):
         Engine(model, kv_dtype="int8", budget_bytes=MiB)
@@ -268,8 +268,8 @@ def test_engine_refuses_before_it_takes_memory() -> None:
         pass
 
 
-def test_scales_of_other_heads_are_refused() -> None:
-    """When the first keys show how many there are; the cache is as empty as before."""
+def test_scales_that_do_not_fit_the_rows_are_refused() -> None:
+    """At the first update, which shows the number of heads; the cache stays empty."""
     scales = KVScales("llama", (LayerScales((1.0,) * 3, (1.0,) * 3),) * 2)
     with _cache("llama", kv_scales=scales) as cache:
         with pytest.raises(ConfigError, match="layer 0 has 2 key and 2 value heads"):
@@ -281,8 +281,8 @@ def test_scales_of_other_heads_are_refused() -> None:
 # ---- scales -------------------------------------------------------------------------------
 
 
-def test_calibration_leaves_room() -> None:
-    """What was measured fits twice; each head has its own, sliding layers' past included."""
+def test_calibrated_scales_have_twice_the_measured_range() -> None:
+    """Each head has its own scale; the past of sliding layers is included."""
     for name in ("llama", "gemma2"):
         scales, model = _scales(name), tiny_model(name)
         reach = [0.0] * len(scales.layers)
@@ -304,7 +304,7 @@ def _watching(update: Callable[..., Any], reach: list[float], index: int) -> Cal
 
 
 def test_calibration_needs_texts_and_numbers() -> None:
-    """Without either there is nothing to measure."""
+    """No texts, and keys that are NaN, are refused."""
     model = copy.deepcopy(tiny_model("llama"))
     with pytest.raises(ConfigError, match="pass some texts"):
         vmkv.calibrate_kv_scales(model, [])
@@ -315,7 +315,7 @@ def test_calibration_needs_texts_and_numbers() -> None:
 
 
 def test_scales_are_saved_and_read(tmp_path: Path) -> None:
-    """To the bit; a cache takes the file as well."""
+    """To the bit; a cache also takes the path of the file."""
     scales = _scales("llama")
     scales.save(tmp_path / "scales.json")
     assert scales == KVScales.load(tmp_path / "scales.json")
@@ -339,10 +339,10 @@ def test_scales_are_saved_and_read(tmp_path: Path) -> None:
         (lambda values: values["layers"][0]["values"].__setitem__(1, "2"), "is '2';"),
     ],
 )
-def test_files_that_are_no_scales(
+def test_files_with_invalid_scales_are_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str
 ) -> None:
-    """Each with the file's name and what is wrong with it."""
+    """The error has the path and what is wrong."""
     path = tmp_path / "scales.json"
     _scales("llama").save(path)
     values = json.loads(path.read_text())
@@ -354,8 +354,7 @@ def test_files_that_are_no_scales(
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"\xff", b"[" * 100_000])
-def test_files_that_are_nothing(tmp_path: Path, data: bytes) -> None:
-    """Likewise."""
+def test_files_without_scales_are_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "scales.json"
     path.write_bytes(data)
     with pytest.raises(ConfigError, match="holds no scales of keys and values"):
@@ -363,8 +362,8 @@ def test_files_that_are_nothing(tmp_path: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "whisper"])
-def test_what_attends_to_an_encoder_stays_in_the_models_type(name: str) -> None:
-    """These models read its keys themselves; what the decoder says is in eight bits."""
+def test_cross_attention_keeps_the_models_dtype(name: str) -> None:
+    """The model reads cross-attention keys itself; the keys of self-attention are FP8."""
     model = tiny_model(name)
     pair = VMKVCache.for_encoder_decoder(model.config, budget_bytes=64 * MiB, kv_dtype="fp8")
     with pair.self_attention_cache as own, pair.cross_attention_cache as cross:

@@ -1,9 +1,9 @@
-"""Generation through VMKVCache gives the tokens that DynamicCache gives, for every model.
+"""Generation through VMKVCache gives the tokens of DynamicCache, for every model.
 
-The reference is always `DynamicCache(config=...)` of the installed transformers under the same
-weights, inputs and seeds. Contents of the caches are compared as well, bit by bit: vmkv only
-moves bytes. Where a kernel may sum in another order over other strides, logits are held to the
-flash-attention rule (error against float64 at most twice the reference's).
+The reference is `DynamicCache(config=...)` of the installed transformers with the same weights,
+inputs and seeds. The contents of the caches are compared bit by bit too, since vmkv only moves
+bytes. Where a kernel may sum in another order over other strides, logits must satisfy
+FlashAttention's rule: an error against float64 of at most twice the reference's.
 
 Not covered: attention kernels of the GPU (`tests/attention`), speed (`bench/`).
 """
@@ -42,11 +42,11 @@ from helpers.tiny_models import (
 from vmkv import ConfigError
 
 NewCache = Callable[..., Any]
-#: Enough for what whole families share; every family is in the tests over MODELS.
+#: Models for tests of rollback; the tests over MODELS have every family.
 ROLLBACK_MODELS = ("llama", "mistral", "gemma2")
 
-#: 4.57 multiplies DeepSeek's expanded values by another BLAS path where strides differ: what comes
-#: out of the first attention, and so the later layers' keys, differs in the last bit.
+#: In 4.57, BLAS uses another path for DeepSeek's expanded values if strides differ. The output of
+#: the first attention, and so the keys of later layers, differ in the last bit.
 SUMS_IN_ANOTHER_ORDER = ("deepseek_v3",) if VERSION < (5, 0) else ()
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -59,7 +59,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def _served(name: str, attention: str = "eager") -> Any:
-    """The model; skips where the installed transformers cannot run it that way."""
+    """Return the model, or skip if the installed transformers cannot run it this way."""
     reason = unsupported_because(name)
     if reason is not None:
         pytest.skip(reason)
@@ -73,7 +73,7 @@ def _served(name: str, attention: str = "eager") -> Any:
 
 def _assert_same_bits(name: str, expected: Any, actual: Any) -> None:
     if name in SUMS_IN_ANOTHER_ORDER:
-        # The first layer's keys come before any attention.
+        # The keys of the first layer do not depend on attention.
         for theirs, ours in zip(contents(expected)[0], contents(actual)[0], strict=True):
             assert torch.equal(theirs, ours)
     else:
@@ -82,7 +82,7 @@ def _assert_same_bits(name: str, expected: Any, actual: Any) -> None:
 
 @functools.cache
 def _noisy_twin(name: str) -> Any:
-    """A draft model that guesses some tokens right and some wrong."""
+    """A draft model with some right and some wrong guesses."""
     twin = copy.deepcopy(tiny_model(name))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def _noisy_twin(name: str) -> Any:
 # ---- every model ------------------------------------------------------------------------------
 
 
-#: Model, attention and strategy: to a cache other strategies differ in nothing, so few try all.
+#: Model, attention and strategy; a cache sees little difference, so few models try all strategies.
 CASES = {
     *((name, *way) for name in MODELS for way in (("eager", "beams"), ("sdpa", "greedy"))),
     *itertools.product(("gemma2", "t5"), ("eager",), STRATEGIES),
@@ -108,7 +108,7 @@ CASES = {
 def test_generate_matches_dynamic_cache(
     name: str, attention: str, strategy: str, is_padded: bool, new_cache: NewCache
 ) -> None:
-    """The same tokens, and the same cache is left; also of lengths that are padded on the left."""
+    """Equal tokens and equal contents, also with padding on the left."""
     if is_padded and name == "whisper":
         pytest.skip("a spectrogram has no padding")
     model = _served(name, attention)
@@ -121,8 +121,8 @@ def test_generate_matches_dynamic_cache(
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "vmkv"])
-def test_generate_under_autocast_matches_dynamic_cache(attention: str, new_cache: NewCache) -> None:
-    """Of weights in float32 keys come in float32, after rotary embeddings, and values do not."""
+def test_logits_under_autocast_match_dynamic_cache(attention: str, new_cache: NewCache) -> None:
+    """Keys are float32 after rotary embeddings, and values are bfloat16."""
     model, inputs = tiny_model("llama", attention), prompt("llama", batch_size=2)
     logits = []
     for cache in (dynamic_cache(model.config), new_cache(model.config)):
@@ -135,8 +135,8 @@ def test_generate_under_autocast_matches_dynamic_cache(attention: str, new_cache
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_parity_detects_a_damaged_cache(name: str) -> None:
-    """One wrong token in the cache changes what a model says: the tests above can fail."""
+def test_a_damaged_cache_changes_the_tokens(name: str) -> None:
+    """One wrong token in the cache changes the output, so the tests above can fail."""
     if unsupported_because(name):
         pytest.skip("its cache is not DynamicCache on this release")
     model = tiny_model(name)
@@ -156,14 +156,14 @@ def test_parity_detects_a_damaged_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if unsupported_because(name)])
-def test_model_with_a_cache_of_its_own_is_refused(name: str) -> None:
-    """A model whose state DynamicCache cannot hold is refused by name, not served wrongly."""
+def test_models_with_states_that_dynamic_cache_cannot_hold_are_refused(name: str) -> None:
+    """The error names the kind of layer and proposes an upgrade."""
     with pytest.raises(ConfigError, match=r"linear_attention.*upgrade"):
         make_cache(tiny_config(name))
 
 
 def test_encoder_decoder_model_refuses_a_single_cache(new_cache: NewCache) -> None:
-    """T5 with one cache for both attentions is told which call makes the pair."""
+    """The error names `for_encoder_decoder`."""
     from vmkv import VMKVCache
 
     model = tiny_model("t5")
@@ -176,7 +176,7 @@ def test_encoder_decoder_model_refuses_a_single_cache(new_cache: NewCache) -> No
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_decoder_with_fewer_layers_than_its_encoder(num_beams: int) -> None:
-    """ByT5's proportions: what T5 calls its number of layers is the encoder's."""
+    """As in ByT5; T5's `num_hidden_layers` is the number of encoder layers."""
     from vmkv import VMKVCache
 
     config = copy.deepcopy(tiny_config("t5"))
@@ -217,14 +217,14 @@ def _assert_same_rollback(
     try:
         expected = generate(model, inputs, expected_cache, **options)
     except ValueError:
-        # Before past recording existed, a full window could not be rolled back.
+        # Releases without past recording cannot roll back a full window.
         assert VERSION < (5, 0)
         with pytest.raises(ValueError, match="window"):
             generate(model, inputs, cache, **options)
         return
     except RuntimeError as error:
-        # A draft model's own sliding layers return more than their mask covers (5.17 only): that
-        # is the reference's failure, in a cache that we do not make.
+        # In 5.17, sliding layers of a draft model return more tokens than their mask covers. The
+        # draft model has a DynamicCache, so this is not our failure.
         if VERSION >= (5, 18) or "must match the size" not in str(error):
             raise
         pytest.skip("transformers 5.17 cannot draft several tokens with a sliding-window model")
@@ -238,7 +238,7 @@ def _assert_same_rollback(
 def test_assisted_decoding_matches_dynamic_cache(
     name: str, do_sample: bool, new_cache: NewCache
 ) -> None:
-    """A draft model whose guesses are partly right gives the same tokens."""
+    """With a draft model whose guesses are partly right."""
     model = tiny_model(name)
     _assert_same_rollback(
         model,
@@ -250,7 +250,7 @@ def test_assisted_decoding_matches_dynamic_cache(
     )
 
 
-# ---- caches that live longer than one call ----------------------------------------------------
+# ---- several calls on one cache ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -267,7 +267,6 @@ def test_chunked_prefill_matches_dynamic_cache(name: str, new_cache: NewCache) -
 
 @pytest.mark.parametrize("name", ENCODER_DECODER)
 def test_encoder_decoder_pair_can_be_copied_and_reset(name: str, new_cache: NewCache) -> None:
-    """The pair for an encoder-decoder model survives `deepcopy` and `reset`."""
     model = tiny_model(name)
     inputs = prompt(name, batch_size=2)
     expected = generate(model, inputs, dynamic_cache(model.config), max_new_tokens=9).tolist()
@@ -298,7 +297,7 @@ def _logits(model: Any, tokens: torch.Tensor, cache: Any, chunks: list[int]) -> 
 def test_logits_are_as_exact_as_dynamic_cache(
     name: str, attention: str, new_cache: NewCache
 ) -> None:
-    """Chunked prefill and decode by hand: equal bits, or at most twice the reference's error."""
+    """In chunked prefill and decode: equal bits, or at most twice the reference's error."""
     model = _served(name, attention)
     tokens = prompt(name, batch_size=2, num_tokens=40)["input_ids"]
     chunks = [11, 1, 7, *([1] * 21)]
@@ -314,8 +313,8 @@ def test_logits_are_as_exact_as_dynamic_cache(
         assert torch.equal(expected, actual)
 
 
-def test_vocabulary_is_covered() -> None:
-    """Greedy tokens of the tiny models vary: they are no constant that anything would match."""
+def test_greedy_tokens_of_tiny_models_vary() -> None:
+    """Otherwise wrong tokens might match by chance."""
     model = tiny_model("llama")
     tokens = generate(model, prompt("llama"), dynamic_cache(model.config), max_new_tokens=40)
     assert len(set(tokens[0, 13:].tolist())) > VOCABULARY // 8

@@ -1,4 +1,4 @@
-"""What a cache costs over time: physical memory follows tokens, and none is left at the end.
+"""Memory of a cache over time: it follows the tokens, and none is left at the end.
 
 Every test leaves its backend empty (`new_cache`). Figures on a GPU are in `bench/`.
 """
@@ -37,7 +37,7 @@ def _append(cache: Any, num_tokens: int, *, batch_size: int = 1) -> None:
 
 
 def test_new_cache_takes_no_memory() -> None:
-    """Before the first update nothing is reserved, created or mapped."""
+    """Addresses and memory are reserved by the first update."""
     backend = HostBackend(PAGE_BYTES)
     with VMKVCache(tiny_config("llama"), backend=backend):
         assert BackendUsage() == backend.usage()
@@ -45,7 +45,7 @@ def test_new_cache_takes_no_memory() -> None:
 
 @pytest.mark.parametrize("layers_per_group", [1, 8])
 def test_resident_follows_tokens(layers_per_group: int) -> None:
-    """Resident memory covers what is used, and exceeds it by a few pages per row and group."""
+    """Resident memory exceeds used memory by at most a few pages per row and group."""
     backend = HostBackend(PAGE_BYTES)
     with VMKVCache(
         tiny_config("llama"), backend=backend, layers_per_group=layers_per_group
@@ -60,7 +60,7 @@ def test_resident_follows_tokens(layers_per_group: int) -> None:
             assert 2 * 2 * num_tokens * LAYER_TOKEN_BYTES == stats.used_bytes
             assert stats.resident_bytes == backend.usage().mapped_bytes
             assert stats.resident_bytes >= max(stats.used_bytes, resident_bytes)
-            # A page at the end, and growth ahead of need: 1/64 of the row, to a power of two.
+            # Slack: the last page, and the growth quantum of 1/64 of the row, as a power of two.
             spare_bytes = 2 * num_groups * 2 * PAGE_BYTES + stats.used_bytes / 32
             assert stats.resident_bytes <= stats.used_bytes + spare_bytes
             resident_bytes = stats.resident_bytes
@@ -70,7 +70,7 @@ def test_resident_follows_tokens(layers_per_group: int) -> None:
 
 
 def test_growth_keeps_addresses_and_costs_few_calls(new_cache: NewCache) -> None:
-    """Four thousand decode steps move nothing, and map far less often than they append."""
+    """In four thousand decode steps nothing moves, and few steps map."""
     cache = new_cache(tiny_config("llama"))
     _append(cache, 1)
     address = cache.layers[1].values.data_ptr()
@@ -83,7 +83,7 @@ def test_growth_keeps_addresses_and_costs_few_calls(new_cache: NewCache) -> None
 
 
 def test_addresses_are_reserved_for_long_sequences_without_cost(new_cache: NewCache) -> None:
-    """A reservation for a million tokens holds no memory."""
+    """A reservation for a million tokens needs no memory."""
     cache = new_cache(tiny_config("llama"), max_tokens=1 << 20, max_batch_size=8)
     _append(cache, 3)
     stats = cache.stats()
@@ -92,10 +92,10 @@ def test_addresses_are_reserved_for_long_sequences_without_cost(new_cache: NewCa
 
 
 def test_sliding_layers_are_flat_while_full_layers_grow(new_cache: NewCache) -> None:
-    """In a model of both kinds only the full layers cost memory per token."""
+    """In a model with both kinds only the full layers need memory per token."""
     cache = new_cache(tiny_config("gemma2"))
     _append(cache, 1000)
-    _append(cache, 1)  # What has left the windows goes with the next step.
+    _append(cache, 1)  # A step frees the tokens that left the windows in the step before.
     before = cache.stats().resident_bytes
     for _ in range(1000):
         _append(cache, 1)
@@ -106,7 +106,7 @@ def test_sliding_layers_are_flat_while_full_layers_grow(new_cache: NewCache) -> 
 
 @pytest.mark.skipif(VERSION < (5, 0), reason="4.57 cannot record a window's past")
 def test_recording_window_returns_memory_at_crop(new_cache: NewCache) -> None:
-    """What is recorded for a rollback is given back by `crop`, step after step."""
+    """The past recorded for a rollback is freed by `crop`."""
     cache = new_cache(tiny_config("mistral"))
     cache.activate_past_recording()
     _append(cache, 100)
@@ -121,7 +121,7 @@ def test_recording_window_returns_memory_at_crop(new_cache: NewCache) -> None:
 
 
 def test_loop_of_unclosed_caches_does_not_accumulate() -> None:
-    """Calls of `generate` with a fresh cache each, never closed, hold the memory of about one."""
+    """Calls of `generate` with a new cache each, never closed, use the memory of one cache."""
     model = tiny_model("llama")
     backend = HostBackend(PAGE_BYTES)
     pool = ExtentPool(backend, 16 * MiB)
@@ -136,6 +136,6 @@ def test_loop_of_unclosed_caches_does_not_accumulate() -> None:
             generate_and_forget()
         physical_bytes.append(backend.usage().physical_bytes)
     assert len(set(physical_bytes)) == 1
-    make_cache(model.config).close()  # Collects the last one.
+    make_cache(model.config).close()  # Frees the memory of the last one.
     pool.close()
     assert BackendUsage() == backend.usage()

@@ -1,7 +1,7 @@
-"""The cache never waits for the device, and `update` copies nothing but the new tokens.
+"""The cache never waits for the device, and `update` copies only the new tokens.
 
-On the CPU the operations that torch dispatches are recorded: whatever reads a value back
-(`.item()`, `nonzero`, `equal`, …) would be among them. On a GPU, torch itself is told to raise.
+On the CPU, tests record the operations that torch dispatches: reads of a value (`.item()`,
+`nonzero`, `equal`, …) are among them. On a GPU, torch raises an error on synchronization.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vmkv import VMKVCache
 
 NewCache = Callable[..., Any]
 HEADS, WIDTH = 2, 8
-#: What makes a view, and what writes the new tokens.
+#: Operations that make views.
 VIEWS = {"slice", "select", "unbind", "as_strided", "alias", "view", "detach", "unsqueeze"}
 
 
@@ -40,7 +40,7 @@ def _append(cache: Any, keys: torch.Tensor) -> None:
 def test_update_only_makes_views_and_copies_new_tokens(
     name: str, layers_per_group: int, new_cache: NewCache
 ) -> None:
-    """Of all operations in 200 decode steps, only two copies per layer move data."""
+    """In 200 decode steps, only the two copies per layer move data."""
     cache = new_cache(tiny_config(name), layers_per_group=layers_per_group)
     prefill, decode = torch.randn(2, HEADS, 50, WIDTH), torch.randn(2, HEADS, 1, WIDTH)
     with recorded() as calls:
@@ -48,13 +48,13 @@ def test_update_only_makes_views_and_copies_new_tokens(
         for _ in range(200):
             _append(cache, decode)
     num_copies = calls.pop("copy_")
-    # Nothing else that copies or reads back, such as cat, clone, index or item.
+    # No other copies or reads, such as cat, clone, index or item.
     assert set(calls) <= VIEWS, calls
     assert 201 * len(cache.layers) * 2 == num_copies
 
 
 def test_update_makes_views_once_per_step_and_group(new_cache: NewCache) -> None:
-    """With all layers in one group, a step costs few view calls however many layers there are."""
+    """The number of view calls of a step does not grow with the number of layers in a group."""
     cache = new_cache(tiny_config("llama"), layers_per_group=8)
     decode = torch.randn(1, HEADS, 1, WIDTH)
     _append(cache, decode)
@@ -92,10 +92,10 @@ def test_update_makes_views_once_per_step_and_group(new_cache: NewCache) -> None
         "keys",
     ],
 )
-def test_changes_of_the_cache_read_nothing_back(
+def test_cache_operations_do_not_synchronize(
     name: str, change: Callable[[Any], Any], new_cache: NewCache
 ) -> None:
-    """Beam steps, rollback, batch changes and statistics ask no value of the device."""
+    """Beam steps, rollback, batch changes and statistics read no value of the device."""
     cache = new_cache(tiny_config(name))
     with torch.no_grad():
         _append(cache, torch.randn(2, HEADS, 5, WIDTH))
@@ -106,10 +106,10 @@ def test_changes_of_the_cache_read_nothing_back(
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_model_reads_back_no_more_than_with_dynamic_cache(
+def test_a_model_synchronizes_no_more_than_with_dynamic_cache(
     name: str, attention: str, new_cache: NewCache
 ) -> None:
-    """A decode step through the model dispatches no cat, and no read-back of the cache's own."""
+    """A decode step has two calls of cat fewer per layer and no additional reads."""
     model = tiny_model(name, attention)
     tokens = prompt(name, batch_size=2)["input_ids"]
     counts = []
@@ -129,9 +129,9 @@ def test_model_reads_back_no_more_than_with_dynamic_cache(
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_update_does_not_synchronise_the_gpu(name: str) -> None:
-    """Decode steps, beam reorders and rollbacks run while torch forbids synchronisation.
+    """Decode steps, beam reorders and rollbacks, while torch forbids synchronization.
 
-    A reorder asks for the order if that is on the device, as beam search does anyway.
+    The reorder gets its order on the host; it reads an order that is on the device.
     """
     with VMKVCache(tiny_config(name)) as cache, torch.no_grad():
         _append(cache, torch.randn(4, HEADS, 50, WIDTH, device="cuda"))
@@ -154,7 +154,7 @@ def test_update_does_not_synchronise_the_gpu(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_decode_step_of_a_model_does_not_synchronise_the_gpu() -> None:
-    """A whole forward pass through the default code path runs while torch forbids it."""
+    """A forward pass of the whole model, while torch forbids synchronization."""
     model = copy.deepcopy(tiny_model("llama", "sdpa")).cuda()
     tokens = prompt("llama")["input_ids"].cuda()
     with VMKVCache(model.config) as cache, torch.no_grad():
@@ -174,7 +174,7 @@ def test_decode_step_of_a_model_does_not_synchronise_the_gpu() -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("num_beams", [1, 4])
 def test_generate_on_the_gpu_matches_dynamic_cache(name: str, num_beams: int) -> None:
-    """The same tokens as DynamicCache on the same GPU, with nothing said but the config."""
+    """With a cache made from the configuration only."""
     model = copy.deepcopy(tiny_model(name)).cuda()
     inputs = {key: value.cuda() for key, value in prompt(name, batch_size=2).items()}
     expected = generate(model, inputs, dynamic_cache(model.config), num_beams=num_beams)

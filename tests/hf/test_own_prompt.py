@@ -1,10 +1,10 @@
-"""What counts as the prompt in `vmkv.generate`: each sequence's own tokens, and no padding.
+"""The prompt in `vmkv.generate` is each sequence's own tokens, without padding.
 
-The reference is `model.generate` with one prompt at a time, to which nothing is padded. Prompts
-differ in length and padding is the end-of-sequence token, as it is where a model has no token
-for padding, so that whoever takes padding for tokens that were said shows.
+The reference is `model.generate` with one prompt at a time, without padding. Prompts differ in
+length, and the padding token is the end-of-sequence token, as in models without a padding token,
+so code that takes padding for generated tokens fails.
 
-Not covered: processors and criteria that look at no prompt (`test_ragged_generate.py`).
+Not covered: processors and criteria that do not read prompts (`test_ragged_generate.py`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _plain() -> list[list[int]]:
 
 
 def _ends() -> list[int]:
-    """Tokens that every prompt is continued with sooner or later, some at once."""
+    """The first generated token of each prompt."""
     return sorted({tokens[len(prompt)] for tokens, prompt in zip(_plain(), PROMPTS, strict=True)})
 
 
@@ -85,7 +85,7 @@ def _ends() -> list[int]:
 def test_lengths_count_each_prompts_own_tokens(
     limits: dict[str, Any], where: str, model: Any
 ) -> None:
-    """Wherever a limit is said, and with transformers' own default as well."""
+    """Limits may come as options, in a generation config, from the model, or by default."""
     if "eos_token_id" in limits:
         limits = {**limits, "eos_token_id": _ends()}
     if where == "option":
@@ -106,7 +106,7 @@ def test_lengths_count_each_prompts_own_tokens(
 
 
 def test_a_length_criterion_of_the_callers_counts_own_tokens(model: Any) -> None:
-    """Also beside `max_new_tokens`, whose own limit it then takes the place of."""
+    """It replaces the limit of `max_new_tokens`."""
     criteria = StoppingCriteriaList([MaxLengthCriteria(26)])
     said = _assert_as_alone(model, stopping_criteria=criteria, max_new_tokens=40)
     assert [26] * 4 == [len(tokens) for tokens in said]
@@ -114,7 +114,7 @@ def test_a_length_criterion_of_the_callers_counts_own_tokens(model: Any) -> None
 
 @pytest.mark.parametrize("where", ["option", "generation_config", "model"])
 def test_a_prompt_that_is_too_long_already_is_refused(where: str, model: Any) -> None:
-    """In transformers' words, whichever prompt it is."""
+    """The error is transformers'."""
     options: dict[str, Any] = {}
     if where == "option":
         options["max_length"] = 19
@@ -139,8 +139,8 @@ def test_a_prompt_that_is_too_long_already_is_refused(where: str, model: Any) ->
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_padding_is_nothing_that_was_said(options: dict[str, Any], model: Any) -> None:
-    """Where padding is the end-of-sequence token, short prompts still end when they would."""
+def test_padding_does_not_count_as_generated_tokens(options: dict[str, Any], model: Any) -> None:
+    """Padding is the end-of-sequence token; short prompts still end when they would alone."""
     model.generation_config.pad_token_id = None
     options = {**options, "max_new_tokens": NEW_TOKENS}
     said = [alone(model, prompt, **options) for prompt in PROMPTS]
@@ -167,8 +167,8 @@ def test_padding_is_nothing_that_was_said(options: dict[str, Any], model: Any) -
     ],
     ids=lambda options: "+".join(options),
 )
-def test_logits_processors_see_each_promptalone(options: dict[str, Any], model: Any) -> None:
-    """Each setting changes some prompt's tokens, and to what they are alone."""
+def test_logits_processors_get_each_prompt_alone(options: dict[str, Any], model: Any) -> None:
+    """Each setting changes the tokens of some prompt, to its tokens without the other prompts."""
     options = {**options, "max_new_tokens": NEW_TOKENS}
     expected = []
     for row, prompt in enumerate(PROMPTS):
@@ -180,8 +180,8 @@ def test_logits_processors_see_each_promptalone(options: dict[str, Any], model: 
     assert expected == vmkv.generate(model, PROMPTS, **options)
 
 
-def test_a_processor_that_keeps_state_of_each_row_keeps_each_prompts(model: Any) -> None:
-    """SynthID remembers contexts by row: rows of other prompts must not mix with them."""
+def test_a_processor_with_state_per_row_keeps_the_prompts_apart(model: Any) -> None:
+    """SynthID remembers contexts by row."""
     config = SynthIDTextWatermarkingConfig(keys=[3, 5, 7, 11], ngram_len=3, context_history_size=8)
     options = {"watermarking_config": config, "max_new_tokens": NEW_TOKENS}
     expected = [alone(model, prompt, **options) for prompt in PROMPTS]
@@ -189,7 +189,7 @@ def test_a_processor_that_keeps_state_of_each_row_keeps_each_prompts(model: Any)
 
 
 def test_allowed_tokens_are_asked_for_by_prompt(model: Any) -> None:
-    """`prefix_allowed_tokens_fn` gets the prompt's index, and its own tokens."""
+    """`prefix_allowed_tokens_fn` gets the prompt's index and the prompt's own tokens."""
     asked: set[tuple[int, tuple[int, ...]]] = set()
 
     def allowed(at: int, said: torch.Tensor) -> list[int]:
@@ -206,8 +206,7 @@ def test_allowed_tokens_are_asked_for_by_prompt(model: Any) -> None:
         assert {(at, tuple(tokens[: len(prompt) + count])) for count in range(3)} <= asked
 
 
-def test_a_processor_of_transformers_that_the_caller_brings_is_no_exception(model: Any) -> None:
-    """Its kind decides, not who made it."""
+def test_a_processor_of_transformers_from_the_caller_gets_each_prompt_alone(model: Any) -> None:
     processors = LogitsProcessorList([NoRepeatNGramLogitsProcessor(1)])
     expected = [
         alone(model, prompt, max_new_tokens=NEW_TOKENS, no_repeat_ngram_size=1)
@@ -219,7 +218,7 @@ def test_a_processor_of_transformers_that_the_caller_brings_is_no_exception(mode
 
 
 class _CountsRows(LogitsProcessor):
-    """Biases each row of the batch by how often it was called, as one that keeps state would."""
+    """Processor with state: biases each row of the batch by the number of its calls."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -231,8 +230,8 @@ class _CountsRows(LogitsProcessor):
         return scores.scatter(1, wanted[:, None], 1e9)
 
 
-def test_the_callers_own_processor_is_called_once_with_all_rows(model: Any) -> None:
-    """Between processors of transformers, which see each prompt alone."""
+def test_a_custom_processor_is_called_once_with_all_rows(model: Any) -> None:
+    """Between processors of transformers, which get each prompt alone."""
     options = {"no_repeat_ngram_size": 1, "begin_suppress_tokens": [5], "do_sample": False}
     said = vmkv.generate(
         model,
@@ -250,7 +249,7 @@ def test_the_callers_own_processor_is_called_once_with_all_rows(model: Any) -> N
 
 @functools.cache
 def _tokenizer() -> Any:
-    """Every token is a pair of letters, but for the first, `a`, which is padding."""
+    """A tokenizer whose tokens are pairs of letters; the first token, `a`, is padding."""
     letters = "abcdefghij"
     words = {
         "a": 0,
@@ -270,7 +269,7 @@ def _tokenizer() -> Any:
 
 @pytest.mark.parametrize("where", ["option", "generation_config", "model"])
 def test_stop_strings_end_each_prompt_where_they_would(where: str, model: Any) -> None:
-    """With the tokenizer that transformers wants for them, wherever they are said."""
+    """As option, in a generation config, or from the model."""
     token = _plain()[1][25]
     stop = _tokenizer().convert_ids_to_tokens(token)
     options: dict[str, Any] = {"tokenizer": _tokenizer()}
@@ -288,7 +287,7 @@ def test_stop_strings_end_each_prompt_where_they_would(where: str, model: Any) -
 
 
 def test_padding_is_no_part_of_a_stop_string(model: Any) -> None:
-    """Prompts of one token behind padding that spells the beginning of a stop string."""
+    """The padding before the prompts would be the beginning of the stop string."""
     prompts = [[15], [16] * 9]  # "bf", "bg"
     first = alone(model, prompts[0], max_new_tokens=1)[1]
     stop = "abf" + _tokenizer().convert_ids_to_tokens(first)
@@ -299,12 +298,11 @@ def test_padding_is_no_part_of_a_stop_string(model: Any) -> None:
 
 
 def test_stop_strings_without_a_tokenizer_are_refused(model: Any) -> None:
-    """The error says what to pass."""
     with pytest.raises(ConfigError, match="tokenizer="):
         vmkv.generate(model, PROMPTS, stop_strings=["x"], max_new_tokens=2)
 
 
-# ---- what it costs ------------------------------------------------------------------------------
+# ---- cost ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -317,10 +315,10 @@ def test_stop_strings_without_a_tokenizer_are_refused(model: Any) -> None:
     ],
     ids=["nothing", "warpers", "n-grams", "max_length"],
 )
-def test_what_depends_on_no_prompt_is_prepared_once(
+def test_processors_that_do_not_depend_on_the_prompt_are_prepared_once(
     options: dict[str, Any], num_prepared: int, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else once for each length of prompt, of which there are three here."""
+    """Others are prepared once for each of the three lengths of prompts."""
     calls = []
     prepare = sampling._prepare
     monkeypatch.setattr(
@@ -332,7 +330,7 @@ def test_what_depends_on_no_prompt_is_prepared_once(
     assert num_prepared == len(calls)
 
 
-# ---- what is refused ----------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -359,17 +357,15 @@ def test_what_depends_on_no_prompt_is_prepared_once(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_nothing_that_is_asked_for_is_left_out_in_silence(
-    options: dict[str, Any], message: str, model: Any
-) -> None:
-    """What cannot be given, or handed on to the model, is refused by name."""
+def test_unsupported_options_are_refused(options: dict[str, Any], message: str, model: Any) -> None:
+    """The error names the option."""
     with pytest.raises(ConfigError, match=message):
         vmkv.generate(model, PROMPTS, max_new_tokens=2, **options)
 
 
 @pytest.mark.parametrize("token", [VOCABULARY, 5000, -1, 2**70])
 def test_a_token_that_is_not_in_the_vocabulary_is_refused(token: int, model: Any) -> None:
-    """Before anything runs: on a GPU it would be the end of the process."""
+    """Before the model runs: on a GPU it would end the process."""
     message = f"prompt 1 holds {token}, which is no token of a vocabulary of {VOCABULARY}"
     with pytest.raises(ConfigError, match=message):
         vmkv.generate(model, [[5], [6, token]], max_new_tokens=2)
@@ -380,7 +376,7 @@ def test_a_token_that_is_not_in_the_vocabulary_is_refused(token: int, model: Any
 
 
 def test_padding_need_not_be_in_the_vocabulary(model: Any) -> None:
-    """It is never given to the model."""
+    """The model never gets it."""
     ids = torch.tensor([[VOCABULARY, VOCABULARY, 6], [5, 6, 7]])
     mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
     options = {"max_new_tokens": 4, "pad_token_id": VOCABULARY}

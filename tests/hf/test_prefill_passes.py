@@ -1,7 +1,7 @@
-"""Prefill passes: nothing lost, nothing twice, nobody waits for ever, and passes are bounded.
+"""Prefill passes compute every token once, finish every prompt, and are bounded.
 
-A simulated cache says what prompts find, truthfully or as badly as it likes. What comes of it with
-a model is `test_prefix_generate.py`'s.
+A simulated cache returns prefix lengths, right or arbitrary. `test_prefix_generate.py` runs passes
+with a model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Prompts = list[list[int]]
 
 
 def _common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens in the whole blocks with which both begin."""
+    """Number of tokens in whole blocks that both begin with."""
     same = 0
     while same < min(len(a), len(b)) and a[same] == b[same]:
         same += 1
@@ -32,7 +32,7 @@ def _common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
 
 @st.composite
 def prompts_that_branch(draw: st.DrawFn) -> Prompts:
-    """Up to ten prompts, most of which begin like one before them."""
+    """Up to ten prompts; most begin like an earlier one."""
     prompts: Prompts = []
     for _ in range(draw(st.integers(1, 10))):
         begin: list[int] = []
@@ -45,7 +45,7 @@ def prompts_that_branch(draw: st.DrawFn) -> Prompts:
 
 
 class _Rows:
-    """A cache of prefixes of what was computed, unless rows are further ahead than `window`."""
+    """A simulated prefix cache; a prefix more than `window` tokens behind its row is lost."""
 
     def __init__(self, prompts: Prompts, window: int | None = None):
         self.prompts = prompts
@@ -61,13 +61,13 @@ class _Rows:
                 _common_tokens(prompt[:-1], self.prompts[other]),
                 num_tokens // BLOCK_TOKENS * BLOCK_TOKENS,
             )
-            # A shorter beginning is farther behind the window yet.
+            # A shorter prefix is even farther behind the window.
             if self.window is None or num_tokens - usable <= self.window:
                 found = max(found, usable)
         return found
 
     def begin(self, at: int, num_tokens: int, prompt: list[int] | None) -> int:
-        assert at not in self.cached, "began twice"
+        assert at not in self.cached, "a prompt began twice"
         assert len(self.prompts[at]) == num_tokens
         self.cached[at] = self.computed[at] = 0 if prompt is None else self.find(prompt)
         return self.cached[at]
@@ -81,7 +81,7 @@ class _Rows:
         for piece in pieces:
             prompt, start, end = self.prompts[piece.slot], piece.num_past_tokens, piece.num_tokens
             assert piece.row == piece.slot + 100
-            assert self.computed[piece.slot] == start < end, "a gap, or twice"
+            assert self.computed[piece.slot] == start < end, "tokens were skipped or computed twice"
             assert list(piece.token_ids or ()) == prompt[start:end]
             assert piece.samples == (end == len(prompt))
             self.computed[piece.slot] = end
@@ -95,7 +95,7 @@ def _run(
     least: int = 1,
     watch: Callable[[list[Piece]], object] = len,
 ) -> int:
-    """Run all passes and check each; returns how many there were."""
+    """Run all passes, check each, and return their number."""
     num_passes = 0
     with mock.patch.object(generation, "_MIN_SAVED_TOKENS", least):
         for pieces in prefill_passes(rows.prompts, most, rows, finds=finds):
@@ -103,13 +103,15 @@ def _run(
             watch(pieces)
             rows.note(pieces, most)
     lengths = [len(prompt) for prompt in rows.prompts]
-    assert dict(enumerate(lengths)) == rows.computed, "somebody did not finish"
+    assert dict(enumerate(lengths)) == rows.computed, "a prompt was not finished"
     return num_passes
 
 
 @given(prompts=prompts_that_branch(), most=BOUNDS, finds=st.booleans())
-def test_passes_are_full_where_nobody_waits(prompts: Prompts, most: int, finds: bool) -> None:
-    """In order, and full but for the last: with too little to save, or without prefix caching."""
+def test_passes_are_full_if_no_prompt_waits_for_a_prefix(
+    prompts: Prompts, most: int, finds: bool
+) -> None:
+    """Prompts run in order, and all passes but the last are full."""
     rows = _Rows(prompts)
     ran: list[int] = []
     with mock.patch.object(rows, "find", return_value=0):
@@ -125,10 +127,10 @@ def test_passes_are_full_where_nobody_waits(prompts: Prompts, most: int, finds: 
 
 
 @given(prompts=prompts_that_branch(), most=BOUNDS, window=st.booleans(), data=st.data())
-def test_every_token_is_computed_once_or_was_cached_whatever_the_cache_says(
+def test_every_token_is_computed_once_or_found_in_the_cache(
     prompts: Prompts, most: int, window: bool, data: st.DataObject
 ) -> None:
-    """Evictions and foreign contents: a prompt may find anything, and may expect anything."""
+    """The cache returns arbitrary lengths, as after evictions."""
     rows = _Rows(prompts, 0 if window else None)
     anything: Callable[[list[int]], int] = lambda prompt: data.draw(  # noqa: E731
         st.integers(0, len(prompt) - 1)
@@ -138,10 +140,8 @@ def test_every_token_is_computed_once_or_was_cached_whatever_the_cache_says(
 
 
 @given(prompts=prompts_that_branch(), most=BOUNDS, window=st.none() | st.integers(0, 40))
-def test_what_prompts_have_in_common_is_computed_once(
-    prompts: Prompts, most: int, window: int | None
-) -> None:
-    """Each finds what it shares with any before it, however short the window."""
+def test_common_prefixes_are_computed_once(prompts: Prompts, most: int, window: int | None) -> None:
+    """Each prompt finds its longest common prefix with an earlier one, for any window."""
     rows = _Rows(prompts, window)
     _run(rows, most)
     for at, prompt in enumerate(prompts):
@@ -150,8 +150,8 @@ def test_what_prompts_have_in_common_is_computed_once(
 
 
 @given(prompts=prompts_that_branch())
-def test_leaders_are_the_first_that_begin_most_like_their_followers(prompts: Prompts) -> None:
-    """In whole blocks, short of the last token."""
+def test_a_leader_is_the_first_prompt_with_the_longest_common_prefix(prompts: Prompts) -> None:
+    """In whole blocks, without the last token."""
     expected = {}
     for at, prompt in enumerate(prompts):
         shared = [_common_tokens(prompt[:-1], other) for other in prompts[:at]]
@@ -170,15 +170,14 @@ def _sizes(rows: _Rows, most: int) -> list[list[tuple[int, int]]]:
     return passes
 
 
-def test_strangers_fill_the_pass_that_followers_leave() -> None:
-    """A follower's place goes to the next prompt; the pass stays full."""
+def test_other_prompts_fill_a_pass_while_followers_wait() -> None:
     system = list(range(64))
     rows = _Rows([[*system, 1], [*system, 2], [9] * 40, [*system, 3], [8] * 40])
     assert [[(0, 65), (2, 40), (4, 25)], [(4, 15), (1, 1), (3, 1)]] == _sizes(rows, 130)
 
 
-def test_a_leader_stops_where_its_followers_leave_it() -> None:
-    """All followers begin then, though their own tokens have to wait for room."""
+def test_a_leader_stops_at_the_end_of_the_common_prefix() -> None:
+    """All followers begin in the next pass, though some of their tokens do not fit in it."""
     system = list(range(64))
     rows = _Rows([[*system, *[at] * 20] for at in range(4)], window=0)
     expected = [[(0, 64)], [(0, 20), (1, 20), (2, 20), (3, 10)], [(3, 10)]]

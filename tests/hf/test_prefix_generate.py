@@ -1,11 +1,11 @@
-"""`vmkv.generate` with prefix caching: what prompts have in common is computed once, and exact.
+"""`vmkv.generate` with prefix caching: common prefixes are computed once, with exact results.
 
 The reference is `model.generate` of the same eager model, one prompt at a time, on a
-`DynamicCache`. Tokens are counted where they enter the model. All memory comes from one pool of
-host pages, whose books are checked when each test ends.
+`DynamicCache`. Tests count tokens at the model's input. All memory comes from one pool of host
+pages, whose books are checked when each test ends.
 
 Not covered: the passes (`test_prefill_passes.py`), the index (`tests/cache/test_prefix.py`),
-ragged batches without anything in common (`test_ragged_generate.py`).
+ragged batches without common prefixes (`test_ragged_generate.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vmkv.hf.proof import prove
 from vmkv.units import KiB, MiB
 
 NEW_TOKENS = 6
-SYSTEM_TOKENS = 410  # More than a window of 8, what is kept before it, and a page.
+SYSTEM_TOKENS = 410  # More than a window of 8, the tokens kept before it, and a page.
 SHARED_TOKENS = SYSTEM_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -55,7 +55,7 @@ NewCache = Callable[..., RaggedCache]
 
 @pytest.fixture
 def new_cache(pool: ExtentPool) -> Iterator[NewCache]:
-    """Makes caches over the pool; checks and closes them."""
+    """Make caches over the pool; check and close them at the end."""
     made = []
 
     def make(model: Any, **options: Any) -> RaggedCache:
@@ -72,7 +72,7 @@ def new_cache(pool: ExtentPool) -> Iterator[NewCache]:
 
 @contextmanager
 def _passes(model: Any) -> Iterator[list[int]]:
-    """How many tokens each pass through the model has, once it has proven itself."""
+    """Number of tokens of each pass through the model, after the proof."""
     sizes: list[int] = []
 
     def note(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ def _passes(model: Any) -> Iterator[list[int]]:
 
 
 def _num_prefilled(sizes: list[int], num_prompts: int) -> int:
-    """Tokens of prompts that went through the model: the rest were said by it."""
+    """Number of prompt tokens that went through the model."""
     return sum(sizes) - num_prompts * (NEW_TOKENS - 1)
 
 
@@ -98,7 +98,7 @@ def _num_prefilled(sizes: list[int], num_prompts: int) -> int:
 def test_a_common_system_prompt_is_computed_once(
     name: str, max_num_batched_tokens: int, pool: ExtentPool
 ) -> None:
-    """In whole blocks of 16; the rest of each prompt, and strangers, are computed as ever."""
+    """In whole blocks of 16; everything else, and a prompt without it, is computed in full."""
     model = tiny_model(name)
     prompts = [*PROMPTS[:2], STRANGER, *PROMPTS[2:]]
     expected = [_alone(model, prompt) for prompt in prompts]
@@ -111,7 +111,7 @@ def test_a_common_system_prompt_is_computed_once(
 
 
 def test_few_shared_tokens_cost_no_extra_pass(pool: ExtentPool) -> None:
-    """A pass more would cost more than it saves: such prompts go together."""
+    """An extra pass would cost more than the shared tokens, so all prompts run together."""
     model = tiny_model("llama")
     prompts = [random_tokens(BLOCK_TOKENS, 1) + random_tokens(5, seed) for seed in range(4)]
     with _passes(model) as sizes:
@@ -120,7 +120,7 @@ def test_few_shared_tokens_cost_no_extra_pass(pool: ExtentPool) -> None:
 
 
 def test_equal_prompts_are_computed_once_but_for_their_ends(pool: ExtentPool) -> None:
-    """The last token of each gives its logits, so the block that holds it is computed."""
+    """The last token of each prompt gives its logits, so the block with it is computed."""
     model = tiny_model("llama")
     prompts = [SYSTEM[:96]] * 6
     expected = [_alone(model, prompt) for prompt in prompts]
@@ -131,10 +131,12 @@ def test_equal_prompts_are_computed_once_but_for_their_ends(pool: ExtentPool) ->
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])
 def test_sharing_saves_memory(name: str, new_cache: NewCache) -> None:
-    """Mapped again rather than copied, a system prompt is resident once, not once per prompt."""
+    """The system prompt is resident once, because its extents are mapped into each row."""
     model = tiny_model(name)
     expected = [_alone(model, prompt) for prompt in PROMPTS]
-    cost = vmkv.CostModel(map_us=0.0, unmap_us=0.0)  # Extents of one page are worth sharing.
+    cost = vmkv.CostModel(
+        map_us=0.0, unmap_us=0.0
+    )  # Makes aliases of one page cheaper than copies.
     most = {}
     for prefix_caching in (True, False):
         cache = new_cache(model)
@@ -146,16 +148,16 @@ def test_sharing_saves_memory(name: str, new_cache: NewCache) -> None:
         assert (cache.stats().sharing.aliased_bytes > 0) == prefix_caching
         cache.check()
         cache.close()
-    # Windows leave what they keep of a prompt, and its leader's parting costs a tail.
+    # Sliding layers keep part of each prompt, and each fork copies a tail.
     assert most[True] < most[False] * (0.8 if cache.has_windows else 0.5)
 
 
-# ---- the flag -----------------------------------------------------------------------------------
+# ---- prefix_caching=False -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_flag_off_computes_everything(name: str, new_cache: NewCache) -> None:
-    """And leaves nothing for others, nor finds what they left."""
+def test_without_prefix_caching_all_prompts_are_computed(name: str, new_cache: NewCache) -> None:
+    """Such calls neither find prefixes nor leave any."""
     model = tiny_model(name)
     cache = new_cache(model)
     expected = [_alone(model, prompt) for prompt in PROMPTS]
@@ -173,12 +175,12 @@ def test_flag_off_computes_everything(name: str, new_cache: NewCache) -> None:
     assert sum(map(len, PROMPTS)) == _num_prefilled(sizes, len(PROMPTS))
 
 
-# ---- from call to call --------------------------------------------------------------------------
+# ---- across calls -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_repeated_calls_compute_the_system_prompt_once(name: str, new_cache: NewCache) -> None:
-    """Where all layers keep everything; with windows, once per call at worst. All are exact."""
+    """With sliding layers, at most once per call."""
     model = tiny_model(name)
     cache = new_cache(model)
     _generate(model, PROMPTS[:1], cache=cache)
@@ -188,7 +190,9 @@ def test_repeated_calls_compute_the_system_prompt_once(name: str, new_cache: New
         with _passes(model) as sizes:
             assert expected == _generate(model, prompts, cache=cache)
         num_passes, num_found = len(sizes) - (NEW_TOKENS - 1), 4 * SHARED_TOKENS
-        if cache.has_windows and num_passes == 2:  # They have passed it.
+        if (
+            cache.has_windows and num_passes == 2
+        ):  # The windows have passed the end of the system prompt.
             num_found = 3 * SHARED_TOKENS
         else:
             assert num_passes == 1
@@ -197,8 +201,10 @@ def test_repeated_calls_compute_the_system_prompt_once(name: str, new_cache: New
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_conversation_goes_on_where_it_was(name: str, new_cache: NewCache) -> None:
-    """Turn after turn, only what is new is computed; other conversations do not matter."""
+def test_a_continued_conversation_computes_only_its_new_tokens(
+    name: str, new_cache: NewCache
+) -> None:
+    """Turn after turn, in the same row, with other conversations in between."""
     model = tiny_model(name)
     cache = new_cache(model)
     said = _assert_exact(model, [STRANGER, PROMPTS[0]], cache=cache)
@@ -210,20 +216,20 @@ def test_a_conversation_goes_on_where_it_was(name: str, new_cache: NewCache) -> 
             said = _generate(model, prompts, cache=cache)
         assert said == expected
         hits, before = cache.stats().num_prefix_hits, hits
-        # All that was said but the last token was computed, and whole blocks of it are found.
+        # All tokens but the last were computed, and their whole blocks are found.
         known = [(len(prompt) - 6) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in prompts]
-        # A window may have passed the end of the last whole block, of the one longer than it.
+        # In the longer conversation a window may have passed the end of the last whole block.
         found = known[: hits - before] if cache.has_windows else known
         assert found
         assert sum(map(len, prompts)) - sum(found) == _num_prefilled(sizes, 2)
-        assert cache.stats().sharing.num_forks == 0, "a conversation left its row"
+        assert cache.stats().sharing.num_forks == 0, "a conversation was forked to another row"
         _generate(model, [random_tokens(50, 7 + turn)], cache=cache, tenant="another")
         cache.check()
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_the_past_of_a_conversation_costs_no_driver_call(name: str, new_cache: NewCache) -> None:
-    """Its row is adopted as it is; while there is room on the last page, nothing is mapped."""
+def test_adopting_a_conversation_makes_no_driver_call(name: str, new_cache: NewCache) -> None:
+    """The row is adopted; while its last page has room, nothing is mapped."""
     model = tiny_model(name)
     cache = new_cache(model)
     (said,) = _generate(model, [STRANGER], cache=cache)  # 45 tokens; a page holds 32.
@@ -231,7 +237,7 @@ def test_the_past_of_a_conversation_costs_no_driver_call(name: str, new_cache: N
     (said,) = _generate(model, [[*said, 5, 6, 7]], cache=cache)
     assert len(said) == 55
     calls, calls_before = (
-        # Without those of the checks on what steps write.
+        # Without the fences of the checks on submitted steps.
         {name: count for name, count in each.driver_calls.items() if name != "record_fence"}
         for each in (cache.stats(), before)
     )
@@ -240,22 +246,22 @@ def test_the_past_of_a_conversation_costs_no_driver_call(name: str, new_cache: N
     assert cache.stats().num_prefix_hit_tokens == 32
 
 
-def test_what_was_found_is_in_the_stats(new_cache: NewCache) -> None:
-    """Hits, misses and tokens; a cache that was not used yet knows of none."""
+def test_prefix_hits_and_misses_are_in_the_stats(new_cache: NewCache) -> None:
+    """A new cache has none."""
     model = tiny_model("llama")
     cache = new_cache(model)
     assert cache.stats().num_prefix_hits == cache.stats().num_prefix_misses == 0
     _generate(model, PROMPTS, cache=cache)
     _generate(model, [STRANGER, PROMPTS[2]], cache=cache)
     stats = cache.stats()
-    # The first prompt of all finds nothing, and neither does the stranger.
+    # The first prompt and the unrelated one are misses.
     assert (stats.num_prefix_hits, stats.num_prefix_misses) == (len(PROMPTS), 2)
     whole = (len(PROMPTS[2]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert stats.num_prefix_hit_tokens == (len(PROMPTS) - 1) * SHARED_TOKENS + whole
 
 
 def test_another_tenant_never_gets_old_bytes() -> None:
-    """The scrubbing of the pool knows whose the rows are, in the first pass as well."""
+    """The pool scrubs a row for another tenant, before its first pass too."""
     model = tiny_model("llama")
     backend = HostBackend(4 * KiB)
     pool = ExtentPool(backend, 64 * MiB, scrub="cross-tenant")
@@ -270,11 +276,11 @@ def test_another_tenant_never_gets_old_bytes() -> None:
     pool.close()
 
 
-# ---- inside model.generate, and what it brings --------------------------------------------------
+# ---- through model.generate ---------------------------------------------------------------------
 
 
 def test_custom_generate_takes_a_cache(new_cache: NewCache) -> None:
-    """Left-padded batches through `model.generate`, one after another."""
+    """Left-padded batches through `model.generate`, one after another, with its options."""
     model = tiny_model("llama")
     cache = new_cache(model)
     width = max(map(len, PROMPTS))
@@ -299,8 +305,10 @@ def test_custom_generate_takes_a_cache(new_cache: NewCache) -> None:
     assert sum(map(len, PROMPTS)) == _num_prefilled(sizes, len(PROMPTS))
 
 
-def test_sequences_end_early_and_are_found_as_far_as_they_got(new_cache: NewCache) -> None:
-    """An end-of-sequence token parks a row in mid-decode, with what it has said."""
+def test_sequences_that_end_early_are_found_with_their_generated_tokens(
+    new_cache: NewCache,
+) -> None:
+    """An end-of-sequence token parks the row during decode."""
     model = tiny_model("llama")
     cache = new_cache(model)
     plain = [_alone(model, prompt) for prompt in PROMPTS]
@@ -317,8 +325,8 @@ def test_sequences_end_early_and_are_found_as_far_as_they_got(new_cache: NewCach
     assert sum(map(len, prompts)) - known == _num_prefilled(sizes, len(prompts))
 
 
-def test_a_streamer_gets_all_of_a_prompt_that_was_found(new_cache: NewCache) -> None:
-    """What is not computed is said nevertheless."""
+def test_a_streamer_gets_the_whole_prompt_of_a_prefix_hit(new_cache: NewCache) -> None:
+    """Including the tokens that are not computed."""
     model = tiny_model("llama")
     cache = new_cache(model)
     for _ in range(2):
@@ -327,11 +335,11 @@ def test_a_streamer_gets_all_of_a_prompt_that_was_found(new_cache: NewCache) -> 
         assert expected == [token for part in streamer.got for token in part]
 
 
-# ---- errors on the way --------------------------------------------------------------------------
+# ---- errors during generation -------------------------------------------------------------------
 
 
 class _Fails(LogitsProcessor):
-    """Raises in its third step, when the decode is steady."""
+    """Raises in its fourth call, during decode."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -345,7 +353,7 @@ class _Fails(LogitsProcessor):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_an_error_ends_the_sequences_and_leaves_the_cache(name: str, new_cache: NewCache) -> None:
-    """The next call finds the prompts that were computed before it."""
+    """The next call finds the prompts that were computed before the error."""
     model = tiny_model(name)
     cache = new_cache(model)
     expected = [_alone(model, prompt) for prompt in PROMPTS]
@@ -359,13 +367,13 @@ def test_an_error_ends_the_sequences_and_leaves_the_cache(name: str, new_cache: 
     with _passes(model) as sizes:
         assert expected == _generate(model, PROMPTS, cache=cache)
     known = sum((len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in PROMPTS)
-    if cache.has_windows:  # Some have passed the end of a last whole block.
+    if cache.has_windows:  # Some windows have passed the end of the last whole block.
         known = len(PROMPTS) * SHARED_TOKENS
     assert sum(map(len, PROMPTS)) - known >= _num_prefilled(sizes, len(PROMPTS))
 
 
-def test_nothing_from_before_a_trim_is_found(new_cache: NewCache) -> None:
-    """So that weights may change between calls."""
+def test_trim_forgets_all_prefixes(new_cache: NewCache) -> None:
+    """Weights may change between calls then."""
     model = copy.deepcopy(tiny_model("llama"))
     cache = new_cache(model)
     _assert_exact(model, PROMPTS, cache=cache)
@@ -374,11 +382,11 @@ def test_nothing_from_before_a_trim_is_found(new_cache: NewCache) -> None:
     _assert_exact(model, PROMPTS, cache=cache)
 
 
-# ---- what is refused ----------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------
 
 
 def test_a_cache_of_another_model_is_refused(new_cache: NewCache) -> None:
-    """Of other layers, of the same ones, and of the same model before it was changed."""
+    """A model with other layers, and another model with the same layers."""
     model, other, same = tiny_model("llama"), tiny_model("gemma2"), tiny_model("llama", seed=1)
     with pytest.raises(ConfigError, match="other layers"):
         _generate(other, PROMPTS[:1], cache=new_cache(model))
@@ -390,8 +398,8 @@ def test_a_cache_of_another_model_is_refused(new_cache: NewCache) -> None:
     _assert_exact(model, PROMPTS[:2], cache=cache)
 
 
-def test_a_cache_from_before_the_model_was_changed_is_refused(new_cache: NewCache) -> None:
-    """Keys in another type are no beginning for these; the error names both."""
+def test_a_cache_of_the_model_in_another_dtype_is_refused(new_cache: NewCache) -> None:
+    """The error names both dtypes."""
     model = tiny_model("llama", "sdpa", seed=2)
     cache = new_cache(model)
     _generate(model, PROMPTS[:1], cache=cache)
@@ -419,14 +427,13 @@ def test_a_cache_from_before_the_model_was_changed_is_refused(new_cache: NewCach
 def test_options_that_a_cache_cannot_serve_are_refused(
     options: dict[str, Any], message: str, new_cache: NewCache
 ) -> None:
-    """Before anything runs."""
     model = tiny_model("llama")
     with pytest.raises(ConfigError, match=message):
         _generate(model, PROMPTS, cache=new_cache(model), **options)
 
 
 def test_more_prompts_than_rows_are_refused(new_cache: NewCache) -> None:
-    """The error names the rows; fewer prompts are served."""
+    """The error names the number of rows; fewer prompts are served."""
     model = tiny_model("llama")
     cache = new_cache(model, max_batch_size=4)
     for _ in range(2):
@@ -435,8 +442,8 @@ def test_more_prompts_than_rows_are_refused(new_cache: NewCache) -> None:
         _generate(model, PROMPTS[:4], cache=cache)
 
 
-def test_a_closed_cache_is_refused(new_cache: NewCache) -> None:
-    """So is one that serves another call, such as the one whose streamer asks for more."""
+def test_a_busy_or_closed_cache_is_refused(new_cache: NewCache) -> None:
+    """A cache is busy while a streamer of the running call calls `generate`."""
     model = tiny_model("llama")
     cache = new_cache(model)
 
@@ -445,7 +452,7 @@ def test_a_closed_cache_is_refused(new_cache: NewCache) -> None:
             _generate(model, PROMPTS[:1], cache=cache)
 
     with pytest.raises(ConfigError, match="serves another call"):
-        # The prompt is put before the cache is taken; the first token, when it is.
+        # The streamer gets the prompt before the cache is busy, and the first token while it is.
         _generate(model, PROMPTS[:1], cache=cache, streamer=Nests())
     _generate(model, PROMPTS[:1], cache=cache)
     cache.close()
@@ -467,20 +474,19 @@ def test_a_closed_cache_is_refused(new_cache: NewCache) -> None:
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_impossible_caches_are_refused(options: dict[str, Any]) -> None:
-    """When they are made, not in the first call."""
+def test_invalid_cache_options_are_refused(options: dict[str, Any]) -> None:
+    """When the cache is made, not in the first call."""
     with pytest.raises(ConfigError, match=str(next(iter(options.values())))):
         RaggedCache(tiny_config("llama"), **options)
 
 
-def test_a_pool_has_its_own_budget(pool: ExtentPool) -> None:
-    """Both at once is a mistake, which is named when the cache is made."""
+def test_a_pool_and_a_budget_are_refused(pool: ExtentPool) -> None:
     with pytest.raises(ConfigError, match="a pool has its own budget"):
         RaggedCache(tiny_config("llama"), pool=pool, budget_bytes=MiB)
 
 
-def test_a_cache_that_is_dropped_warns_and_is_freed_by_the_next(pool: ExtentPool) -> None:
-    """As a `VMKVCache` is: its memory comes back when a cache is made."""
+def test_an_unclosed_cache_warns_and_is_freed_by_the_next(pool: ExtentPool) -> None:
+    """The memory is freed when another cache is made, as with `VMKVCache`."""
     model = tiny_model("llama")
     cache = RaggedCache(model.config, pool=pool)
     _generate(model, PROMPTS[:1], cache=cache)

@@ -1,7 +1,7 @@
-"""Models prove themselves: whoever computes something else in packed batches is refused.
+"""The proof refuses models that compute something else in packed batches.
 
-Each defect is put into a model that is served otherwise, one at a time. What real families do is
-in `test_families.py`.
+Tests put one defect at a time into a model that is served otherwise. `test_families.py` tries real
+families.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def _model(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
-    """A model that a test may change."""
+    """A copy of a tiny model, which the test may change."""
     return copy.deepcopy(tiny_model(name)).to(dtype)
 
 
 @contextmanager
 def _passes(model: Any) -> Iterator[list[tuple[int, ...]]]:
-    """The shapes of what goes through the model, which has no hook for it."""
+    """Shapes of the inputs of the model, recorded without a hook."""
     shapes: list[tuple[int, ...]] = []
 
     def note(forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ def _passes(model: Any) -> Iterator[list[tuple[int, ...]]]:
 
 
 def _wrap(module: Any, around: Callable[..., Any]) -> None:
-    """Have `around(forward, *args, **kwargs)` called in place of the module's forward."""
+    """Replace the module's forward by `around(forward, *args, **kwargs)`."""
     forward = module.forward
     module.forward = lambda *args, **kwargs: around(forward, *args, **kwargs)
 
@@ -129,8 +129,8 @@ DEFECTS = {
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("spoil", DEFECTS, ids=lambda spoil: spoil.__name__.strip("_"))
-def test_a_model_that_computes_something_else_is_refused(spoil: Any, dtype: torch.dtype) -> None:
-    """In one sentence with the reason, and what serves it instead; by all that run packed."""
+def test_a_model_with_a_defect_is_refused(spoil: Any, dtype: torch.dtype) -> None:
+    """By every interface that runs packed batches; the error has the reason and an alternative."""
     model = _model(dtype=dtype)
     spoil(model)
     message = f"LlamaForCausalLM cannot be served in a packed batch: .*{DEFECTS[spoil]}.*VMKVCache"
@@ -146,8 +146,8 @@ def test_a_model_that_computes_something_else_is_refused(spoil: Any, dtype: torc
 
 
 @pytest.mark.skipif(VERSION < (5, 23), reason="before 5.23 Moshi attends by itself")
-def test_a_window_of_any_length_must_be_the_masks() -> None:
-    """Rows would forget what a mask without a window still sees, long after the proof has ended."""
+def test_a_window_that_the_mask_does_not_have_is_refused() -> None:
+    """Also a window longer than the proof: rows would free tokens that the mask still shows."""
     config = families.tiny_config("moshi")
     config.sliding_window = 3000
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -158,8 +158,8 @@ def test_a_window_of_any_length_must_be_the_masks() -> None:
     prove(model)
 
 
-def test_logits_that_are_ruled_out_are_no_difference() -> None:
-    """Nor do they hide one."""
+def test_logits_of_minus_infinity_are_equal() -> None:
+    """They do not hide other differences."""
 
     def around(forward: Any, hidden: torch.Tensor) -> Any:
         logits = forward(hidden)
@@ -176,8 +176,8 @@ def test_logits_that_are_ruled_out_are_no_difference() -> None:
         prove(model)
 
 
-def test_what_serves_a_refused_model_is_named_only_if_it_does() -> None:
-    """A model that takes no cache is not sent to one."""
+def test_the_error_names_vmkv_cache_only_if_it_serves_the_model() -> None:
+    """Mamba has no cache of keys and values."""
     config = transformers.MambaConfig(
         vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4
     )
@@ -192,8 +192,8 @@ def test_what_serves_a_refused_model_is_named_only_if_it_does() -> None:
 # ---- experts at a tie ---------------------------------------------------------------------------
 
 
-def _falls_the_other_way(model: Any, share: float) -> None:
-    """In packed passes, so many tokens of each layer go to other experts than the router's."""
+def _flip_experts(model: Any, share: float) -> None:
+    """In packed passes, route this share of each layer's tokens to another expert."""
     if VERSION < (5, 0):
         pytest.skip("before 5.x the router is a part of the experts' code")
 
@@ -216,46 +216,46 @@ def _falls_the_other_way(model: Any, share: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_routers_may_fall_the_other_way_at_ties(dtype: torch.dtype) -> None:
-    """A third of the tokens of each layer: roundings of a coarse type decide that."""
+def test_routers_may_choose_differently_at_ties(dtype: torch.dtype) -> None:
+    """For a third of the tokens of each layer, rounding of a coarse dtype decides the choice."""
     model = _model("mixtral", dtype)
-    _falls_the_other_way(model, 0.3)
+    _flip_experts(model, 0.3)
     prove(model)
 
 
 @pytest.mark.parametrize(
     ("dtype", "share"), [(torch.bfloat16, 0.8), (torch.float16, 0.8), (torch.float32, 0.1)], ids=str
 )
-def test_routers_that_fall_the_other_way_without_a_tie_are_refused(
+def test_routers_that_choose_differently_without_a_tie_are_refused(
     dtype: torch.dtype, share: float
 ) -> None:
-    """Most tokens are not at a tie, and in float32 none is."""
+    """Most tokens are not at a tie; in float32 none is."""
     model = _model("mixtral", dtype)
-    _falls_the_other_way(model, share)
+    _flip_experts(model, share)
     with pytest.raises(ConfigError, match="packed, sequences that"):
         prove(model)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mixtral", "deepseek_v3"])
-def test_models_that_are_served_prove_it_in_every_type(name: str, dtype: torch.dtype) -> None:
+def test_served_models_pass_the_proof_in_every_dtype(name: str, dtype: torch.dtype) -> None:
     """Windows, soft-capping, sinks, experts, keys and values of different widths."""
     prove(_model(name, dtype))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_finer_types_are_as_fine_as_transformers_computes_them(attention: str) -> None:
-    """In double, eager attention has weights of float32: what those round is no defect."""
+def test_float64_models_pass_the_proof(attention: str) -> None:
+    """Eager attention of transformers has float32 weights, whose rounding is no defect."""
     model = _model("llama", torch.float64)
     model.set_attn_implementation(attention)
     prove(model)
 
 
-# ---- once, and without a trace ------------------------------------------------------------------
+# ---- repetition and side effects ----------------------------------------------------------------
 
 
-def test_a_model_proves_itself_once() -> None:
-    """By whomever it is asked first; a copy, and the same model in another type, do it again."""
+def test_a_model_is_proven_once() -> None:
+    """By all interfaces together; again for another kernel, another dtype and a copy."""
     model = _model()
     vmkv.generate(model, [[5, 6, 7]], max_new_tokens=1)
     with _passes(model) as shapes:
@@ -266,7 +266,7 @@ def test_a_model_proves_itself_once() -> None:
         with vmkv.Engine(model, max_num_seqs=2, budget_bytes=MiB):
             assert not shapes
         prove(model, "sdpa")
-        assert shapes, "another kernel proves nothing of this one"
+        assert shapes, "the proof holds for one kernel"
         shapes.clear()
         model.bfloat16()
         prove(model)
@@ -277,8 +277,8 @@ def test_a_model_proves_itself_once() -> None:
         assert shapes
 
 
-def test_who_is_refused_is_asked_again() -> None:
-    """The model may have been mended."""
+def test_a_refused_model_is_proven_again() -> None:
+    """The model may have been corrected."""
     model = _model()
     forward = model.model.forward
     _counts_positions(model)
@@ -288,8 +288,8 @@ def test_who_is_refused_is_asked_again() -> None:
     prove(model)
 
 
-def test_who_is_made_of_something_else_is_asked_again() -> None:
-    """A hook that knows batches, but no packed ones; and layers that are no longer there."""
+def test_a_changed_model_is_proven_again() -> None:
+    """Changes: a hook that is wrong for packed batches, and a removed layer."""
     model = _model()
     prove(model)
 
@@ -306,8 +306,7 @@ def test_who_is_made_of_something_else_is_asked_again() -> None:
     assert [0] == sorted(prove(model).signatures)
 
 
-def test_what_has_proven_itself_is_not_kept() -> None:
-    """A model that nobody else holds is gone."""
+def test_the_proof_does_not_keep_the_model_alive() -> None:
     model = _model()
     prove(model)
     gone = weakref.ref(model)
@@ -322,8 +321,8 @@ def test_what_has_proven_itself_is_not_kept() -> None:
 @pytest.mark.parametrize(
     "spoil", [None, _raises, _counts_positions], ids=["served", "raises", "off"]
 )
-def test_proving_leaves_no_trace(spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random generators, modes, hooks, attention and memory are as before, refused or not."""
+def test_the_proof_has_no_side_effects(spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On random generators, modes, hooks, attention and memory, also if the model is refused."""
     backends: list[HostBackend] = []
     monkeypatch.setattr(
         store, "open_backend", lambda device: backends.append(HostBackend(4 * KiB)) or backends[-1]
@@ -348,12 +347,11 @@ def test_proving_leaves_no_trace(spoil: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert all(not module._forward_pre_hooks for module in model.modules())
     assert model.config._attn_implementation == "eager"
     assert torch.equal(expected, torch.rand(1))
-    assert backends or spoil is _raises  # Which comes before there is anything to hold.
+    assert backends or spoil is _raises  # `_raises` fails before memory is needed.
     assert {backend.usage() for backend in backends} <= {BackendUsage()}
 
 
-def test_dropout_is_no_difference() -> None:
-    """A model that trains is compared as it would be served."""
+def test_a_model_in_training_mode_is_proven_without_dropout() -> None:
     model = _model()
     model.config.attention_dropout = 0.5
     for layer in model.model.layers:
@@ -362,8 +360,8 @@ def test_dropout_is_no_difference() -> None:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "vmkv"])
-def test_what_the_model_attends_with_is_what_it_is_compared_with(attention: str) -> None:
-    """One that attends through vmkv already is compared with what transformers does."""
+def test_the_proof_compares_with_the_models_own_attention(attention: str) -> None:
+    """A model that attends through vmkv is compared with eager attention."""
     model = _model()
     model.set_attn_implementation(attention)
     seen = []
@@ -378,8 +376,8 @@ def test_what_the_model_attends_with_is_what_it_is_compared_with(attention: str)
     assert attention == model.config._attn_implementation
 
 
-def test_want_of_memory_is_said_as_it_is() -> None:
-    """It is no sign of a model that cannot be served; the next call asks again."""
+def test_out_of_memory_during_the_proof_is_no_refusal() -> None:
+    """The error is passed on, and the next call proves the model again."""
     model = _model()
 
     def full(*_: Any) -> None:
@@ -392,8 +390,8 @@ def test_want_of_memory_is_said_as_it_is() -> None:
     prove(model)
 
 
-def test_a_compiler_has_nothing_to_do_with_it() -> None:
-    """Shapes that come once are not compiled for."""
+def test_the_proof_does_not_compile_the_model() -> None:
+    """Its shapes come only once."""
     compiled = []
 
     def backend(module: Any, inputs: Any) -> Any:
@@ -406,8 +404,8 @@ def test_a_compiler_has_nothing_to_do_with_it() -> None:
     assert not compiled
 
 
-def test_tokens_that_mean_something_are_not_used() -> None:
-    """Such as padding, and places of images."""
+def test_the_proof_does_not_use_special_tokens() -> None:
+    """For example padding and placeholders of images."""
     model = _model()
     model.config.image_token_id = 40
     model.config.eos_token_id = [7, 8]

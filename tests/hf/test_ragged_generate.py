@@ -1,8 +1,8 @@
-"""`vmkv.generate`: many prompts at once give what `model.generate` gives for each alone.
+"""`vmkv.generate` of many prompts gives each the tokens of `model.generate` alone.
 
 The reference is `model.generate` of the same eager model, one prompt at a time, on a
 `DynamicCache`. All memory comes from one pool of host pages, whose books are checked when each
-test ends: nothing may be left, errors included.
+test ends: all memory must be free, also after errors.
 
 Not covered: GPU kernels (`tests/attention`), speed (`bench/`).
 """
@@ -52,7 +52,7 @@ def _generate(model: Any, prompts: Any, pool: ExtentPool, **options: Any) -> lis
     return vmkv.generate(model, prompts, pool=pool, **options)
 
 
-# ---- the same tokens ----------------------------------------------------------------------------
+# ---- equal tokens -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [8192, 7, 1])
@@ -60,7 +60,7 @@ def _generate(model: Any, prompts: Any, pool: ExtentPool, **options: Any) -> lis
 def test_many_prompts_give_what_each_gives_alone(
     name: str, max_num_batched_tokens: int, pool: ExtentPool
 ) -> None:
-    """Prompts of 1 to 30 tokens, prefilled whole or in chunks that cut them, are token-exact."""
+    """Prompts of 1 to 30 tokens, prefilled whole or in chunks."""
     model = tiny_model(name)
     actual = _generate(model, PROMPTS, pool, max_num_batched_tokens=max_num_batched_tokens)
     assert _expected(name) == actual
@@ -69,7 +69,7 @@ def test_many_prompts_give_what_each_gives_alone(
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_one_prompt_alone_is_served(name: str, pool: ExtentPool) -> None:
-    """A batch of one, and one of a single token."""
+    """One prompt of several tokens, and one of a single token."""
     model = tiny_model(name)
     assert [_expected(name)[0]] == _generate(model, PROMPTS[:1], pool)
     assert [_expected(name)[1]] == _generate(model, PROMPTS[1:2], pool)
@@ -84,8 +84,7 @@ def test_prompts_may_be_tensors(pool: ExtentPool) -> None:
     assert [_alone(model, row) for row in pair.tolist()] == _generate(model, pair, pool)
 
 
-def test_a_model_that_attends_through_vmkv_already_is_left_so(pool: ExtentPool) -> None:
-    """The attention implementation afterwards is the one before, whichever it was."""
+def test_a_model_with_vmkv_attention_keeps_it(pool: ExtentPool) -> None:
     model = tiny_model("llama", "vmkv")
     assert _expected("llama") == _generate(model, PROMPTS, pool)
     assert model.config._attn_implementation == "vmkv"
@@ -95,7 +94,7 @@ def test_a_model_that_attends_through_vmkv_already_is_left_so(pool: ExtentPool) 
 
 
 class _Watched(generation.RaggedCache):
-    """A ragged cache that notes what it holds around every end and in every step."""
+    """A ragged cache that records its statistics around each end and the slots of each step."""
 
     made: list[_Watched]
 
@@ -120,7 +119,7 @@ class _Watched(generation.RaggedCache):
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[_Watched]:
-    """The caches that generation makes from now on."""
+    """Caches that generation makes from now on."""
     _Watched.made = []
     monkeypatch.setattr(generation, "RaggedCache", _Watched)
     return _Watched.made
@@ -128,7 +127,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[_Watched]:
 
 @functools.cache
 def _ends_early(name: str) -> tuple[list[int], list[int]]:
-    """End-of-sequence tokens that prompts say at different times; and how long each becomes."""
+    """End-of-sequence tokens that end prompts at different times, and the new lengths."""
     continuations = [
         tokens[len(prompt) :] for tokens, prompt in zip(_expected(name), PROMPTS, strict=True)
     ]
@@ -144,7 +143,7 @@ def _ends_early(name: str) -> tuple[list[int], list[int]]:
 def test_a_row_is_free_as_soon_as_its_sequence_ends(
     name: str, pool: ExtentPool, watched: list[_Watched]
 ) -> None:
-    """Finished sequences leave the batch at once, their rows are parked, the rest goes on."""
+    """Finished sequences leave the batch at once and their rows are parked; the others continue."""
     model = tiny_model(name)
     ends, lengths = _ends_early(name)
     assert len(set(lengths)) >= 3, "all ended together: the test proves nothing"
@@ -153,7 +152,7 @@ def test_a_row_is_free_as_soon_as_its_sequence_ends(
     assert lengths == [len(a) - len(prompt) for a, prompt in zip(actual, PROMPTS, strict=True)]
 
     (cache,) = watched
-    # The prefill, then one step for every token but a sequence's last, which is not run.
+    # The prefill, then one step for every token of a sequence but its last.
     assert [length - 1 for length in lengths] == [
         sum(row in step for step in cache.steps[1:]) for row in range(len(PROMPTS))
     ]
@@ -167,14 +166,14 @@ def test_a_row_is_free_as_soon_as_its_sequence_ends(
 
 
 def test_only_real_tokens_are_resident(pool: ExtentPool, watched: list[_Watched]) -> None:
-    """One long prompt beside short ones costs pages for the long one only."""
+    """Short prompts beside a long one need no pages for padding."""
     model = tiny_model("llama")
     prompts = [*random_prompts(300), *([[5]] * 7)]
     _generate(model, prompts, pool, max_new_tokens=2)
     (cache,) = watched
     most = max(before.resident_bytes for _, before, _ in cache.ends)
     token_bytes = 2 * 2 * 8 * 4 * model.config.num_hidden_layers
-    # A page (of 32 tokens) per row and layer at the end, and growth by powers of two.
+    # Slack: a page of 32 tokens per row and layer, and growth by powers of two.
     assert most <= token_bytes * (2 * 300 + 8 * 64)
     assert most < token_bytes * 8 * 300 // 2
 
@@ -185,7 +184,7 @@ def test_only_real_tokens_are_resident(pool: ExtentPool, watched: list[_Watched]
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("is_padded", [True, False])
 def test_custom_generate_matches_padded_generate(name: str, is_padded: bool) -> None:
-    """`model.generate(custom_generate=…)` returns the tensor that padding would have given."""
+    """The returned tensor is padded as by `model.generate`."""
     model = tiny_model(name)
     inputs = left_padded_prompt()
     if not is_padded:
@@ -197,7 +196,7 @@ def test_custom_generate_matches_padded_generate(name: str, is_padded: bool) -> 
 
 
 def test_custom_generate_pads_where_sequences_end_early() -> None:
-    """Rows that end early are filled with the padding token, as transformers fills them."""
+    """With the padding token, as transformers does."""
     model, inputs = tiny_model("llama"), left_padded_prompt()
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     plain = model.generate(**inputs, **options)
@@ -208,11 +207,11 @@ def test_custom_generate_pads_where_sequences_end_early() -> None:
     assert torch.equal(expected, actual)
 
 
-# ---- what transformers brings to generation -----------------------------------------------------
+# ---- processors, criteria and configurations ----------------------------------------------------
 
 
 class _Forbids(LogitsProcessor):
-    """Forbids one token, and notes how many rows it saw."""
+    """Forbids one token, and records the numbers of rows."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -225,8 +224,8 @@ class _Forbids(LogitsProcessor):
         return scores
 
 
-def test_a_custom_logits_processor_sees_the_whole_batch(pool: ExtentPool) -> None:
-    """It is called with every row, ended ones included, because it may keep state per row."""
+def test_a_custom_logits_processor_gets_the_whole_batch(pool: ExtentPool) -> None:
+    """With ended rows, because a processor may keep state per row."""
     model = tiny_model("llama")
     ends, _ = _ends_early("llama")
     forbids = _Forbids(_expected("llama")[0][len(PROMPTS[0])])
@@ -237,8 +236,8 @@ def test_a_custom_logits_processor_sees_the_whole_batch(pool: ExtentPool) -> Non
     assert actual[0] != _expected("llama")[0]
 
 
-def test_a_generation_config_object_is_honoured(pool: ExtentPool) -> None:
-    """Settings may come in an object; keywords override it."""
+def test_settings_may_come_in_a_generation_config(pool: ExtentPool) -> None:
+    """Keywords override it."""
     model = tiny_model("llama")
     config = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
     actual = vmkv.generate(model, PROMPTS, pool=pool, generation_config=config)
@@ -253,7 +252,7 @@ def test_a_generation_config_object_is_honoured(pool: ExtentPool) -> None:
 
 
 class _StopsAfter(StoppingCriteria):
-    """Ends row i after `counts[i]` new tokens."""
+    """Ends row `i` after `counts[i]` new tokens."""
 
     def __init__(self, width: int, counts: list[int]) -> None:
         self.width, self.counts = width, torch.tensor(counts)
@@ -265,7 +264,7 @@ class _StopsAfter(StoppingCriteria):
 def test_stopping_criteria_end_each_row_on_its_own(
     pool: ExtentPool, watched: list[_Watched]
 ) -> None:
-    """A criterion of the caller's may end rows at different times, or all at once."""
+    """At different times, or all at once."""
     model = tiny_model("llama")
     for counts in ([3, 1, 7, 12, 2], [4] * 5):
         criteria = StoppingCriteriaList([_StopsAfter(max(map(len, PROMPTS)), counts)])
@@ -281,7 +280,7 @@ def test_stopping_criteria_end_each_row_on_its_own(
 
 
 def test_sampled_tokens_follow_the_models_distribution(pool: ExtentPool) -> None:
-    """Over 1,000 rows of one prompt, frequencies are within four deviations of softmax."""
+    """Frequencies over 1,000 rows of one prompt are within four deviations of softmax."""
     model, count = tiny_model("llama"), 1000
     torch.manual_seed(0)
     drawn = _generate(
@@ -306,8 +305,8 @@ def test_sampled_tokens_follow_the_models_distribution(pool: ExtentPool) -> None
 # ---- streaming ----------------------------------------------------------------------------------
 
 
-def test_a_streamer_gets_what_transformers_gives_it(pool: ExtentPool) -> None:
-    """The prompt is put first, as `model.generate` does and as `skip_prompt` counts on."""
+def test_a_streamer_gets_the_same_calls_as_from_transformers(pool: ExtentPool) -> None:
+    """The prompt first, which `skip_prompt` needs."""
     model = tiny_model("llama")
     theirs, ours = Collects(), Collects()
     _alone(model, PROMPTS[0], streamer=theirs)
@@ -315,7 +314,7 @@ def test_a_streamer_gets_what_transformers_gives_it(pool: ExtentPool) -> None:
     assert (theirs.got, theirs.num_ends) == (ours.got, ours.num_ends)
 
 
-# ---- what is refused ----------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------
 
 
 def _assert_refused(model: Any, message: str, call: Callable[[], Any]) -> None:
@@ -338,15 +337,17 @@ def _assert_refused(model: Any, message: str, call: Callable[[], Any]) -> None:
         ([[None]], "prompt 0"),
     ],
 )
-def test_prompts_that_are_none_are_refused(prompts: Any, message: str, pool: ExtentPool) -> None:
-    """Each prompt must be token ids, one at least."""
+def test_empty_and_malformed_prompts_are_refused(
+    prompts: Any, message: str, pool: ExtentPool
+) -> None:
+    """Each prompt must have at least one token id."""
     model = tiny_model("llama")
     _assert_refused(model, message, lambda: _generate(model, prompts, pool))
 
 
 @pytest.mark.parametrize("prompts", [[5, 6, 7], [torch.tensor(5)]], ids=["flat", "scalar"])
 def test_one_flat_prompt_is_refused(prompts: Any, pool: ExtentPool) -> None:
-    """A single prompt that is not in a list is the likeliest mistake; it is named."""
+    """A prompt that is not in a list; the error names it."""
     model = tiny_model("llama")
     _assert_refused(model, "prompt 0", lambda: _generate(model, prompts, pool))
 
@@ -366,14 +367,13 @@ def test_one_flat_prompt_is_refused(prompts: Any, pool: ExtentPool) -> None:
 def test_options_that_cannot_be_served_are_refused(
     options: dict[str, Any], message: str, pool: ExtentPool
 ) -> None:
-    """Decoding that needs several sequences per prompt, and kernels that cannot run here."""
+    """Several sequences per prompt, structured output, and kernels that cannot run here."""
     model = tiny_model("llama")
     _assert_refused(model, message, lambda: _generate(model, PROMPTS, pool, **options))
 
 
 @pytest.mark.parametrize("most", [0, -3])
-def test_an_impossible_number_of_batched_tokens_is_refused(most: int, pool: ExtentPool) -> None:
-    """A pass holds one token at least."""
+def test_max_num_batched_tokens_must_be_positive(most: int, pool: ExtentPool) -> None:
     model = tiny_model("llama")
     options = {"max_num_batched_tokens": most}
     _assert_refused(
@@ -382,20 +382,20 @@ def test_an_impossible_number_of_batched_tokens_is_refused(most: int, pool: Exte
 
 
 def test_encoder_decoder_models_are_refused(pool: ExtentPool) -> None:
-    """The error names what would serve them."""
+    """The error names `for_encoder_decoder`."""
     model = tiny_model("t5")
     _assert_refused(model, "for_encoder_decoder", lambda: _generate(model, PROMPTS, pool))
 
 
 def test_hybrid_models_are_refused(pool: ExtentPool) -> None:
-    """State that is not keys and values cannot be packed."""
+    """States of linear attention cannot be packed."""
     model = tiny_model("qwen3_next")
     _assert_refused(model, "state|upgrade", lambda: _generate(model, PROMPTS, pool))
 
 
 @pytest.mark.parametrize("mask", [[1, 1, 1, 0], [1, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0]], ids=str)
 def test_masks_that_are_not_left_padding_are_refused(mask: list[int]) -> None:
-    """Right padding, holes and empty prompts are refused before anything runs."""
+    """Right padding, holes and empty prompts."""
     model = tiny_model("llama")
     inputs = {
         "input_ids": torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]]),
@@ -406,7 +406,6 @@ def test_masks_that_are_not_left_padding_are_refused(mask: list[int]) -> None:
 
 
 def test_embeddings_instead_of_tokens_are_refused() -> None:
-    """There are no tokens to pack."""
     model = tiny_model("llama")
     options = {"max_new_tokens": 2, "custom_generate": vmkv.ragged_generate}
     embeddings = torch.randn(1, 3, model.config.hidden_size)
@@ -415,7 +414,7 @@ def test_embeddings_instead_of_tokens_are_refused() -> None:
     )
 
 
-# ---- errors on the way --------------------------------------------------------------------------
+# ---- errors during generation -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -427,10 +426,10 @@ def test_embeddings_instead_of_tokens_are_refused() -> None:
     ],
     ids=["prefill", "later chunk", "decode"],
 )
-def test_too_small_a_budget_is_an_error_that_gives_everything_back(
+def test_all_memory_is_free_after_an_error_for_want_of_memory(
     prompts: list[list[int]], options: dict[str, Any]
 ) -> None:
-    """The pool is whole, the model attends as before, and less still fits."""
+    """The model's attention is restored, and fewer prompts still fit."""
     backend = HostBackend(4 * KiB)
     pool = ExtentPool(backend, 30 * 4 * KiB)
     model = tiny_model("llama")
@@ -443,8 +442,8 @@ def test_too_small_a_budget_is_an_error_that_gives_everything_back(
     assert BackendUsage() == backend.usage()
 
 
-def test_every_part_of_a_model_attends_as_before_afterwards(pool: ExtentPool) -> None:
-    """A model whose parts attend differently gets back what each of them had."""
+def test_the_attention_of_each_part_of_a_model_is_restored(pool: ExtentPool) -> None:
+    """The text part and the vision part have different implementations."""
     config = transformers.Gemma3Config(
         text_config=tiny_config("gemma3"),
         vision_config=transformers.SiglipVisionConfig(
@@ -468,8 +467,8 @@ def test_every_part_of_a_model_attends_as_before_afterwards(pool: ExtentPool) ->
     assert parts == {name: getattr(model.config, name)._attn_implementation for name in parts}
 
 
-def test_a_cache_of_another_kind_is_refused() -> None:
-    """By its name, and with the name of what is wanted."""
+def test_a_vmkv_cache_is_refused() -> None:
+    """The error names `RaggedCache`."""
     model, its_error = tiny_model("llama"), r"VMKVCache cannot be .* pass a RaggedCache"
     ids, options = torch.tensor([[1, 2, 3]]), {"custom_generate": vmkv.ragged_generate}
     with vmkv.VMKVCache(model.config, budget_bytes=1 << 20) as cache:

@@ -1,14 +1,14 @@
-"""Logits of ragged passes against float32, by flash-attention's own rule.
+"""Logits of ragged passes against float32, by FlashAttention's own rule.
 
-Random bf16 models say other tokens at the first near-tie, so comparing tokens proves little. Here
-the tokens are given: each prompt and a continuation of it run through packed prefill passes and
-decode steps, and the logits may be at most twice as far from those of the float32 model as those
-of the same bf16 model with plain (eager) attention, one whole sequence at a time, are.
+Random bf16 models choose other tokens at the first near-tie, so a comparison of tokens proves
+little. Here the tokens are given: each prompt and a continuation of it run through packed prefill
+passes and decode steps, and the logits may be at most twice as far from those of the float32 model
+as the logits of the same bf16 model with eager attention, one whole sequence at a time.
 
-A router of experts has ties of its own, which roundings decide, and the rest of the pass with them.
-So in the model with experts it is the tokens that choose them; their weights are the router's.
+A router of experts has ties too, which rounding decides, and with them the rest of the pass. So in
+the model with experts the token ids choose the experts; the router computes their weights.
 
-The CPU's backend always runs; `-m gpu` runs the CUDA kernels that are there.
+The CPU's backend always runs; `-m gpu` runs the installed CUDA kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vmkv.step.model_guard import PACKED, attending_through
 
 DIM = 64
 PROMPT_TOKENS = (1, 130, 17, 64, 300)
-NEW_TOKENS = 20  # Across the end of a page, and of kernels' key tiles at 64 and 320.
+NEW_TOKENS = 20  # Crosses the end of a page, and of key tiles at 64 and 320.
 #: Prompts in chunks, as the prompt's index and a range of its tokens.
 PASSES = [
     [(0, 0, 1), (1, 0, 130), (2, 0, 17), (3, 0, 52)],
@@ -71,13 +71,13 @@ def _model(name: str, device: str) -> Any:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name][0])
     for parameter in model.parameters():
-        if parameter.ndim >= 2:  # Attention that is not all but uniform.
+        if parameter.ndim >= 2:  # Makes attention weights less uniform.
             torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
     return model.eval().to(device)
 
 
 def _choose_by_tokens(model: Any) -> None:
-    """Have each token choose its experts by what it is, and the router only weigh them."""
+    """Choose each token's experts by its id; the router only computes their weights."""
     now: list[torch.Tensor] = []
 
     def begin(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ def _tokens() -> list[list[int]]:
 
 @torch.no_grad()
 def _whole(model: Any, tokens: list[list[int]], device: str) -> torch.Tensor:
-    """`[prompts, NEW_TOKENS, vocabulary]`, each sequence in one pass, with plain attention."""
+    """Logits `[prompts, NEW_TOKENS, vocabulary]` of whole sequences with eager attention."""
     model.set_attn_implementation("eager")
     return torch.stack(
         [
@@ -120,7 +120,7 @@ def _whole(model: Any, tokens: list[list[int]], device: str) -> torch.Tensor:
 def _ragged(
     name: str, model: Any, tokens: list[list[int]], device: str, backend: str
 ) -> torch.Tensor:
-    """The same logits from packed prefill passes and decode steps, captured where they can be."""
+    """The same logits from packed prefill passes and decode steps, captured if possible."""
     options = CacheOptions(
         max_batch_size=len(tokens) + 1,
         attention_backend=backend,
@@ -139,7 +139,7 @@ def _ragged(
         ) as stepper:
 
             def run(spans: list[tuple[int, int, int]]) -> dict[int, torch.Tensor]:
-                """Logits of each sequence's last token, of those from a token to another."""
+                """Run tokens `start` to `end` of each (sequence, start, end); return the logits."""
                 core.grow((rows[at], end) for at, _, end in spans)
                 pieces = [
                     Piece(at, rows[at].row, start, end - start, tokens[at][start:end])
@@ -184,7 +184,7 @@ def test_logits_are_within_twice_the_error_of_plain_attention(
     tokens = _tokens()
     exact_model = _model(name, device)
     model = copy.deepcopy(exact_model).bfloat16()
-    exact_model = copy.deepcopy(model).float()  # The same weights, those that bf16 can hold.
+    exact_model = copy.deepcopy(model).float()  # The same weights, rounded to bf16.
     if name == "mixtral":
         if VERSION < (5, 0):
             pytest.skip("before 5.x the router is a part of the experts' code")

@@ -1,7 +1,7 @@
-"""Rotary embeddings that depend on the longest sequence of a pass: none may change another.
+"""Rotary embeddings that depend on the longest sequence of a pass.
 
-"longrope" and "dynamic" embeddings have other angles, for all that is in a pass, once one sequence
-is longer than what the model was made for. Up to there packed sequences are exact; longer ones are
+"longrope" and "dynamic" embeddings change the angles of all sequences in a pass once one sequence
+is longer than the model's original limit. Up to it packed sequences are exact; longer ones are
 refused before anything runs.
 """
 
@@ -74,7 +74,7 @@ def _alone(model: Any, prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_sequences_up_to_the_limit_are_exact(kind: str) -> None:
-    """By `generate` and by an engine, whose requests are no longer by default."""
+    """With `generate`, and with an engine, whose default `max_tokens` is the limit."""
     model = _model(kind)
     prompts = [_prompt(5), _prompt(20)]
     expected = [_alone(model, prompt, 12) for prompt in prompts]
@@ -88,8 +88,8 @@ def test_sequences_up_to_the_limit_are_exact(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_a_sequence_that_would_change_the_others_is_refused(kind: str) -> None:
-    """With the limit, and what serves longer ones."""
+def test_a_sequence_beyond_the_limit_is_refused(kind: str) -> None:
+    """The error names the limit, and VMKVCache, which serves longer sequences."""
     model = _model(kind)
     message = f"beyond {LIMIT} tokens, .* may reach 33: .*VMKVCache"
     with pytest.raises(ConfigError, match=message):
@@ -105,8 +105,8 @@ def test_a_sequence_that_would_change_the_others_is_refused(kind: str) -> None:
     assert _alone(model, _prompt(21), 12) == said
 
 
-def test_embeddings_that_depend_on_nobody_have_no_limit() -> None:
-    """Of layers of several types, those that do count."""
+def test_default_rotary_embeddings_have_no_limit() -> None:
+    """A model with several kinds of layers has the limit of any of them."""
     assert compat.rope_limit_tokens(transformers.LlamaConfig(**_SHAPE)) is None
     if VERSION >= (5, 0):
         config = transformers.Gemma3TextConfig(max_position_embeddings=64)

@@ -1,4 +1,4 @@
-"""A VMKVCache shares what its batch entries, and its copies, have in common."""
+"""A VMKVCache shares common memory of its batch entries and of its copies."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def _append(caches: list[Any], num_tokens: int, *, batch_size: int, seed: int = 
 
 
 @pytest.mark.parametrize(("name", "num_beams"), [("llama", 4), ("gemma2", 2), ("mistral", 2)])
-def test_beam_search_says_what_it_says_with_dynamic_cache(
+def test_beam_search_shares_extents_and_matches_dynamic_cache(
     name: str, num_beams: int, new_cache: NewCache
 ) -> None:
-    """Long prompts, so that beams have whole extents in common."""
+    """With long prompts, so that beams have whole extents in common."""
     model = tiny_model(name)
     inputs = prompt(name, batch_size=2)
     inputs["input_ids"] = inputs["input_ids"].repeat(1, 70)
@@ -48,12 +48,12 @@ def test_beam_search_says_what_it_says_with_dynamic_cache(
     cache = new_cache(model.config)
     assert expected.tolist() == generate(model, inputs, cache, **options).tolist()
     cache.check()
-    # A model of sliding windows alone holds too little to map.
+    # A model of sliding layers only has too few tokens to share extents.
     assert (cache.stats().sharing.aliased_bytes > 0) == (name != "mistral")
 
 
 def test_reordering_to_one_beam_leaves_one_prompt(new_cache: NewCache) -> None:
-    """The first step of a beam search: all beams go on from the first, and hold its memory."""
+    """As in the first step of a beam search: all rows become forks of the first."""
     cache, expected = new_cache(tiny_config("llama")), dynamic_cache(tiny_config("llama"))
     _append([cache, expected], 3200, batch_size=4)
     before = cache.stats()
@@ -75,7 +75,7 @@ def test_reordering_to_one_beam_leaves_one_prompt(new_cache: NewCache) -> None:
 
 
 def test_repeated_entries_are_forks(new_cache: NewCache) -> None:
-    """Beams and `num_return_sequences` begin with one prompt in memory."""
+    """Beams and `num_return_sequences` share the memory of one prompt."""
     cache, expected = new_cache(tiny_config("llama")), dynamic_cache(tiny_config("llama"))
     _append([cache, expected], 3200, batch_size=2)
     before = cache.stats()
@@ -89,7 +89,7 @@ def test_repeated_entries_are_forks(new_cache: NewCache) -> None:
 
 @torch.no_grad()
 def test_a_prompt_cache_serves_many_continuations(new_cache: NewCache) -> None:
-    """As transformers documents how to reuse a prompt: a copy of its cache for each."""
+    """With one deepcopy for each, as transformers documents it."""
     model = tiny_model("llama")
     ids = torch.randint(5, 100, (1, 3000), generator=torch.Generator().manual_seed(1))
     cache = new_cache(model.config)
@@ -109,7 +109,7 @@ def test_a_prompt_cache_serves_many_continuations(new_cache: NewCache) -> None:
 
 @pytest.mark.parametrize("method", ["reorder_cache", "batch_select_indices"])
 def test_one_layer_cannot_be_rearranged(method: str, new_cache: NewCache) -> None:
-    """All layers of an entry lie in one row; the error says whom to ask."""
+    """All layers of an entry are in one row; the error proposes the cache's method."""
     cache = new_cache(tiny_config("llama"))
     _append([cache], 8, batch_size=2)
     with pytest.raises(ConfigError, match="call them on the cache"):

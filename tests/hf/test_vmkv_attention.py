@@ -1,8 +1,8 @@
-"""The attention implementation "vmkv": the right tokens for every model, in place where it can be.
+"""The attention implementation "vmkv": right tokens for every model, in place if possible.
 
-Which path was taken is asked of a spy, an attention backend registered as a user would register
-one: it is called exactly when a layer is attended in place. Numbers are compared with `eager`
-over a `DynamicCache`, which knows nothing of vmkv.
+A spy, an attention backend registered as by a user, records the path: it is called exactly when a
+layer is attended in place. Numbers are compared with `eager` over a `DynamicCache`, which is
+independent of vmkv.
 
 Not covered: GPU kernels (`tests/attention`), ragged batches (`test_ragged_generate.py`).
 """
@@ -76,7 +76,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 class _Spy(AttentionBackend):
-    """An attention backend that notes its calls and has `sdpa` answer them."""
+    """An attention backend that records its calls and answers with `sdpa`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -98,7 +98,7 @@ class _Spy(AttentionBackend):
         self.before_launch()
         self.batches.append(call.batch)
         self.windows.append(call.window)
-        self.is_busy = True  # What `sdpa` asks of the device is its own business.
+        self.is_busy = True  # Excludes reads by `sdpa` from `_Questions`.
         out = get("sdpa").attend(call)
         self.is_busy = False
         return out
@@ -106,7 +106,7 @@ class _Spy(AttentionBackend):
 
 @pytest.fixture
 def spy() -> Iterator[_Spy]:
-    """A registered backend; forgotten after the test, for which there is no public way."""
+    """A registered backend; there is no public way to unregister it."""
     spy = _Spy("spy-of-hf-attention")
     register(spy.name, lambda: spy)
     yield spy
@@ -156,7 +156,7 @@ def test_generate_matches_eager_with_a_dynamic_cache(
 @pytest.mark.parametrize("kind", ["padded", "unpadded"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
 def test_another_cache_matches_eager(name: str, kind: str) -> None:
-    """With a DynamicCache, which vmkv cannot read in place, the tokens are the same."""
+    """With a DynamicCache, which vmkv cannot read in place."""
     model = tiny_model(name, "vmkv")
     actual = generate(model, INPUTS[kind](), dynamic_cache(model.config))
     assert _expected(name, kind, "greedy") == actual.tolist()
@@ -164,7 +164,7 @@ def test_another_cache_matches_eager(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["padded", "unpadded"])
 def test_a_static_cache_matches_eager(kind: str) -> None:
-    """A cache whose keys reach past the tokens seen is masked as transformers masks it."""
+    """The keys of a static cache extend past the tokens so far, so a mask is needed."""
     model = tiny_model("llama", "vmkv")
     cache = StaticCache(config=model.config, max_cache_len=64)
     actual = generate(model, INPUTS[kind](), cache, disable_compile=True)
@@ -175,7 +175,7 @@ def test_a_static_cache_matches_eager(kind: str) -> None:
     ("name", "kind"), [("t5", "unpadded"), ("t5", "padded"), ("whisper", "unpadded")]
 )
 def test_encoder_decoder_models_match_eager(name: str, kind: str, new_cache: NewCache) -> None:
-    """Bidirectional, cross and biased attention fall back, and give the same tokens."""
+    """Bidirectional, cross and biased attention use the fallback."""
     inputs = INPUTS[kind]() if name == "t5" else prompt(name, batch_size=2)
     reference, model = tiny_model(name, "eager"), tiny_model(name, "vmkv")
     expected = generate(reference, inputs, dynamic_cache(reference.config))
@@ -186,7 +186,7 @@ def test_encoder_decoder_models_match_eager(name: str, kind: str, new_cache: New
 @pytest.mark.parametrize("kind", ["padded", "unpadded"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_prefill_in_chunks_matches_eager(name: str, kind: str, new_cache: NewCache) -> None:
-    """Chunks of a prompt attend to a longer past; real positions have eager's logits."""
+    """Chunks attend to a longer past; logits of padding are not compared."""
     inputs = INPUTS[kind]()
     real = inputs["attention_mask"].bool()
     logits = {}
@@ -203,7 +203,7 @@ def test_prefill_in_chunks_matches_eager(name: str, kind: str, new_cache: NewCac
 
 
 def test_a_mask_for_tokens_to_come_matches_eager(new_cache: NewCache) -> None:
-    """A mask for the whole prompt, given with its first chunk, means that chunk's part of it."""
+    """Of a mask for the whole prompt, the first chunk uses its part."""
     inputs = left_padded_prompt()
     real = inputs["attention_mask"][:, :6].bool()
     logits = {}
@@ -216,7 +216,7 @@ def test_a_mask_for_tokens_to_come_matches_eager(new_cache: NewCache) -> None:
     torch.testing.assert_close(logits["vmkv"], logits["eager"], rtol=1e-4, atol=1e-4)
 
 
-# ---- models that tell attention less than all ---------------------------------------------------
+# ---- models that pass incomplete arguments ------------------------------------------------------
 
 
 def _from_config(config: Any, attention: str) -> Any:
@@ -234,10 +234,8 @@ def _from_config(config: Any, attention: str) -> Any:
 
 @pytest.mark.parametrize("has_our_cache", [True, False])
 @pytest.mark.skipif(VERSION < (5, 0), reason="4.57's Qwen2-MoE has attention of its own")
-def test_a_window_that_only_the_mask_knows_is_kept(
-    has_our_cache: bool, new_cache: NewCache
-) -> None:
-    """A sliding layer whose model does not pass `sliding_window` still sees its window only."""
+def test_a_window_is_taken_from_the_mask(has_our_cache: bool, new_cache: NewCache) -> None:
+    """A sliding layer whose model does not pass `sliding_window`."""
     config = transformers.Qwen2MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -269,7 +267,7 @@ def test_a_window_that_only_the_mask_knows_is_kept(
 
 @pytest.mark.parametrize("kind", ["padded", "unpadded"])
 def test_gpt2_matches_eager(kind: str, new_cache: NewCache) -> None:
-    """A model that says by `is_causal` whether its mask is already causal is not misread."""
+    """GPT-2 passes `is_causal` according to whether its mask is already causal."""
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=None
     )
@@ -293,7 +291,7 @@ def test_gpt2_matches_eager(kind: str, new_cache: NewCache) -> None:
 def test_every_layer_of_every_step_is_attended_in_place(
     name: str, kind: str, spy: _Spy, new_cache: NewCache
 ) -> None:
-    """Prefill and decode read the rows through the chosen backend, in each layer."""
+    """Prefill and decode read the rows through the chosen backend."""
     model = tiny_model(name, "vmkv")
     cache = new_cache(model.config, attention_backend=spy.name)
     generate(model, INPUTS[kind](), cache, max_new_tokens=4)
@@ -303,8 +301,10 @@ def test_every_layer_of_every_step_is_attended_in_place(
         assert {tuple(batch.left_pad.tolist()) for batch in spy.batches} == {(0, 4, 9)}
 
 
-def test_models_that_transform_their_keys_are_not(spy: _Spy, new_cache: NewCache) -> None:
-    """DeepSeek expands what the cache returned (since 5.17), so its rows are not attended."""
+def test_models_that_transform_cached_keys_are_not_attended_in_place(
+    spy: _Spy, new_cache: NewCache
+) -> None:
+    """DeepSeek expands the keys that the cache returns (since 5.17)."""
     model = tiny_model("deepseek_v3", "vmkv")
     cache = new_cache(model.config, attention_backend=spy.name)
     generate(model, left_padded_prompt(), cache, max_new_tokens=3)
@@ -342,13 +342,13 @@ def _additive(mask: torch.Tensor) -> torch.Tensor:
 def test_other_masks_fall_back_to_the_right_numbers(
     name: str, form: str, spy: _Spy, new_cache: NewCache
 ) -> None:
-    """Right padding, holes and ready-made masks are not attended in place, and match eager."""
+    """Right padding, holes and 4-dimensional masks are not attended in place."""
     ids = _unpadded()["input_ids"]
     if form in ("right-padded", "holey"):
         theirs = ours = _right_padded() if form == "right-padded" else _holey()
         real = ours.bool()
     else:
-        theirs = _additive(_causal_but(3))  # What eager adds to its scores.
+        theirs = _additive(_causal_but(3))  # Eager attention needs an additive mask.
         ours = _causal_but(3) if form == "bool-4d" else theirs
         real = torch.ones_like(ids, dtype=torch.bool)
     reference, model = tiny_model(name, "eager"), tiny_model(name, "vmkv")
@@ -361,7 +361,7 @@ def test_other_masks_fall_back_to_the_right_numbers(
 
 
 def test_decoding_after_right_padding_matches_eager(spy: _Spy, new_cache: NewCache) -> None:
-    """The hole that right padding leaves in the past is not attended to in later steps."""
+    """Later steps do not attend to the padding in the past."""
     ids, mask = _unpadded()["input_ids"], _right_padded()
     after = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
     out = {}
@@ -381,7 +381,7 @@ def test_decoding_after_right_padding_matches_eager(spy: _Spy, new_cache: NewCac
 
 
 def _mask_of_transformers(model: Any, ids: torch.Tensor, cache: Any, **overlay: Any) -> Any:
-    """What the model itself would have transformers make, with an overlay of the caller's."""
+    """The mask that the model would get from transformers, with an overlay of the caller."""
     embeddings = model.get_input_embeddings()(ids)
     parameters = inspect.signature(masking_utils.create_causal_mask).parameters
     known: dict[str, Any] = {
@@ -414,7 +414,7 @@ def _sees_no_third(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bo
 def test_overlays_fall_back_to_the_right_numbers(
     overlay: dict[str, Any], spy: _Spy, new_cache: NewCache
 ) -> None:
-    """A mask that a model composes from its own functions is made in full, and obeyed."""
+    """A mask that a model composes from its own functions is made in full and applied."""
     ids = _unpadded()["input_ids"]
     out = {}
     for attention in ("eager", "vmkv"):
@@ -430,14 +430,16 @@ def test_overlays_fall_back_to_the_right_numbers(
             assert mask.ndim == 4
             out[attention] = forward(model, ids, cache, mask)
             plain = forward(model, ids, dynamic_cache(model.config))
-        assert not torch.allclose(out[attention], plain, atol=1e-2)  # The overlay matters.
+        assert not torch.allclose(
+            out[attention], plain, atol=1e-2
+        )  # The overlay changes the output.
     torch.testing.assert_close(out["vmkv"], out["eager"], rtol=1e-4, atol=1e-4)
     assert not spy.batches
 
 
 @pytest.mark.parametrize("kind", ["padded", "unpadded"])
 def test_bidirectional_encoders_match_eager(kind: str) -> None:
-    """A model whose tokens see what follows them is not made causal."""
+    """Attention is not made causal."""
     config = transformers.BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -458,7 +460,7 @@ def test_bidirectional_encoders_match_eager(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_packed_sequences_without_a_cache_match_eager(name: str) -> None:
-    """Sequences packed into one row, told by their positions, do not see each other."""
+    """Sequences in one row, separated by their positions, do not attend to each other."""
     ids = _unpadded(1)["input_ids"]
     positions = torch.tensor([[*range(6), *range(7)]])
     out = {}
@@ -472,13 +474,13 @@ def test_packed_sequences_without_a_cache_match_eager(name: str) -> None:
     torch.testing.assert_close(out["vmkv"], out["eager"], rtol=1e-4, atol=1e-4)
 
 
-# ---- what it asks of the device -----------------------------------------------------------------
+# ---- reads from the device ----------------------------------------------------------------------
 
 _QUESTIONS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
 
 
 class _Questions(TorchFunctionMode):
-    """Counts reads of a tensor's value, by code of vmkv and not by the spy's `sdpa`."""
+    """Counts reads of a tensor's value by code of vmkv, without those of the spy's `sdpa`."""
 
     def __init__(self, spy: _Spy) -> None:
         super().__init__()
@@ -498,18 +500,18 @@ class _Questions(TorchFunctionMode):
     [
         ("llama", 1),
         ("mistral", 1),
-        # Sliding and full layers get masks of their own, one after the other.
+        # Sliding and full layers get separate masks.
         ("gemma2", 2),
     ],
 )
-def test_the_device_is_asked_once_per_step_and_mask(
+def test_each_mask_is_read_once_per_step(
     name: str,
     num_masks: int,
     layers_per_group: int,
     spy: _Spy,
     new_cache: NewCache,
 ) -> None:
-    """What a padding mask says is read once, however many layers use it."""
+    """By all layers together."""
     model = tiny_model(name, "vmkv")
     options = {"attention_backend": spy.name, "layers_per_group": layers_per_group}
     cache = new_cache(model.config, **options)
@@ -523,13 +525,13 @@ def test_the_device_is_asked_once_per_step_and_mask(
             with _Questions(spy) as questions:
                 forward(model, inputs["input_ids"][:, :1], cache, mask)
             counts.append(questions.count)
-    assert spy.batches  # In place, and the counter is not blind:
+    assert spy.batches  # Attended in place, and at least one read is counted:
     assert all(1 <= count <= num_masks for count in counts), counts
 
 
 @pytest.mark.parametrize("undo", ["reset", "crop"])
 def test_a_mask_that_is_rewritten_is_read_again(undo: str, new_cache: NewCache) -> None:
-    """One tensor may hold the mask of one batch after another, as long as each."""
+    """One tensor holds the masks of several batches of the same shape."""
     reference, model = tiny_model("llama", "eager"), tiny_model("llama", "vmkv")
     ids = _unpadded()["input_ids"]
     cache, mask = new_cache(model.config), torch.empty(ids.shape, dtype=torch.bool)
@@ -549,10 +551,9 @@ def test_a_mask_that_is_rewritten_is_read_again(undo: str, new_cache: NewCache) 
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_what_a_kernel_may_fetch_is_resident_before_it_is_launched(
+def test_the_overread_is_mapped_before_each_launch(
     name: str, spy: _Spy, new_cache: NewCache
 ) -> None:
-    """The pages of the declared over-read are mapped at every launch, the first one included."""
     spy.overread = 300
     model = tiny_model(name, "vmkv")
     cache = new_cache(model.config, attention_backend=spy.name)
@@ -570,11 +571,11 @@ def test_what_a_kernel_may_fetch_is_resident_before_it_is_launched(
 
     spy.before_launch = check_pages
     generate(model, left_padded_prompt(), cache, max_new_tokens=40)
-    assert len(set(ends)) > 1  # Growth happened in between.
+    assert len(set(ends)) > 1  # Rows grew between launches.
 
 
-def test_without_over_read_nothing_more_is_mapped(spy: _Spy, new_cache: NewCache) -> None:
-    """A kernel that fetches nothing past the length costs no memory past it."""
+def test_without_overread_no_more_is_mapped(spy: _Spy, new_cache: NewCache) -> None:
+    """A cache for a kernel without over-read needs less memory."""
     model = tiny_model("llama", "vmkv")
     caches = []
     for overread in (0, 300):
@@ -587,15 +588,15 @@ def test_without_over_read_nothing_more_is_mapped(spy: _Spy, new_cache: NewCache
 # ---- names --------------------------------------------------------------------------------------
 
 
-def test_it_is_registered_as_attention_and_as_mask() -> None:
-    """An attention without a mask function would silently get no mask."""
+def test_vmkv_is_registered_as_attention_and_as_mask() -> None:
+    """Without a mask function, transformers would pass no mask."""
     hf_attention.register()  # Idempotent.
     assert AttentionInterface()["vmkv"] is hf_attention.vmkv_attention
     assert AttentionMaskInterface()["vmkv"] is hf_attention.vmkv_mask
 
 
 def test_a_model_can_be_switched_back_and_forth(new_cache: NewCache) -> None:
-    """`set_attn_implementation` takes the name, and the model is eager again afterwards."""
+    """By `set_attn_implementation`."""
     model = copy.deepcopy(tiny_model("llama", "eager"))
     inputs = left_padded_prompt()
     expected = _expected("llama", "padded", "greedy")
@@ -606,8 +607,8 @@ def test_a_model_can_be_switched_back_and_forth(new_cache: NewCache) -> None:
     assert expected == generate(model, inputs, new_cache(model.config)).tolist()
 
 
-def test_a_backend_that_cannot_serve_is_refused_before_launch(new_cache: NewCache) -> None:
-    """Float32 on a flash kernel is an error that names what would serve."""
+def test_a_backend_that_cannot_serve_the_model_is_refused(new_cache: NewCache) -> None:
+    """Flash kernels do not support float32; the error names `sdpa`."""
     model = tiny_model("llama", "vmkv")
     cache = new_cache(model.config, attention_backend="flash2")
     with pytest.raises(ConfigError, match="'sdpa' would serve it"):
@@ -615,12 +616,11 @@ def test_a_backend_that_cannot_serve_is_refused_before_launch(new_cache: NewCach
 
 
 def test_an_unknown_backend_is_refused_when_the_cache_is_made() -> None:
-    """A misspelt name does not wait for the first forward pass."""
     with pytest.raises(ConfigError, match="nonesuch"):
         vmkv.hf.VMKVCache(tiny_config("llama"), attention_backend="nonesuch")
 
 
-# ---- which masks are plain ----------------------------------------------------------------------
+# ---- plain masks --------------------------------------------------------------------------------
 
 
 def _chunked() -> Any:
@@ -665,14 +665,14 @@ NOT_PLAIN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", NOT_PLAIN)
-def test_no_other_mask_is_taken_for_a_plain_one(what: str) -> None:
-    """Whatever is not just causal, or causal within a window, is made in full."""
+def test_other_masks_are_not_plain(what: str) -> None:
+    """Only causal masks, with or without a window, are plain."""
     assert compat.plain_mask(NOT_PLAIN[what]) is None
 
 
 @pytest.mark.parametrize("window", [1, 4, 4096])
 def test_causal_and_sliding_masks_are_plain(window: int) -> None:
-    """The two masks that need no tensor, as this release composes them, and their window."""
+    """As this release composes them; they need no tensor."""
     causal = compat.plain_mask(masking_utils.causal_mask_function)
     assert causal is not None
     assert causal.window is None
@@ -683,10 +683,10 @@ def test_causal_and_sliding_masks_are_plain(window: int) -> None:
 
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 3), (3, 3), (1, 9), (3, 9)])
 @pytest.mark.parametrize("window", [None, 2])
-def test_the_explicit_mask_is_what_its_words_say(
+def test_the_explicit_mask_is_causal_windowed_and_padded(
     num_queries: int, num_keys: int, window: int | None
 ) -> None:
-    """The fallback's mask: causal at the bottom right, within the window, without padding."""
+    """The mask of the fallback, aligned at the bottom right."""
     query, key = torch.empty(2, 1, num_queries, 1), torch.empty(2, 1, num_keys, 1)
     padding = torch.ones(2, num_keys, dtype=torch.long)
     padding[1, 0] = 0
@@ -710,12 +710,12 @@ def _surveyed(family: str) -> Any:
 @pytest.mark.parametrize(
     "family",
     [
-        "diffllama",  # Attends twice, to values that it has put together anew.
-        "moshi",  # Its configuration names a window, and its mask has none.
+        "diffllama",  # Attends twice, to recombined values.
+        "moshi",  # Has a window in its configuration, but not in its mask.
     ],
 )
-def test_what_a_model_attends_to_is_what_it_passes(family: str) -> None:
-    """Not what the rows or the configuration say, where the model has it otherwise."""
+def test_the_arguments_of_the_model_take_precedence(family: str) -> None:
+    """Over the rows and the configuration."""
     model = _surveyed(family)
     ids = torch.randint(3, 100, (1, 24), generator=torch.Generator().manual_seed(0))
     options = {"max_new_tokens": 20, "do_sample": False}
@@ -725,10 +725,10 @@ def test_what_a_model_attends_to_is_what_it_passes(family: str) -> None:
         assert torch.equal(wanted, model.generate(ids, past_key_values=cache, **options))
 
 
-def test_values_in_eight_bits_that_a_model_changes_are_refused() -> None:
-    """Their scale would not be known; nothing is computed from other values than the model's."""
+def test_fp8_values_that_a_model_changes_are_refused() -> None:
+    """Their scales would be unknown."""
     if VERSION < (5, 0):
-        pytest.skip("there its attention is one of three of its own")
+        pytest.skip("before 5.x DiffLlama has its own attention classes")
     model = _surveyed("diffllama")
     model.set_attn_implementation("vmkv")
     ids = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(0))

@@ -1,9 +1,9 @@
-"""A small real model, and what it says through transformers' own cache: the reference of all tests.
+"""A small real model, and its tokens with transformers' own cache: the reference of all tests.
 
-Each test is passed twice: with keys and values as they are, and in eight bits. For those the
-reference is transformers' cache as well, which is given numbers that torch has rounded.
+Each test runs twice: with keys and values in the model's dtype, and in FP8. The reference for FP8
+is transformers' cache with numbers that torch has rounded.
 
-Its weights come from a package (see `examples/real_model.py`); without that all tests are skipped.
+The weights come from a package (see `examples/real_model.py`); without it all tests are skipped.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ transformers.logging.disable_progress_bar()
 torch.set_num_threads(1)
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "real_model.py"
-#: Between the two likeliest tokens, of logits in float32 that are rounded to 1e-4 or so. In eight
-#: bits what is rounded the other way moves them more, and each kind of processor has its own sums.
+#: Smallest difference of the two highest logits. Float32 logits have errors of 1e-4 or so. FP8
+#: rounding makes larger differences, which depend on the processor's order of summation.
 _MARGIN_MIN = {"auto": 0.01, "fp8": 0.1}
-#: The first is answered in a sentence. In eight bits so small a model has other doubts.
+#: The first has an answer of one sentence. In FP8 so small a model is sure of other answers.
 QUESTIONS = {
     "auto": (
         "What is the capital of France?",
@@ -51,10 +51,10 @@ class RealModel:
     """A chat model in float32 on the CPU.
 
     Attributes:
-        folder: What `from_pretrained` reads.
+        folder: Folder for `from_pretrained`.
         model: The model.
         tokenizer: Its tokenizer, with a chat template.
-        kv_dtype: What its keys and values are to be stored as.
+        kv_dtype: Dtype option of its cache.
     """
 
     def __init__(self, folder: Path):
@@ -65,28 +65,28 @@ class RealModel:
         self._expected: dict[tuple[int, ...], list[int]] = {}
 
     def load(self, **changes: Any) -> Any:
-        """Another one of it, perhaps with a changed configuration."""
+        """Load another instance, with changes of the configuration."""
         load = transformers.AutoModelForCausalLM.from_pretrained
         return load(self.folder, dtype=torch.float32, **changes).eval()
 
     def storing(self, kv_dtype: str) -> RealModel:
-        """The same model, whose keys and values are stored as something."""
+        """The same model with another dtype of keys and values."""
         twin = copy.copy(self)
         twin.kv_dtype, twin._expected = kv_dtype, {}
         return twin
 
     @property
     def questions(self) -> Sequence[str]:
-        """Some that it has no doubts about."""
+        """Questions with clear answers."""
         return QUESTIONS[self.kv_dtype]
 
     @property
     def stored_bytes(self) -> int:
-        """What one number of a key takes."""
+        """Bytes of one stored number."""
         return 1 if self.kv_dtype == "fp8" else 4
 
     def reference_cache(self) -> transformers.DynamicCache:
-        """Transformers' cache, of what is stored."""
+        """Transformers' cache, which rounds to the stored dtype."""
         cache = transformers.DynamicCache(config=self.model.config)
         if self.kv_dtype == "fp8":
             for layer in cache.layers:
@@ -94,7 +94,7 @@ class RealModel:
         return cache
 
     def chat(self, question: str, *, system: str | None = None) -> list[int]:
-        """A conversation that the model is to go on with, as its template writes it."""
+        """Token ids of a conversation in the model's chat template."""
         messages = [{"role": "user", "content": question}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
@@ -115,9 +115,9 @@ class RealModel:
         )
 
     def expected(self, prompt: Sequence[int], num_tokens: int = 16) -> list[int]:
-        """The likeliest tokens after a prompt, alone and through `reference_cache`.
+        """The greedy tokens after a prompt, alone and through `reference_cache`.
 
-        No two tokens may be so near each other that another order of summing could decide.
+        The two highest logits must differ by more than another order of summation could change.
         """
         known = self._expected.get(tuple(prompt), [])
         if len(known) < num_tokens and self.tokenizer.eos_token_id not in known:
@@ -133,7 +133,7 @@ class RealModel:
         return known[:num_tokens]
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What a user reads."""
+        """The text of tokens, without special tokens."""
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
@@ -150,13 +150,13 @@ def _rounding(update: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session", params=["auto", "fp8"])
 def real(request: pytest.FixtureRequest, loaded: RealModel) -> RealModel:
-    """The model, with keys and values as they are or in eight bits."""
+    """The model, with keys and values in its dtype or in FP8."""
     return loaded.storing(request.param)
 
 
 @pytest.fixture(scope="session")
 def loaded() -> RealModel:
-    """The model, or a skip that says where it is to be had."""
+    """The model, or a skip with the package to install."""
     made = subprocess.run(
         [sys.executable, SCRIPT], capture_output=True, text=True, timeout=280, check=False
     )

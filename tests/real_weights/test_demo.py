@@ -1,4 +1,4 @@
-"""What `make demo` shows of a real model."""
+"""`make demo` with a real model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_demo_shows_what_both_caches_say(loaded: Any, tmp_path: Path) -> None:
-    """The model's own answers to its questions, and the plot."""
+    """It prints the model's answers to its questions and saves the plot."""
     command = [sys.executable, ROOT / "examples" / "generate.py", "--model", loaded.folder]
     done = subprocess.run(
         [*command, "--device", "cpu", "--batch", "2", "--new-tokens", "16", "--out", tmp_path],

@@ -1,4 +1,4 @@
-"""The engine and its server say, with real weights, what transformers says, whatever happens."""
+"""With real weights the engine gives the tokens of transformers."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _tokens(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]
     return [list(each.outputs[0].token_ids) for each in engine.generate(prompts, GREEDY)]
 
 
-def test_requests_in_company(real: Any, prompts: list[list[int]]) -> None:
-    """More than run at once, prefilled in chunks; their text is what their tokens say."""
+def test_more_requests_than_run_at_once(real: Any, prompts: list[list[int]]) -> None:
+    """Prefilled in chunks; the text is the decoded tokens."""
     expected = [real.expected(prompt) for prompt in prompts]
     with _engine(real, max_num_seqs=3, max_num_batched_tokens=16) as engine:
         outputs = engine.generate(prompts, GREEDY)
@@ -55,8 +55,8 @@ def test_requests_in_company(real: Any, prompts: list[list[int]]) -> None:
     assert [real.text(each) for each in expected] == [each.outputs[0].text for each in outputs]
 
 
-def test_requests_that_begin_alike(real: Any) -> None:
-    """What they have in common is computed once, and read by all."""
+def test_requests_with_a_common_system_prompt(real: Any) -> None:
+    """It is computed once."""
     questions = ("When do you open?", "What does a ticket cost?", "What can I see here?")
     prompts = [real.chat(question, system=SYSTEM) for question in questions]
     expected = [real.expected(prompt, 8) for prompt in prompts]
@@ -70,15 +70,17 @@ def test_requests_that_begin_alike(real: Any) -> None:
     assert stats.num_prefix_hit_tokens > 3 * 80
 
 
-def test_requests_that_are_swapped(real: Any, prompts: list[list[int]]) -> None:
-    """With memory for two of them, they take turns, by way of the host's."""
+def test_requests_that_are_swapped_out(real: Any, prompts: list[list[int]]) -> None:
+    """The device has memory for two requests; the others wait in host memory."""
     expected = [real.expected(prompt) for prompt in prompts]
     with _engine(
         real,
         budget_bytes=7 * MiB * real.stored_bytes // 4,
         host_budget_bytes=32 * MiB,
         prefix_caching=False,
-        preemption_costs=PreemptionCosts(flops_per_s=1.0),  # Moving is cheaper than that.
+        preemption_costs=PreemptionCosts(
+            flops_per_s=1.0
+        ),  # Makes swapping cheaper than recomputation.
     ) as engine:
         assert expected == _tokens(engine, prompts)
         assert engine.cache.stats().sharing.swapped_in_bytes > 0

@@ -1,4 +1,4 @@
-"""Every way to generate gives, with real weights, the very tokens that DynamicCache gives."""
+"""With real weights every way to generate gives exactly the tokens of DynamicCache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.real_weights, pytest.mark.slow]
 
 @pytest.fixture(params=["sdpa", "vmkv"])
 def attending(request: pytest.FixtureRequest, real: Any) -> Any:
-    """The model, attending by transformers' own function or in place."""
+    """The model with sdpa attention or with vmkv's."""
     before = real.model.config._attn_implementation
     real.model.set_attn_implementation(request.param)
     yield real
@@ -30,7 +30,7 @@ def _cache(real: Any) -> VMKVCache:
 
 
 def test_the_model_is_a_real_one(real: Any, prompts: list[list[int]]) -> None:
-    """It knows something, and stops when it has said it."""
+    """It answers correctly and stops."""
     answer = real.expected(prompts[0])
     country, city = {"auto": ("France", "Paris"), "fp8": ("Japan", "Tokyo")}[real.kv_dtype]
     assert f"The capital of {country} is {city}." == real.text(answer)
@@ -38,7 +38,6 @@ def test_the_model_is_a_real_one(real: Any, prompts: list[list[int]]) -> None:
 
 
 def test_one_prompt(real: Any, prompts: list[list[int]]) -> None:
-    """Alone, token by token."""
     expected = real.expected(prompts[1])
     with _cache(real) as cache:
         tokens = real.generate(prompts[1], cache, 16)
@@ -47,7 +46,7 @@ def test_one_prompt(real: Any, prompts: list[list[int]]) -> None:
 
 
 def test_left_padded_batch(attending: Any, prompts: list[list[int]]) -> None:
-    """Each says what it says alone, and is padded when it has ended."""
+    """Each prompt gets its tokens alone, then padding."""
     real = attending
     expected = [real.expected(prompt) for prompt in prompts]
     longest = max(map(len, prompts))
@@ -73,7 +72,7 @@ def test_left_padded_batch(attending: Any, prompts: list[list[int]]) -> None:
     ids=["beams", "sampling"],
 )
 def test_other_strategies(real: Any, prompts: list[list[int]], options: dict[str, Any]) -> None:
-    """Beams that part and merge; the same seed, drawn from the same probabilities."""
+    """Beam search, and sampling with the same seed."""
     outputs = []
     with _cache(real) as ours:
         for cache in (real.reference_cache(), ours):
@@ -81,18 +80,18 @@ def test_other_strategies(real: Any, prompts: list[list[int]], options: dict[str
             outputs.append(real.generate(prompts[2], cache, 8, **options))
         ours.check()
     assert outputs[0].tolist() == outputs[1].tolist()
-    assert 2 == len({tuple(each) for each in outputs[0].tolist()}), "this tests nothing"
+    assert 2 == len({tuple(each) for each in outputs[0].tolist()}), "equal sequences prove nothing"
 
 
 @pytest.fixture(scope="session")
 def draft(real: Any) -> Any:
-    """The same model with fewer layers: mostly wrong."""
+    """The same model with fewer layers, whose guesses are mostly wrong."""
     return real.load(num_hidden_layers=8)
 
 
 @pytest.mark.parametrize("way", ["prompt-lookup", "draft-model"])
 def test_assisted_decoding(real: Any, prompts: list[list[int]], way: str, request: Any) -> None:
-    """Guesses that were wrong are taken back; what remains is as if nobody had guessed."""
+    """Wrong guesses are rolled back and do not change the tokens."""
     if way == "prompt-lookup":
         options = {"prompt_lookup_num_tokens": 4}
     else:
@@ -105,7 +104,7 @@ def test_assisted_decoding(real: Any, prompts: list[list[int]], way: str, reques
 
 
 def test_ragged_batch(real: Any, prompts: list[list[int]]) -> None:
-    """Without padding, in chunks of a few tokens; and once more from what the cache has kept."""
+    """Without padding, in chunks; a second time from the cached prefixes."""
     expected = [prompt + real.expected(prompt) for prompt in prompts]
     model = real.model
     options = {"budget_bytes": 256 * MiB, "kv_dtype": real.kv_dtype}

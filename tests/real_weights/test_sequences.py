@@ -1,4 +1,4 @@
-"""What happens to a sequence's memory halfway through an answer does not change the answer."""
+"""Swaps, spills, saves and forks in the middle of an answer do not change the answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.real_weights, pytest.mark.slow]
 
 @pytest.fixture
 def cache(real: Any) -> Iterator[KVCache]:
-    """Rows for the model's layers, with host memory beside, and memory that can be shared."""
+    """Rows for the model's layers, with host memory, in a shareable pool."""
     pool = ExtentPool(
         HostBackend(4 * KiB),
         64 * MiB,
@@ -71,7 +71,7 @@ def test_answer_goes_on(
     tmp_path: Path,
     happens: Callable[[Sequence, Path], Sequence],
 ) -> None:
-    """Half of it before, half of it after."""
+    """Half of the answer is generated before the change, half after it."""
     prompt = prompts[2]
     expected = real.expected(prompt)
     sequence = cache.open()

@@ -1,4 +1,4 @@
-"""Generation on a GPU: which steps the model's code runs for, and what a capture leaves behind."""
+"""Generation on a GPU: steps that run the model's code, and the state of torch after a capture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
 
 @pytest.fixture
 def model() -> Any:
-    """A model that kernels which can be captured serve."""
+    """A model whose attention uses kernels that can be captured."""
     spec = AttentionSpec("cuda", torch.bfloat16, 4, 2, 64, 64)
     skip_unless_served("flash2", spec)
     return kernel_model()
@@ -34,7 +34,7 @@ def _generate(model: Any, **options: Any) -> list[list[int]]:
 
 
 def _counted(model: Any, count: list[int]) -> None:
-    """Note how many tokens the model's code runs for, each time, without a hook."""
+    """Append the number of tokens to `count` whenever the model's code runs; installs no hook."""
     forward = model.model.forward
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -45,8 +45,8 @@ def _counted(model: Any, count: list[int]) -> None:
 
 
 def test_decode_steps_are_replayed(model: Any) -> None:
-    """The model's code runs for the prompts and three steps; sampling works before and after."""
-    expected = _generate(model)  # It has proven itself.
+    """The model's code runs for the prompts and three decode steps; sampling still works."""
+    expected = _generate(model)  # Proves the model.
     count: list[int] = []
     _counted(model, count)
     assert expected == _generate(model)
@@ -58,19 +58,19 @@ def test_decode_steps_are_replayed(model: Any) -> None:
     assert torch.rand(3, device="cuda").shape == (3,)
 
 
-def test_whoever_hooks_into_the_model_is_called_in_every_step(model: Any) -> None:
-    """A replay runs no Python."""
+def test_a_model_with_a_hook_is_not_captured(model: Any) -> None:
+    """A replay runs no Python, so the hook would not be called."""
     _generate(model)
     seen: list[int] = []
     model.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
-    _generate(model)  # It proves itself again, since it is another model now.
+    _generate(model)  # The hook changes the model, so it is proven again.
     seen.clear()
     _generate(model)
     assert NEW_TOKENS == len(seen)
 
 
 def test_steps_that_wait_for_the_device_run_eagerly(model: Any) -> None:
-    """The proof has seen it: no capture is tried, and torch is as it was."""
+    """The proof detects the wait: no capture is tried, and torch's sync debug mode is unchanged."""
     mlp = model.model.layers[1].mlp
     forward = mlp.forward
 

@@ -1,4 +1,4 @@
-"""Layers that are compiled hand on the norm that the next one begins with."""
+"""Compiled layers compute the next layer's first norm and pass it on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = torch.tensor([[5, 9, 13, 7, 30]])
 
 @pytest.fixture
 def roots(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many norms each traced graph computes."""
+    """Number of norms that each traced graph computes."""
     found: list[int] = []
 
     def backend(module: torch.fx.GraphModule, _: Any) -> Any:
@@ -37,7 +37,7 @@ def roots(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def own_model(name: str = "llama") -> Any:
-    """One that no other test has."""
+    """Copy of a tiny model, which the test may change."""
     return copy.deepcopy(tiny_model(name))
 
 
@@ -48,7 +48,7 @@ def logits(model: Any, prompt: torch.Tensor = PROMPT) -> torch.Tensor:
 
 
 def check_compiled(model: Any) -> None:
-    """It computes with compiled layers what it computes without."""
+    """Compare the logits with and without compiled layers."""
     expected = logits(model)
     layers = CompiledLayers(model, backend=NAME)
     assert torch.allclose(expected, logits(model), atol=1e-5)
@@ -57,7 +57,7 @@ def check_compiled(model: Any) -> None:
 
 
 def test_no_norm_is_computed_twice(roots: list[int]) -> None:
-    """The first by itself, and then two in each layer, for all layers and lengths in one graph."""
+    """The first norm has its own graph; one graph with two norms serves all layers and lengths."""
     model = own_model()
     expected = [logits(model), logits(model, PROMPT[:, :3])]
     layers = CompiledLayers(model, backend=NAME)
@@ -69,10 +69,10 @@ def test_no_norm_is_computed_twice(roots: list[int]) -> None:
     assert torch.equal(expected[0], logits(model))
 
 
-def test_a_layer_that_asks_its_norm_for_something_else_gets_that(
+def test_a_layer_that_norms_another_tensor_than_its_input_computes_the_norm(
     roots: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was handed on is the norm of the layer's input alone."""
+    """The precomputed norm is the norm of the layer's input; this layer norms twice its input."""
     model = own_model()
     kind = type(model.model.layers[0])
     plain = kind.forward
@@ -85,8 +85,8 @@ def test_a_layer_that_asks_its_norm_for_something_else_gets_that(
     assert 3 in roots
 
 
-def test_a_model_that_changes_what_layers_give_is_taken_at_its_word(roots: list[int]) -> None:
-    """A tensor that is not the one before's output was not normed by it."""
+def test_a_precomputed_norm_is_not_used_for_a_replaced_tensor(roots: list[int]) -> None:
+    """A hook replaces the output of layer 0 before layer 1 gets it."""
     model = own_model()
     model.model.layers[1].register_forward_pre_hook(
         lambda module, args, kwargs: (tuple(each * 2 for each in args), kwargs), with_kwargs=True
@@ -94,8 +94,8 @@ def test_a_model_that_changes_what_layers_give_is_taken_at_its_word(roots: list[
     check_compiled(model)
 
 
-def test_another_layer_than_the_next_has_a_norm_of_its_own(roots: list[int]) -> None:
-    """A model may leave layers out, or change in place what one has given."""
+def test_a_precomputed_norm_is_not_used_by_another_layer(roots: list[int]) -> None:
+    """The layers run in another order than at the time of compilation."""
     model = own_model()
     for at, layer in enumerate(model.model.layers):
         with torch.no_grad():
@@ -109,8 +109,8 @@ def test_another_layer_than_the_next_has_a_norm_of_its_own(roots: list[int]) -> 
     assert torch.allclose(logits(model), got, atol=1e-5)
 
 
-def test_what_is_written_in_between_is_normed_anew(roots: list[int]) -> None:
-    """The same tensor, with something else in it."""
+def test_a_precomputed_norm_is_not_used_after_a_write_to_its_input(roots: list[int]) -> None:
+    """A hook changes the output of layer 0 in place before layer 1 gets it."""
     model = own_model()
 
     def shifts(module: Any, args: Any, kwargs: Any) -> None:
@@ -121,7 +121,7 @@ def test_what_is_written_in_between_is_normed_anew(roots: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "phi3", "mixtral", "qwen3"])
-def test_other_families_are_as_ever(roots: list[int], name: str) -> None:
-    """Also where norms follow on norms, or a layer returns more than one thing."""
+def test_other_families_compute_the_same(roots: list[int], name: str) -> None:
+    """With norms that follow norms, and with layers that return tuples."""
     model = own_model(name)
     check_compiled(model)

@@ -1,4 +1,4 @@
-"""Products of joined projections in traced layers: one of the equal ones, and of no others."""
+"""Joined projections in traced layers: equal products are merged, others are not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Parent(torch.nn.Module):
 
 
 def _traced(layer: Any, hidden: torch.Tensor) -> tuple[Any, list[str]]:
-    """What a layer returns with equal products merged, and the calls that it then has."""
+    """Output of a layer traced with equal products merged, and the calls in its graph."""
     calls: list[str] = []
 
     def backend(module: torch.fx.GraphModule, _: Any) -> Any:
@@ -36,8 +36,8 @@ def _traced(layer: Any, hidden: torch.Tensor) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
-def test_siblings_share_a_product(num_tokens: int) -> None:
-    """Of one row its parts are views of memory; the numbers are the same."""
+def test_joined_projections_share_one_product(num_tokens: int) -> None:
+    """With one token the parts are strided views of the product; the numbers are the same."""
     parent = _Parent()
     hidden = torch.rand(1, num_tokens, 8)
 
@@ -54,8 +54,7 @@ def test_siblings_share_a_product(num_tokens: int) -> None:
     assert _traced(layer, hidden)[1].count("linear") == 3
 
 
-def test_products_that_are_written_to_stay_apart() -> None:
-    """Each is a part of a sum of its own, as of ranks."""
+def test_products_that_are_changed_in_place_are_not_merged() -> None:
     parent = _Parent()
 
     def layer(hidden: torch.Tensor) -> torch.Tensor:

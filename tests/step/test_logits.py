@@ -1,4 +1,4 @@
-"""The likeliest of many tokens."""
+"""The most likely token of each row of logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = 192
 
 
 def _rows() -> torch.Tensor:
-    """Random ones, and those in which several are equally likely."""
+    """Random rows, and rows with ties, infinities and NaN."""
     rows = torch.randn(9, COLUMNS, generator=torch.Generator().manual_seed(0))
     rows[1] = 0
     rows[2, 5:] = -0.0
@@ -30,10 +30,10 @@ def _rows() -> torch.Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("parts", [None, 1, 2, 8, 64])
-def test_the_first_among_equals_is_taken(
+def test_likeliest_returns_the_first_maximum(
     device: str, dtype: torch.dtype, parts: int | None
 ) -> None:
-    """As argmax says it, whatever the parts."""
+    """The result is that of argmax, for any number of parts."""
     rows = _rows().to(dtype)
     expected = torch.tensor([int(row.argmax()) for row in rows])
     assert [0, 5, 20, 64, 0, 90, COLUMNS - 1] == expected[1:8].tolist()

@@ -1,4 +1,4 @@
-"""Norms of ranks' sums in traced layers: exactly the usual form, and what becomes of it."""
+"""Fusion of rank sums with residuals and norms in traced layers: only the usual form is fused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _of_other_squares(hidden: Tensor, weight: Tensor) -> Tensor:
     return weight * scaled.to(hidden.dtype)
 
 
-def _whose_scale_is_used(hidden: Tensor, weight: Tensor) -> Tensor:
+def _with_scale_used_again(hidden: Tensor, weight: Tensor) -> Tensor:
     wide = hidden.to(torch.float32)
     root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
     return weight * (wide * root).to(hidden.dtype) + root.to(hidden.dtype)
@@ -49,8 +49,8 @@ def _one_more(hidden: Tensor, weight: Tensor) -> Tensor:
     return _usual(hidden, weight + 1)
 
 
-def _taken_in(layer: Callable[..., Any], *inputs: Tensor) -> tuple[int, list[str]]:
-    """In how many places of a traced layer, and what it consists of afterwards."""
+def _fused(layer: Callable[..., Any], *inputs: Tensor) -> tuple[int, list[str]]:
+    """Number of fused places in a traced layer, and the calls in its graph afterwards."""
     counts: list[int] = []
     nodes: list[str] = []
 
@@ -62,12 +62,12 @@ def _taken_in(layer: Callable[..., Any], *inputs: Tensor) -> tuple[int, list[str
 
     torch._dynamo.reset()
     with torch.no_grad():
-        torch.compile(layer, backend=lambda module, x: _only_look(backend(module, x)))(*inputs)
+        torch.compile(layer, backend=lambda module, x: _without_ranks(backend(module, x)))(*inputs)
     return sum(counts), nodes
 
 
-def _only_look(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs nothing: nobody has set up ranks here."""
+def _without_ranks(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `forward` that computes nothing, because no ranks exist here."""
     return lambda *_: (torch.zeros(1), torch.zeros(1))
 
 
@@ -80,14 +80,14 @@ def _only_look(forward: Callable[..., Any]) -> Callable[..., Any]:
         (_weighted_first, 0),
         (_of_another_axis, 0),
         (_of_other_squares, 0),
-        (_whose_scale_is_used, 0),
+        (_with_scale_used_again, 0),
         (lambda hidden, weight: hidden * weight, 0),
     ],
     ids=["plain", "shifted", "cubes", "wide", "axis", "squares", "scale", "none"],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_only_the_usual_form_is_taken_in(norm: Norm, count: int, dtype: torch.dtype) -> None:
-    """Whoever else wants the new residual gets it."""
+def test_only_the_usual_form_of_norm_is_fused(norm: Norm, count: int, dtype: torch.dtype) -> None:
+    """The layer still returns the new residual."""
 
     def layer(part: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         part = part * 2
@@ -96,17 +96,17 @@ def test_only_the_usual_form_is_taken_in(norm: Norm, count: int, dtype: torch.dt
         return norm(hidden, weight), hidden
 
     if dtype == torch.float32 and norm in (_weighted_first, _of_other_squares):
-        pytest.skip("there these are the same")
+        pytest.skip("in float32 this form is the usual one")
     tensors = (torch.rand(each).to(dtype) for each in ((1, 3, 8), (1, 3, 8), (8,)))
-    taken, nodes = _taken_in(layer, *tensors)
+    taken, nodes = _fused(layer, *tensors)
     assert taken == count
     assert ("vmkv.norm_of_sum_" in nodes) == bool(count)
     assert ("vmkv.all_reduce_" in nodes) != bool(count), "each part is added once"
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
-def test_single_rows_lie_in_memory_before_they_are_added(num_tokens: int) -> None:
-    """The compiler's own products of one row would be written twice."""
+def test_a_product_of_one_token_is_fused_as_a_strided_view(num_tokens: int) -> None:
+    """Otherwise the compiler would write the product of one token twice."""
     product = torch.nn.Linear(8, 8, bias=False)
 
     def layer(hidden: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,13 +114,13 @@ def test_single_rows_lie_in_memory_before_they_are_added(num_tokens: int) -> Non
         return _usual(hidden, weight), hidden
 
     shape = 1, num_tokens, 8
-    taken, nodes = _taken_in(layer, torch.rand(shape), torch.rand(shape), torch.rand(8))
+    taken, nodes = _fused(layer, torch.rand(shape), torch.rand(shape), torch.rand(8))
     assert (taken, "as_strided" in nodes) == (1, num_tokens == 1)
 
 
 @pytest.mark.parametrize("what", ["part", "twice", "shape", "early"])
-def test_what_else_is_done_with_a_sum_hinders(what: str) -> None:
-    """The part, added up or not, is nobody's afterwards; and nobody may want the sum before."""
+def test_a_sum_with_another_use_is_not_fused(what: str) -> None:
+    """Other uses: of the part, a second reduction, another shape, a use before the norm."""
 
     def layer(part: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         part, residual = part * 2, residual[:, :1] if what == "shape" else residual
@@ -135,15 +135,15 @@ def test_what_else_is_done_with_a_sum_hinders(what: str) -> None:
         return _usual(hidden, weight), other
 
     tensors = torch.rand(1, 3, 8), torch.rand(1, 3, 8), torch.rand(8)
-    taken, nodes = _taken_in(layer, *tensors)
+    taken, nodes = _fused(layer, *tensors)
     assert (taken, nodes.count("vmkv.all_reduce_")) == (0, 2 if what == "twice" else 1)
 
 
 @pytest.mark.parametrize(
     "what", ["weight", "itself", "view", "input", "seen", "written", "epsilon", "another's"]
 )
-def test_what_the_operator_would_not_do_alike_hinders(what: str) -> None:
-    """Weights of each row, a residual in the part's own memory, a sum that is seen elsewhere."""
+def test_a_sum_that_the_operator_would_compute_differently_is_not_fused(what: str) -> None:
+    """For example a weight for each token, or a residual in the memory of the part."""
 
     def layer(part: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         product = part if what == "input" else part * 2
@@ -163,6 +163,6 @@ def test_what_the_operator_would_not_do_alike_hinders(what: str) -> None:
         return out, product + 1 if what == "seen" else hidden
 
     tensors = torch.rand(1, 3, 8), torch.rand(1, 3, 8), torch.rand(8)
-    taken, nodes = _taken_in(layer, *tensors)
+    taken, nodes = _fused(layer, *tensors)
     assert not taken
     assert any("all_reduce_" in each for each in nodes)

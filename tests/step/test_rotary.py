@@ -1,4 +1,4 @@
-"""Embeddings that compiled layers hand over: exactly those, and what becomes of them."""
+"""Rotary embeddings that traced layers leave to the attention operator: only the usual form."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _scaled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _as_models_do(x, cos, sin) * 2
 
 
-def _handed_over(layer: Callable[..., Tensor], *inputs: Tensor) -> tuple[int, list[str]]:
-    """In how many places a traced layer hands over, and of what it consists afterwards."""
+def _taken_out(layer: Callable[..., Tensor], *inputs: Tensor) -> tuple[int, list[str]]:
+    """Number of embeddings taken out of a traced layer, and the nodes of its graph afterwards."""
     counts: list[int] = []
     nodes: list[str] = []
 
@@ -79,10 +79,10 @@ def _handed_over(layer: Callable[..., Tensor], *inputs: Tensor) -> tuple[int, li
     ],
     ids=["plain", "keys", "backwards", "interleaved", "quarter", "scaled", "queries", "swapped"],
 )
-def test_only_the_usual_form_is_handed_over(
+def test_only_the_usual_form_of_rotary_embedding_is_taken_out(
     of_query: Callable[..., Tensor], of_key: Callable[..., Tensor], count: int
 ) -> None:
-    """Of queries and keys alike, by the same angles."""
+    """Queries and keys must have the same form and the same angles."""
     place = torch.tensor([2**40, 0])
 
     def layer(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -91,11 +91,11 @@ def test_only_the_usual_form_is_handed_over(
 
     query, key, value = torch.rand(1, 4, 5, 8), torch.rand(1, 2, 5, 8), torch.rand(1, 2, 5, 8)
     angles = torch.rand(1, 5, 8), torch.rand(1, 5, 8)
-    assert count == _handed_over(layer, query, key, value, *angles)[0]
+    assert count == _taken_out(layer, query, key, value, *angles)[0]
 
 
-def test_what_has_no_users_and_changes_its_argument_stays() -> None:
-    """Sums of ranks, for one, which some releases of torch take for dead code."""
+def test_an_in_place_call_without_users_stays_in_the_graph() -> None:
+    """Some releases of torch take the reduction over ranks for dead code."""
     place = torch.tensor([2**40, 0])
 
     def layer(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -104,13 +104,13 @@ def test_what_has_no_users_and_changes_its_argument_stays() -> None:
         return torch.ops.vmkv.attend_rows(*turned, key, place, None, 1.0, 0, 0.0)
 
     tensors = torch.rand(1, 4, 5, 8), torch.rand(1, 2, 5, 8), *torch.rand(2, 1, 5, 8)
-    count, nodes = _handed_over(layer, *tensors)
+    count, nodes = _taken_out(layer, *tensors)
     assert count
     assert ["vmkv.all_reduce_", "vmkv.attend_rows", "output"] == nodes
 
 
-def test_what_is_handed_over_is_turned_as_models_do() -> None:
-    """Bit by bit, where no kernel does it."""
+def test_turned_rotates_as_models_do() -> None:
+    """Bit by bit; `turned` is used where no kernel rotates."""
     x, cos, sin = torch.rand(1, 4, 5, 8), torch.rand(1, 5, 8), torch.rand(1, 5, 8)
     expected = _as_models_do(x, cos, sin)[0].transpose(0, 1)
     assert torch.equal(expected, graph_passes.turned(x[0].transpose(0, 1), cos[0], sin[0]))
@@ -119,8 +119,10 @@ def test_what_is_handed_over_is_turned_as_models_do() -> None:
 @pytest.mark.parametrize(
     ("name", "is_usual"), [("llama", True), ("qwen3", True), ("phi3", False), ("gpt_oss", False)]
 )
-def test_families(monkeypatch: pytest.MonkeyPatch, name: str, *, is_usual: bool) -> None:
-    """Those of the usual form hand over; all say what they say without a compiler."""
+def test_families_with_the_usual_rotary_embedding(
+    monkeypatch: pytest.MonkeyPatch, name: str, *, is_usual: bool
+) -> None:
+    """Only families of the usual form have embeddings taken out; all generate the same tokens."""
     counts: list[int] = []
     own = graph_passes.take_out_rotary
     monkeypatch.setattr(graph_passes, "take_out_rotary", lambda module: counts.append(own(module)))

@@ -1,7 +1,7 @@
-"""Which launches a step's attention is made of; what they compute is `test_stepper`'s question.
+"""Number of attention launches of a step; `test_stepper` tests what they compute.
 
-A kernel that mixes has all queries of a step in one launch, unless somebody decodes over a long
-row. On the host no backend does, so one of torch's is told to (`helpers/mixing.py`).
+A kernel that mixes takes all queries of a step in one launch, unless a sequence decodes over a
+long row. No host backend mixes, so `helpers/mixing.py` makes one of torch's kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCALE = DIM**-0.5
 
 @pytest.fixture
 def cache() -> Iterator[KVCache]:
-    """Of a layer that sees all and one that sees a window."""
+    """A cache of two layers, one of them with a sliding window."""
     with KVCache(HostBackend(4096), max_tokens=500, max_sequences=8) as cache:
         for layer, window in enumerate(LAYERS):
             cache.add_layers(
@@ -45,7 +45,7 @@ def cache() -> Iterator[KVCache]:
 def attended(
     cache: KVCache, backend: str, spans: list[tuple[int, int]]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What each of `(past, new)` tokens gets from both layers, and what exact arithmetic says."""
+    """Outputs of both layers for each `(past, new)` tokens, and the exact outputs."""
     rows = [cache.open() for _ in spans]
     cache.grow([(row, past + new) for row, (past, new) in zip(rows, spans, strict=True)])
     pieces = [
@@ -84,12 +84,12 @@ def attended(
 
 @pytest.mark.parametrize("longest", [16_384, 300])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_step_is_one_launch_or_one_for_each_kind(
+def test_a_step_has_one_launch_or_one_for_decode_and_one_for_prompts(
     cache: KVCache, backend: str, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All kinds of queries, alone and beside each other: exact, and in as few launches as may be.
+    """Every combination of queries gives exact outputs in the fewest launches.
 
-    Prompts that begin and that continue are one launch, as there is no kernel for the first here.
+    Prompts that begin and that continue share a launch: no host kernel is for beginnings only.
     """
     monkeypatch.setattr(row_attention, "_LONG_ROW_TOKENS", longest)
     kinds = {"short": (40, 1), "long": (400, 1), "begins": (0, 30), "continues": (33, 21)}
@@ -114,9 +114,7 @@ def test_a_step_is_one_launch_or_one_for_each_kind(
         assert watched.written == (len(expected) * len(LAYERS) if is_in_parts else 0), names
 
 
-def test_a_backend_of_a_user_needs_two_methods(cache: KVCache) -> None:
-    """It is asked for neither an over-read nor whether it mixes."""
-
+def test_a_backend_of_a_user_needs_only_why_not_and_attend(cache: KVCache) -> None:
     class Plain(AttentionBackend):
         name = "plain"
 

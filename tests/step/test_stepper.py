@@ -1,7 +1,7 @@
-"""Packed steps compute what the plain model computes of each sequence alone, in any mixture.
+"""Packed steps compute what the plain model computes for each sequence alone, in any mixture.
 
-Eagerly, and in the padded form that graphs have, which on the host runs uncaptured. Graphs have
-their tests in `tests/serve/test_runner_gpu.py` and `tests/hf/test_ragged_logits.py`.
+Eagerly, and in the padded form that graphs have, which runs uncaptured on the host. Captured graphs
+are tested in `tests/serve/test_runner_gpu.py` and `tests/hf/test_ragged_logits.py`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ EAGER_AND_PADDED = pytest.mark.parametrize("padded_tokens", [0, 256], ids=["eage
 
 @dataclass
 class Place:
-    """A stepper with the cache it works on."""
+    """A stepper with its model and its cache."""
 
     model: Any
     cache: KVCache
     stepper: Stepper
 
     def run(self, spans: list[tuple[int, Sequence, list[int], int]]) -> dict[int, torch.Tensor]:
-        """Run `tokens[past:]` of each (slot, row, tokens, past); the logits in each slot."""
+        """Run `tokens[past:]` of each (slot, row, tokens, past); return the logits by slot."""
         self.cache.grow([(row, len(tokens)) for _, row, tokens, _ in spans])
         pieces = [
             Piece(slot, row.row, past, len(tokens) - past, tokens[past:])
@@ -53,14 +53,14 @@ class Place:
         }
 
     def plain(self, tokens: list[int]) -> torch.Tensor:
-        """What the model says after `tokens`, without a cache."""
+        """Logits of the model after `tokens`, without a cache."""
         with torch.no_grad():
             return self.model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
 
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Place]]:
-    """Makes steppers over the rows of tiny models."""
+    """Make steppers over the rows of tiny models."""
     with contextlib.ExitStack() as stack:
 
         def place(
@@ -115,7 +115,7 @@ def test_any_mixture_of_pieces_computes_what_each_row_computes_alone(
 
 
 class _WatchedHead:
-    """A head whose parts are all there is, for who looks on."""
+    """A head over the whole vocabulary that records the number of rows it puts together."""
 
     num_columns = VOCABULARY
 
@@ -135,10 +135,10 @@ class _WatchedHead:
 
 @pytest.mark.parametrize("samples", [(True, True, True), (False, True, False), (False, True, True)])
 @pytest.mark.parametrize("count", [1, 4])
-def test_parts_are_put_together_for_who_asks(
+def test_logits_are_put_together_when_they_are_read(
     make: Callable[..., Place], count: int, samples: tuple[bool, ...]
 ) -> None:
-    """Once, and not of rows that nobody wants; a head's likeliest tokens are the step's."""
+    """Only once and only for the rows that sample; the step's tokens are the head's `likeliest`."""
     place, head = make(), _WatchedHead()
     place.stepper.make_graphs(VOCABULARY, torch.float32, 64, head=head)
     rows = [place.cache.open() for _ in range(3)]
@@ -164,7 +164,7 @@ def test_parts_are_put_together_for_who_asks(
 def test_logits_come_for_the_pieces_that_sample(
     make: Callable[..., Place], padded_tokens: int
 ) -> None:
-    """In the packed order; a step in which nobody samples has none, and so has an empty one."""
+    """In the packed order; a step without sampling pieces has none, nor has an empty step."""
     place = make(padded_tokens=padded_tokens)
     rows = [place.cache.open() for _ in range(3)]
     text = _tokens(10, 0)
@@ -188,8 +188,9 @@ def test_logits_come_for_the_pieces_that_sample(
 
 
 @EAGER_AND_PADDED
-def test_a_token_may_wait_in_its_slot(make: Callable[..., Place], padded_tokens: int) -> None:
-    """A piece without tokens takes the one that its slot holds."""
+def test_a_piece_without_tokens_takes_the_last_token_of_its_slot(
+    make: Callable[..., Place], padded_tokens: int
+) -> None:
     place = make(padded_tokens=padded_tokens)
     rows = [place.cache.open() for _ in range(2)]
     texts = [_tokens(5, 0), _tokens(9, 1)]
@@ -199,18 +200,18 @@ def test_a_token_may_wait_in_its_slot(make: Callable[..., Place], padded_tokens:
     step = place.stepper.run(
         [
             Piece(0, rows[0].row, 4, 1, None),
-            Piece(1, rows[1].row, 8, 1, texts[1][-1:]),  # From the host, beside it.
+            Piece(1, rows[1].row, 8, 1, texts[1][-1:]),  # Its token comes from the host.
         ]
     )
     for text, logits in zip(texts, step.logits, strict=True):
         torch.testing.assert_close(logits, place.plain(text), atol=1e-4, rtol=1e-4)
 
 
-# ---- captures where they pay --------------------------------------------------------------------
+# ---- captures of frequent sizes -----------------------------------------------------------------
 
 
 def _begun(place: Place, num_rows: int) -> tuple[list[Sequence], list[list[int]]]:
-    """Rows with seven tokens each of texts; from now on steps are captured where that pays."""
+    """Rows with seven tokens each, and their texts; from now on frequent sizes are captured."""
     rows = [place.cache.open() for _ in range(num_rows)]
     texts = [_tokens(60, seed) for seed in range(num_rows)]
     place.run([(at, row, texts[at][:7], 0) for at, row in enumerate(rows)])
@@ -219,7 +220,7 @@ def _begun(place: Place, num_rows: int) -> tuple[list[Sequence], list[list[int]]
 
 
 def _decode(place: Place, rows: list[Sequence], texts: list[list[int]], num_steps: int) -> None:
-    """Steps of one token for each row, which must say what the plain model says."""
+    """Run steps of one token for each row and compare the logits with the plain model."""
     for _ in range(num_steps):
         spans = []
         for at, row in enumerate(rows):
@@ -232,15 +233,13 @@ def _decode(place: Place, rows: list[Sequence], texts: list[list[int]], num_step
 
 @pytest.fixture
 def can_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device with graphs: here the padded steps run uncaptured."""
+    """Let the stepper capture as on a device with graphs; the padded steps run uncaptured."""
     monkeypatch.setattr(Stepper, "can_capture", True)
     monkeypatch.setattr(proof, "refusing_waits", contextlib.nullcontext)
 
 
-def test_a_size_that_comes_again_and_again_is_captured(
-    make: Callable[..., Place], can_capture: None
-) -> None:
-    """The third time; others go on eagerly, and close gives the row for padding back."""
+def test_a_size_is_captured_the_third_time(make: Callable[..., Place], can_capture: None) -> None:
+    """Other sizes run eagerly, and `close` returns the row for padding."""
     place = make()
     rows, texts = _begun(place, 4)
     _decode(place, rows, texts, 2)
@@ -249,7 +248,7 @@ def test_a_size_that_comes_again_and_again_is_captured(
     assert () == tuple(graphs.captured)
     _decode(place, rows, texts, 1)
     assert [4] == [width for width, _ in graphs.captured]
-    _decode(place, rows[:3], texts, 1)  # Fits the same one.
+    _decode(place, rows[:3], texts, 1)  # Fits the graph for 4.
     assert 1 == len(graphs.captured)
     _decode(place, rows[:1], texts, 2)
     assert [4] == [width for width, _ in graphs.captured]
@@ -261,10 +260,10 @@ def test_a_size_that_comes_again_and_again_is_captured(
     assert 4 == place.cache.stats().num_sequences
 
 
-def test_what_cannot_be_captured_goes_on_eagerly(
+def test_after_a_failed_capture_steps_run_eagerly(
     make: Callable[..., Place], can_capture: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is tried once."""
+    """The capture is tried only once."""
     place = make()
     rows, texts = _begun(place, 2)
     _decode(place, rows, texts, 1)
@@ -285,7 +284,7 @@ def test_what_cannot_be_captured_goes_on_eagerly(
 def test_without_a_row_for_padding_nothing_is_captured(
     make: Callable[..., Place], can_capture: None
 ) -> None:
-    """All rows are live: steps run eagerly, and say the same."""
+    """All rows are live, so steps run eagerly."""
     place = make(num_rows=2)
     rows, texts = _begun(place, 2)
     _decode(place, rows, texts, 6)
@@ -293,9 +292,11 @@ def test_without_a_row_for_padding_nothing_is_captured(
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss"])
-def test_generation_says_the_same_through_captured_steps(name: str, can_capture: None) -> None:
-    """Rows end at different times, so that widths shrink on the way."""
-    model = copy.deepcopy(tiny_model(name))  # One that has not proven itself.
+def test_generation_through_captured_steps_gives_the_same_tokens(
+    name: str, can_capture: None
+) -> None:
+    """Rows end at different times, so the batch shrinks."""
+    model = copy.deepcopy(tiny_model(name))  # A copy that is not proven yet.
     prompts = [_tokens(count, seed) for seed, count in enumerate((13, 1, 30, 4, 9))]
     options: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}
     expected = []
@@ -319,11 +320,10 @@ def test_generation_says_the_same_through_captured_steps(name: str, can_capture:
             cache.check()
 
 
-# ---- what is refused, and how pieces are packed -------------------------------------------------
+# ---- refusals, and the order of pieces ----------------------------------------------------------
 
 
 def test_a_cache_without_layers_is_refused() -> None:
-    """There is nothing to attend to."""
     with (
         KVCache("host", max_tokens=20, max_sequences=2) as empty,
         pytest.raises(ConfigError, match="no layers"),
@@ -331,8 +331,8 @@ def test_a_cache_without_layers_is_refused() -> None:
         Stepper(tiny_model("llama"), [empty], SLOTS)
 
 
-def test_pieces_are_packed_by_what_they_do() -> None:
-    """Those that decode, those that begin, those that continue; else in the order they came."""
+def test_pieces_are_packed_by_kind() -> None:
+    """Decoding pieces, then beginnings, then continued prompts; each kind in the given order."""
     pieces = [
         Piece(0, 0, 5, 2, [3, 4]),
         Piece(1, 1, 0, 1, [3]),
