@@ -296,7 +296,7 @@ def test_seeded_samples_repeat(served) -> None:
 def test_a_step_never_waits_for_the_device(served) -> None:
     """Neither with prompts nor in decoding, greedy or sampled; only `result` waits."""
     drawn = SamplingParams(temperature=1.0, seed=0, top_p=0.9, frequency_penalty=0.1)
-    served.say(PROMPTS, drawn, 3)  # Initialises what is initialised at first use.
+    served.say(PROMPTS, drawn, 3)  # Triggers initialisations at first use.
     row = served.cache.open()
     served.cache.grow([(row, 300)])
     ids = prompt(256)
