@@ -51,7 +51,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class PaddedGeometry(Geometry):
-    """Token rows with some bytes behind them, so that their stride is no power of two."""
+    """Token rows with padding, so that their stride is no power of two."""
 
     pad_bytes: int = 0
 
@@ -68,7 +68,7 @@ class Layout:
     Attributes:
         name: How results name it.
         inputs: `(keys, values)` of each chosen layer: rows `[rows, tokens, H, D]`, or blocks.
-        rows: Which row each sequence lies in; None for block tables.
+        rows: The row of each sequence; None for block tables.
         block_table: `[B, blocks] int32`, or None.
         owners: What must be closed when the layout is done with.
     """
@@ -90,7 +90,7 @@ class VirtualRows:
     """One layer group's rows in virtual memory, mapped page by page in a shuffled order.
 
     Args:
-        backend: Whose memory.
+        backend: Allocates the memory.
         geometry: Layers, heads and rows of the group.
         dtype: Element type.
         mapped_tokens: How many tokens of each row to map.
@@ -216,7 +216,7 @@ def dense_interleaved(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Layout:
-    """One ordinary tensor of all layers, token by token: what vmkv's rows are, without vmkv."""
+    """One ordinary tensor with the layout of vmkv's rows: all layers of a token side by side."""
     size = (len(num_tokens), max(num_tokens), shape.layers, 2, shape.kv_heads, shape.dim)
     whole = torch.empty(size, dtype=dtype, device=device)
     layers = shape.chosen_layers(num_inputs)

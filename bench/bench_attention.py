@@ -262,7 +262,7 @@ def run_case(shape: ModelShape, case: Case, kernels: list[str], vm_backend) -> l
         samples: dict[str, list[float]] = {name: [] for name in timers}
         rng, names = random.Random(0), list(timers)
         for _ in range(PREFILL_REPEATS if case.phase == "prefill" else REPEATS):
-            # In ever another order, so that none always follows the one that lets the clock rise.
+            # In random order, so that no layout always follows one that lets the clock rise.
             rng.shuffle(names)
             for name in names:
                 samples[name].append(timers[name].measure())
@@ -281,7 +281,7 @@ def run_case(shape: ModelShape, case: Case, kernels: list[str], vm_backend) -> l
 
 
 def figures(results: list[Row]) -> list[Figure]:
-    """The few numbers that the prediction is about; those that were not measured are absent."""
+    """The figures of the prediction; those that were not measured are absent."""
     found = []
 
     def worst(phase: str, layout: str, name: str, label: str, bound: float | None) -> None:

@@ -76,7 +76,7 @@ SMOKE = Case(2, 2, 24, 6, "sdpa")
 
 
 class Watch:
-    """Stands before a cache's `reorder_cache`, and looks at the cache after every 16th call."""
+    """Wraps a cache's `reorder_cache`, and measures the cache after every 16th call."""
 
     def __init__(self, cache: Any):
         self.held_bytes: list[int] = []
@@ -92,7 +92,7 @@ class Watch:
         self.marks.append(mark())
 
     def look(self) -> None:
-        """Note what keys and values hold now."""
+        """Record the memory of keys and values."""
         if isinstance(self._cache, VMKVCache):
             self.held_bytes.append(self._cache.stats().resident_bytes)
         else:
@@ -102,7 +102,7 @@ class Watch:
 
 @torch.inference_mode()
 def run(model: LlamaForCausalLM, case: Case, cache_name: str) -> Row:
-    """Search once; what it took."""
+    """Search once; a row with time and memory."""
     reset_memory()
     reserved_before = reserved_bytes()
     ids = random_prompts(model, case.num_prompts, case.prompt_tokens)
@@ -161,7 +161,7 @@ def measure(model: LlamaForCausalLM, case: Case, rounds: int) -> list[Row]:
 
 
 def promised(case: Case, rows: Sequence[Row]) -> list[Figure]:
-    """Memory and time of the search, and the peak, which sharing comes too late for."""
+    """Memory and time of the search, and the peak, which precedes sharing."""
     ours, theirs = rows
     search = f"{case.name}, prompts of {case.prompt_tokens:,}, {case.new_tokens} new tokens"
     memory = f"keys and values from the first reordering on, of DynamicCache's ({search})"

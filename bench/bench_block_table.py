@@ -90,7 +90,7 @@ def grow_way(
     the same for any length and size.
 
     Args:
-        lengths: Only their number matters, and how they are staggered.
+        lengths: Lengths of sequences; only their number and their offsets matter.
         num_steps: How far they grow.
         page_tokens: Tokens that a page holds.
         is_resident: Whether all pages are mapped already.
@@ -152,7 +152,7 @@ def run(
 
 
 def promised(rows: Sequence[Row], num_sequences: int) -> list[Figure]:
-    """Each way at the promised batch, in its worst length."""
+    """The time of each way at the predicted batch size, for the worst length."""
     figures = []
     rows = [row for row in rows if row["num_sequences"] == num_sequences]
     rivals = {row["past_tokens"]: row["step_us"] for row in rows if row["way"] == RIVAL}

@@ -37,10 +37,10 @@ from harness import ROOT, Bench, Figure, Row, seconds_of
 from models import llama_config, make_model
 
 CHAT_S = 15.0
-#: What counts as equal, where the older checkout's own rounds vary less.
+#: Relative difference that counts as equal, unless the older checkout's rounds differ by more.
 EQUAL = 0.03
 CHAT_KEYS = ("ttft_p50_ms", "tpot_p50_ms", "tpot_p99_ms")
-# Engines run in checkouts whose benches are others, so they import none of them.
+# Engines run in checkouts whose benches differ, so they import no bench.
 
 # ---- engines ----------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ def chat_rows(roots: dict[str, Path], options: argparse.Namespace) -> Iterator[R
 
 
 def figures_of(rows: Sequence[Row]) -> list[Figure]:
-    """Medians of this checkout, of those of the older one."""
+    """Medians of this checkout relative to those of the older one."""
     taken: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in rows:
         for key in ("seconds", *CHAT_KEYS):

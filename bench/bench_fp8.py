@@ -68,9 +68,9 @@ class Case:
         num_sequences: Sequences that decode.
         num_tokens: Tokens of a sequence.
         new_tokens: Decoded tokens.
-        repeats: Of an operation.
-        budget_bytes: For `fit`, and for what is moved.
-        page_bytes: Of the host's backend.
+        repeats: Repeats of an operation.
+        budget_bytes: Budget for `fit`, and for moving sequences.
+        page_bytes: Page size of the host's backend.
         smoke: Whether it is a small run on the host.
     """
 
@@ -144,7 +144,7 @@ class Subject:
         options = {"max_tokens": 2 * case.num_tokens, "max_sequences": 8}
         self.cache = open_cache(pool, case.shape, DTYPES[name], **options)
         self.tokens = list(range(case.num_tokens))
-        # As the engine has it when it looks: packed when it was asked.
+        # Packed in advance, as the engine does when a request is added.
         self.prompt = packed_prompt((*self.tokens, 1), None, case.num_tokens)
         self.source = self.cache.open()
         self.source.append(case.num_tokens)
@@ -155,14 +155,14 @@ class Subject:
         return self._opened(self.source.fork)[0]
 
     def prefix_hit(self) -> float:
-        """Seconds until a prompt has found its beginning in a live row."""
+        """Seconds to open a sequence whose prefix is in a live row."""
         seconds, num_cached = self._opened(lambda: self.cache.open(prompt=self.prompt))
         if num_cached < len(self.tokens) - 16:
             raise AssertionError(f"{num_cached} tokens were found")
         return seconds
 
     def _opened(self, work: Callable[[], vmkv.Sequence]) -> tuple[float, int]:
-        """Seconds of `work`, and the cached tokens of the sequence that it made."""
+        """Seconds of `work`, and the cached tokens of the sequence that it returns."""
         made: list[vmkv.Sequence] = []
         seconds = seconds_of(lambda: made.append(work()))
         num_cached = made[0].num_cached_tokens
@@ -175,7 +175,7 @@ class Subject:
         return seconds_of(self.source.swap_out)
 
     def swap_in(self) -> float:
-        """Seconds until it is back; always after `swap_out`."""
+        """Seconds until the sequence is on the device; always after `swap_out`."""
         return seconds_of(self.source.swap_in)
 
 
@@ -224,7 +224,7 @@ def fitting(case: Case) -> list[Row]:
             cache.keep_resident(get("flash3").overread_tokens(spec))
         count = 0
         try:
-            for count in itertools.count():  # noqa: B007  # how many there are is what is asked
+            for count in itertools.count():  # noqa: B007  # counts the sequences that fit
                 cache.open().append(case.num_tokens)
         except OutOfPagesError:
             pass

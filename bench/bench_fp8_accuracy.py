@@ -76,7 +76,7 @@ class Judge:
         self.count = 0
 
     def add(self, logits: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor) -> None:
-        """Logits of some positions, `[n, vocabulary]` both, and the tokens that follow them."""
+        """Add logits of some positions, `[n, vocabulary]` both, and the tokens that follow them."""
         ours, theirs = logits.float().log_softmax(-1), reference.float().log_softmax(-1)
         self.divergence += float((theirs.exp() * (theirs - ours)).sum())
         self.agreed += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
@@ -85,7 +85,7 @@ class Judge:
 
     @property
     def perplexity(self) -> float:
-        """Of the text."""
+        """Perplexity of the text."""
         return math.exp(self.nats / self.count)
 
 
@@ -93,7 +93,7 @@ class Judge:
 def judge(
     models: dict[str, Any], caches: dict[str, VMKVCache], tokens: torch.Tensor, chunk_tokens: int
 ) -> dict[str, Judge]:
-    """Each format over one text `[1, T]`; the first is what others are compared with."""
+    """Compare formats over one text `[1, T]`; the first one is the reference."""
     judges = {name: Judge() for name in caches}
     last = tokens.shape[1] - 1
     for start in range(0, last, chunk_tokens):

@@ -87,12 +87,12 @@ def lognormal(rng: random.Random, mean: float, sigma: float) -> int:
 
 
 class Rows:
-    """A real cache, which says what a sequence holds.
+    """A real cache, to measure the bytes of a sequence.
 
     Args:
         shape: The scaled model.
-        max_tokens: Of a sequence.
-        overread_tokens: What a kernel may read past the end.
+        max_tokens: Longest sequence.
+        overread_tokens: Tokens that a kernel may read past the end.
     """
 
     def __init__(self, shape: CacheShape, max_tokens: int, overread_tokens: int = 0):
@@ -104,12 +104,12 @@ class Rows:
         self._held: dict[Snapshot, int] = {}
 
     def held_bytes(self, drawn: Snapshot) -> int:
-        """Bytes of a row whose prompt came at once and the rest token by token, unscaled."""
+        """Bytes of a row after a prompt in one piece and single tokens, unscaled."""
         if drawn not in self._held:
             sequence = self.cache.open()
             sequence.append(drawn.prompt_tokens)
             while sequence.num_tokens < drawn.num_tokens:
-                # Tokens that fit into mapped memory change nothing, so they come together.
+                # Tokens that fit into mapped memory change nothing, so they are appended together.
                 resident_bytes = self.cache.stats().resident_bytes
                 mapped = resident_bytes // self._token_bytes - self.cache.overread_tokens
                 end = min(drawn.num_tokens, max(mapped, sequence.num_tokens + 1))
@@ -181,7 +181,7 @@ def allocators(shape: CacheShape, trace: Trace) -> dict[str, Callable[[list], By
 def how_many_fit(
     sequences: Sequence[Snapshot], held_by: Callable[[list], Bytes], budget_bytes: int
 ) -> int:
-    """The longest beginning of the list that the budget holds; memory only rises along it."""
+    """The number of leading sequences that fit the budget; memory only rises along the list."""
 
     def fits(count: int) -> bool:
         return held_by(sequences[:count])[1] <= budget_bytes
@@ -219,7 +219,7 @@ def run(shape: CacheShape, trace: Trace, budget_bytes: int, num_seeds: int) -> l
 
 
 def promised(rows: Sequence[Row]) -> list[Figure]:
-    """Ours against the block table and the padded batch, in the worst trace of each shape."""
+    """Sequences relative to a block table and a padded batch, in the worst trace of each shape."""
     count = {(row["shape"], row["trace"], row["allocator"]): row["num_sequences"] for row in rows}
     figures = []
     for shape in dict.fromkeys(row["shape"] for row in rows):

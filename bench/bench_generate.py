@@ -93,7 +93,7 @@ def make_cache(name: str, model: LlamaForCausalLM, num_tokens: int) -> Any:
 
 
 def mark() -> Any:
-    """A mark in time: a CUDA event where there is a GPU, which does not stop it."""
+    """The current time; on a GPU, a CUDA event, which does not synchronise."""
     if not HAS_GPU:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -111,7 +111,7 @@ def step_times_ms(at: list) -> list[float]:
 
 @torch.inference_mode()
 def run(model: LlamaForCausalLM, case: Case, cache_name: str, chunk: int, steps: int) -> Row:
-    """One prefill and `steps` decode steps; what they took."""
+    """One prefill and `steps` decode steps; a row with times and memory."""
     reset_memory()
     reserved_before, free_before = reserved_bytes(), free_device_bytes()
     ids = random_prompts(model, case.batch, case.prompt_tokens)
@@ -165,7 +165,7 @@ def run_case(model: LlamaForCausalLM, case: Case, chunk: int, steps: int) -> lis
             continue
         try:
             runs[name].append(run(model, case, name, chunk, steps))
-        except torch.OutOfMemoryError as error:  # DynamicCache at 32 x 8,192 is near it
+        except torch.OutOfMemoryError as error:  # possible for DynamicCache at 32 x 8,192
             failures[name] = str(error).partition(".")[0]
 
     kv_bytes = case.batch * (case.prompt_tokens + steps) * token_bytes_of(model.config)

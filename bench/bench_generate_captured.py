@@ -80,14 +80,14 @@ EAGER = Way("VMKVCache", is_ours=True, is_eager=True)
 CAPTURED = Way("VMKVCache, captured", is_ours=True, captures=True)
 COMPILED = Way("VMKVCache, captured and compiled", is_ours=True, captures=True, compiles=True)
 CHUNKED = Way("VMKVCache, captured, prompt in chunks", True, captures=True, chunk_tokens=128)
-#: In this order, so that a run that is cut short has what matters most.
+#: The most important ways first, in case the run is cut short.
 WAYS = (CAPTURED, STATIC, CHUNKED, COMPILED, EAGER, DYNAMIC)
 MEMORY_RULE = 1.15
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a run."""
+    """Sizes of a run."""
 
     batches: tuple[int, ...] = (1, 8)
     prompt_tokens: int = 2048
@@ -100,14 +100,14 @@ SMOKE = Sizes((1, 2), 24, 9, 5, "eager")
 
 
 class Steps(StoppingCriteria):
-    """Notes when each token was chosen, and what memory it took to get there; stops nothing.
+    """Stopping criterion that records time and peak memory of each token, and never stops.
 
     Args:
         cache: A cache whose memory is not torch's, or None.
 
     Attributes:
-        at_s: When each token was chosen.
-        peak_bytes: The most that torch's memory and the cache's have come to together.
+        at_s: Time at which each token was chosen.
+        peak_bytes: Peak of torch's memory and the cache's together.
     """
 
     def __init__(self, cache: VMKVCache | None) -> None:
@@ -124,7 +124,7 @@ class Steps(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def look(self) -> None:
-        """Count torch's peak since the last look, and what the cache has come to."""
+        """Record torch's peak since the last call, plus the cache's memory."""
         pool_bytes = 0 if self._cache is None else created_bytes(self._cache)
         self.peak_bytes = max(self.peak_bytes, reserved_bytes(peak=True) + pool_bytes)
         if HAS_GPU:
@@ -132,7 +132,7 @@ class Steps(StoppingCriteria):
 
 
 def clean(model: LlamaForCausalLM) -> None:
-    """Drop what the way before has left: compiled code and graphs.
+    """Drop compiled code and graphs of the previous way.
 
     The model runs once, because torch's first product takes a workspace that it keeps.
     """

@@ -23,7 +23,7 @@ they come from elsewhere. A gap is the time between two events of one stream, as
 the longest of a window is compared with that of its neighbour, and the median over the pairs is the
 figure. `/health` is asked every 50 ms, on a connection of its own each time; the figure is over all
 windows. A hang is a request that has not ended 90 s after it began, or a stream that breaks. Memory
-is the server's resident set after a window, with nobody but the honest connected. The machine has
+is the server's resident set after a window, with only honest clients connected. The machine has
 two cores, and others work on it: `load` is its load average after a window.
 
 Not measured. A GPU, whose steps leave the interpreter alone for longer; a network; more requests
@@ -59,7 +59,7 @@ NUM_PAIRS = 10
 NUM_HOSTILE = 100  # In each window.
 CONCURRENCY = 24
 HEALTH_INTERVAL_S = 0.05
-SETTLING_S = 3.0  # For what hostile clients have begun and nobody will read.
+SETTLING_S = 3.0  # For requests that hostile clients have abandoned.
 END_S = 60.0
 
 
@@ -111,7 +111,7 @@ def environment() -> dict[str, str]:
 
 @dataclass
 class Window:
-    """What honest clients saw in a while."""
+    """Measurements of honest clients in one window."""
 
     gaps_s: list[float] = field(default_factory=list)
     health_s: list[float] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Window:
 
 
 class Honest:
-    """Eight streams, and somebody who asks for the server's health; all of them all the time."""
+    """Eight clients that stream and one that asks for the server's health, in a loop."""
 
     def __init__(self, target: Target, new_tokens: int = NEW_TOKENS):
         self._target = target
@@ -132,12 +132,12 @@ class Honest:
         self._tasks: list[asyncio.Task[None]] = []
 
     def begin(self) -> None:
-        """Come."""
+        """Start the clients."""
         self._tasks = [asyncio.create_task(self._stream(at)) for at in range(NUM_HONEST)]
         self._tasks.append(asyncio.create_task(self._ask_health()))
 
     async def end(self) -> None:
-        """Finish what was begun, and go."""
+        """Let the clients finish their streams, and stop."""
         self._is_over = True
         await asyncio.gather(*self._tasks)
 
@@ -158,7 +158,7 @@ class Honest:
             self.num_broken += not whole
 
     async def _read(self, connection: Any) -> bool:
-        """Read a stream to its end; whether it has one."""
+        """Read a stream to its end; return whether it was complete."""
         last_s = 0.0
         ends = b'"finish_reason":"length"'
         has_ended = False
@@ -209,7 +209,7 @@ class Attackers:
         return self
 
     async def run(self) -> dict[str, Any]:
-        """What they have done, when all are done."""
+        """Run the hostile clients; return their outcomes."""
         told, _ = await self._child.communicate(b"go\n")
         return json.loads(told)
 
@@ -226,7 +226,7 @@ async def measure(
     settling_s: float = SETTLING_S,
     new_tokens: int = NEW_TOKENS,
 ) -> tuple[list[Row], list[float], Row]:
-    """Windows with and without hostile clients, how long `/health` took, and what is left."""
+    """Windows with and without hostile clients, times of `/health`, and leftovers."""
     honest = Honest(server.target, new_tokens)
     honest.begin()
     await asyncio.sleep(settling_s)
@@ -266,7 +266,7 @@ async def measure(
 
 
 def row_of(pair: int, condition: str, window: Window, seconds: float) -> Row:
-    """A window as a row."""
+    """The row of a window."""
     health = sorted(window.health_s)
     return {
         "pair": pair,
@@ -285,12 +285,12 @@ def row_of(pair: int, condition: str, window: Window, seconds: float) -> Row:
 
 
 def quantile(ordered: list[float], share: float) -> float:
-    """The value that so many are at most."""
+    """The value that `share` of the values do not exceed."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def figures_of(rows: list[Row], health_s: list[float], left: Row) -> list[Figure]:
-    """What was promised."""
+    """The promised figures."""
     hostile, alone = rows[::2], rows[1::2]
     ratios = [
         with_["gap_longest_ms"] / without["gap_longest_ms"]

@@ -27,9 +27,9 @@ request was due. TTFT is the time to the first event with text, TPOT that betwee
 last over the tokens between; a gap is the longest time between two events of a request. `engine`:
 the same arrivals into `Engine.add` between two steps, in this process, without HTTP; its rows also
 say what its steps were like. `quarter`: the same with 24 GiB, of four times as many, for 512 at
-once, so that memory of those who have ended has to make room. Misbehaving: 200 streams by
-themselves, and again with two clients that nobody likes: one never reads its answer, one begins an
-answer every second and leaves.
+once, so that memory of ended requests must be evicted. Misbehaving: 200 streams by themselves, and
+again with two misbehaving clients: one never reads its answer, one begins an answer every second
+and leaves.
 
 Rivals. vLLM 0.26.0's `vllm.entrypoints.openai.api_server` as it comes, where it can be imported
 (`--vllm-path` names its folders).
@@ -82,7 +82,7 @@ SERVERS = {"vmkv": VMKV, "vllm": VLLM, "engine": ENGINE, "quarter": QUARTER}
 
 
 def chat(rate_per_s: float, seconds: float) -> Load:
-    """A chat's requests for so long."""
+    """The load of a chat."""
     name = f"chat {rate_per_s:g}/s"
     return Load(name, rate_per_s, max(1, round(rate_per_s * seconds)), 120_000)
 
@@ -102,7 +102,7 @@ ENGINE_LOADS = {ENGINE: ("chat24",), QUARTER: ("burst",)}
 
 
 def smoke_loads() -> dict[str, Load]:
-    """The same, tiny."""
+    """Tiny versions of the loads."""
     small = Load("", 0, 6, 128, (4, 8, 24), (2, 4, 8), lead_s=0.2)
     return {
         "chat24": replace(small, name="chat 24/s", rate_per_s=24),
@@ -157,14 +157,14 @@ def make_tokenizer(vocab_size: int) -> Any:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free TCP port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def command_of(server: str, folder: Path, port: int, *, smoke: bool) -> list[str]:
-    """How a server is started, with what both are told."""
+    """The command that starts a server, with the options that both have."""
     tokens = str(512 if smoke else MAX_TOKENS)
     sequences = str(8 if smoke else MAX_NUM_SEQS)
     if server == VMKV:
@@ -204,7 +204,7 @@ def serving(
     smoke: bool,
     told: Sequence[str] = (),
 ) -> Iterator[str]:
-    """A server while this lasts; its address. What it says is in `logs`; `told` are options."""
+    """Run a server and yield its address; its output goes to `logs`, `told` are further options."""
     port = free_port()
     log = logs / f"{server}-{port}.log"
     start = time.perf_counter()
@@ -242,7 +242,7 @@ def await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     while time.monotonic() < end and process.poll() is None:
         try:
             urllib.request.urlopen(f"{url}/health", timeout=5).close()
-        except OSError:  # Nobody listens, or a status that is none of 200.
+        except OSError:  # Not listening yet, or not healthy.
             time.sleep(0.2)
         else:
             return
@@ -250,7 +250,7 @@ def await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def apply(load: Load, url: str) -> list[Timing]:
-    """Have processes without anything else in them put a load on a server."""
+    """Put a load on a server, from processes that do nothing else."""
     done = subprocess.run(
         [sys.executable, str(HERE / "live_load.py"), url, MODEL],
         input=json.dumps(asdict(load)),
@@ -267,7 +267,7 @@ def apply(load: Load, url: str) -> list[Timing]:
 
 @dataclass
 class Steps:
-    """Keeps what every step was like."""
+    """Observer that keeps the records of all steps."""
 
     records: list[StepRecord] = field(default_factory=list)
 
@@ -277,7 +277,7 @@ class Steps:
             self.records.append(event)
 
     def row(self) -> Row:
-        """What they were like, with and without prompts."""
+        """Statistics of steps with and without prompts."""
         mixed = [each for each in self.records if each.num_prefill_tokens]
         decode = [each for each in self.records if not each.num_prefill_tokens]
         tokens = [each.num_prefill_tokens for each in mixed]
@@ -300,14 +300,14 @@ class Steps:
 
 
 class Pauses:
-    """How long the collector of garbage has stopped this process."""
+    """The longest pause of this process by garbage collection."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
         self._start_s = 0.0
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
-        """As `gc.callbacks` want it."""
+        """Callback for `gc.callbacks`."""
         now_s = time.perf_counter()
         if phase == "start":
             self._start_s = now_s
@@ -316,7 +316,7 @@ class Pauses:
 
 
 def serve_alone(engine: Engine, load: Load) -> list[Timing]:
-    """The load's arrivals between the steps of an engine, without a server."""
+    """Serve a load without a server: its requests are added between the steps of an engine."""
     arrivals = load.arrivals()
     timings = [Timing(each.due_s) for each in arrivals]
     theirs: dict[Any, Timing] = {}
@@ -341,7 +341,7 @@ def serve_alone(engine: Engine, load: Load) -> list[Timing]:
             handle = engine.add(arrivals[at].prompt, params)
             timings[at].sent_s, theirs[handle] = now_s, timings[at]
             at += 1
-        # As `EngineLoop` does: who comes while a step runs is to be in the next one.
+        # As `EngineLoop` does: a request that arrives during a step joins the next one.
         spare_s = engine.loop.spare_s if engine.has_unfinished else math.inf
         if not spare_s:
             engine.step()
@@ -352,7 +352,7 @@ def serve_alone(engine: Engine, load: Load) -> list[Timing]:
 
 
 def engine_rows(server: str, folder: Path, loads: Iterable[Load], *, smoke: bool) -> Iterator[Row]:
-    """The engine that `vmkv serve` would make, and what its steps were like."""
+    """The engine that `vmkv serve` would make: its latencies and its steps."""
     from vmkv.cli.main import make_parser
     from vmkv.cli.models import load_model
     from vmkv.cli.serve import make_engine
@@ -377,23 +377,23 @@ def engine_rows(server: str, folder: Path, loads: Iterable[Load], *, smoke: bool
         gc.callbacks.remove(pauses)
 
 
-# ---- what came of it --------------------------------------------------------------------------
+# ---- results ----------------------------------------------------------------------------------
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The value that `share` of them do not exceed; None of none."""
+    """The value that `share` of the values do not exceed; None for an empty list."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
 
 
 def milliseconds(times_s: Sequence[float], share: float) -> float | None:
-    """Likewise, of seconds."""
+    """Likewise, for seconds."""
     found = percentile(times_s, share)
     return None if found is None else 1e3 * found
 
 
 def row_of(load: Load, server: str, timings: Sequence[Timing]) -> Row:
-    """What a load's clients felt."""
+    """The latencies of a load's clients."""
     good = [each for each in timings if not each.error and each.first_s is not None]
     for error in sorted({each.error for each in timings if each.error})[:3]:
         print(f"{server}, {load.name}: {error}", file=sys.stderr)
@@ -424,7 +424,7 @@ def row_of(load: Load, server: str, timings: Sequence[Timing]) -> Row:
 
 
 def figures_of(rows: Sequence[Row]) -> list[Figure]:
-    """What was promised: nothing is slower than vLLM's in the same run."""
+    """The promised figures: nothing is slower than vLLM's in the same run."""
     by_place = {(row["load"], row["server"]): row for row in rows}
     figures = []
     for (load, server), row in by_place.items():
@@ -461,7 +461,7 @@ def server_rows(
     """All loads on one server."""
     path = options.vllm_path if server == VLLM else None
     with serving(server, folder, options.logs, path, smoke=options.smoke) as url:
-        # Other prompts than any load's: nothing is slower for the first ones.
+        # Warm-up, with other prompts than any load's.
         first = next(iter(loads.values()))
         apply(replace(first, name="warm-up", rate_per_s=0, num_requests=8), url)
         for load in loads.values():

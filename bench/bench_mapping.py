@@ -147,7 +147,7 @@ def prompt_samples(subject: Subject) -> dict[str, Row]:
 
 
 def takeover_sample(subject: Subject, row: int) -> Row:
-    """Map a prompt in `row` when the other row's parked one holds all memory there is."""
+    """Map a prompt in `row` while the other row, which is parked, holds all memory."""
     sequence = subject.cache.open(row=row)
     sample = subject.measure(lambda: sequence.append(subject.case.prompt_tokens))
     sequence.close()

@@ -51,7 +51,7 @@ class Case(NamedTuple):
     Attributes:
         num_prompt: Tokens of a prompt.
         num_decode: Sequences that decode beside it.
-        num_past: What the prompt's sequence holds already.
+        num_past: Tokens that the prompt's sequence holds already.
     """
 
     num_prompt: int

@@ -103,7 +103,7 @@ def config_of(*, smoke: bool, is_large: bool) -> LlamaConfig:
 
 
 def engine_options(*, smoke: bool) -> dict[str, Any]:
-    """The same for all."""
+    """Options that all engines have."""
     if smoke:
         return {"max_num_seqs": 4, "max_num_batched_tokens": 64, "budget_bytes": 2**26}
     return {
@@ -135,7 +135,7 @@ def engine_of(num_gpus: int, steps: Steps, *, smoke: bool, is_large: bool = Fals
 
 
 def first_tokens(engine: Engine, vocabulary: int) -> list[int]:
-    """What it says first to 16 prompts."""
+    """An engine's first tokens for 16 prompts."""
     prompts = Workload("first", 16, (64,), 1).prompts(vocabulary)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     return [each.outputs[0].token_ids[0] for each in engine.generate(prompts, params)]
@@ -160,7 +160,7 @@ def sums(path: str, group: TensorParallel) -> None:
         num_sums = NUM_SUMS if num_tokens <= 2048 else NUM_SUMS // 5
         part = torch.ones(num_tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
         assert torch.equal(all_reduce(part.clone(), group.name), part * group.size)
-        part.zero_()  # It is added to itself again and again.
+        part.zero_()  # The sums are repeated in place and would overflow.
         row = {"workload": "sum", "gpus": group.size, "sum_bytes": part.nbytes}
         for what, add in ways_to_add(part, group.name).items():
             add()  # A kernel is compiled before it is captured.
@@ -185,7 +185,7 @@ def sums(path: str, group: TensorParallel) -> None:
 
 
 def sum_rows(num_gpus: int) -> list[Row]:
-    """What sums take."""
+    """Rows with the times of sums."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "sums")
         with Ranks(num_gpus, "cuda", partial(sums, path), timeout_s=180.0) as ranks:

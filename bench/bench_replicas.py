@@ -49,7 +49,7 @@ MAX_TOKENS = 1024
 VOCABULARY = 360
 ROUTERS = ("prefixes", "random", "Ray's own")
 LOOK_S = 0.2
-#: Of the load under which a replica is killed: longer, so that there is something to lose.
+#: Tokens of an answer while a replica is killed: more, so that requests are running.
 KILL_NEW_TOKENS = 160
 
 
@@ -97,7 +97,7 @@ def deploy(router: str, num_replicas: int, name: str) -> Any:
 
 
 def prompts(num_requests: int, num_prefixes: int) -> list[list[int]]:
-    """As many requests for each prefix, in a random order."""
+    """Equally many requests for each prefix, in random order."""
     rng = random.Random(0)
 
     def tokens(count: int) -> list[int]:
@@ -127,7 +127,7 @@ async def served_by(handle: Any) -> Counter[str]:
 
 
 async def each_at_once(jobs: Sequence[Any], concurrency: int) -> list[Any]:
-    """Results of jobs, in order, so many at a time."""
+    """Results of jobs, in order; at most `concurrency` run at a time."""
     places = asyncio.Semaphore(concurrency)
 
     async def run(job: Any) -> Any:
@@ -138,7 +138,7 @@ async def each_at_once(jobs: Sequence[Any], concurrency: int) -> list[Any]:
 
 
 async def measure_hits(handle: Any, requests: Sequence[Sequence[int]]) -> Row:
-    """What was found of the prefixes, and who had the requests."""
+    """Prefix hits, and the requests of each replica."""
     from vmkv import SamplingParams
     from vmkv.serve.replicas.client import ReplicatedEngine
     from vmkv.serve.replicas.metrics import ReplicaMetrics
@@ -229,7 +229,7 @@ async def measure_death(handle: Any, seconds: float) -> Row:
 
 
 def outcome_of(response: Any) -> str:
-    """What a client got."""
+    """The outcome of a request, as its client sees it."""
     text = response.text
     if response.status_code != 200:
         return "refused in words" if response.json()["error"]["message"] else "lost"
@@ -255,7 +255,7 @@ def kill_one(names: set[str]) -> None:
 
 
 def figures_of(rows: Sequence[Row]) -> list[Figure]:
-    """What was promised."""
+    """The promised figures."""
     figures = []
     hits = {(row["router"], row["replicas"]): row for row in rows if "router" in row}
     for (router, count), row in hits.items():
@@ -278,7 +278,7 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
 
 
 def rows_of(*, smoke: bool) -> list[Row]:
-    """All of it, on a Ray of its own."""
+    """All measurements, on a Ray of its own."""
     import ray
     from ray import serve
 

@@ -80,7 +80,7 @@ WATERMARK_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests, and what others took for them, in seconds."""
+    """Requests, and the rivals' seconds for them."""
 
     name: str
     num_requests: int
@@ -93,7 +93,7 @@ class Workload:
     hf_padded_s: float | None = None
 
     def prompts(self, vocabulary: int) -> list[list[int]]:
-        """Seeded, and the same for every rival."""
+        """Seeded prompts, the same for every rival."""
         source = random.Random(0)
         shared = [source.randint(5, vocabulary - 1) for _ in range(self.prefix_tokens)]
         made = []
@@ -121,11 +121,11 @@ class Case:
     """An engine, and what it serves.
 
     Attributes:
-        workloads: In this order.
-        suffix: What the rows' names end in.
-        budget_bytes: None for what there is.
+        workloads: The workloads, in order.
+        suffix: Suffix of the rows' names.
+        budget_bytes: None for all free memory.
         prefix_caching: Off for comparisons with rivals that had it off.
-        watermark_bytes: What the engine keeps when it is idle.
+        watermark_bytes: Memory that the engine keeps when it is idle.
     """
 
     workloads: tuple[Workload, ...]

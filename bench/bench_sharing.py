@@ -58,7 +58,7 @@ class Case:
     """A model's cache, and what is shared in it."""
 
     shape: CacheShape
-    num_tokens: int  # of the sequence that is forked, or found
+    num_tokens: int  # of the sequence that is forked, or hit
     prompt_tokens: int  # of it, where the rest is decoded
     prefix_tokens: int  # that requests have in common
     odd_prefix_tokens: int  # the same, where an extent does not end
@@ -73,7 +73,7 @@ LLAMA = Case(LLAMA_3_8B, 8192, 2048, 2048, 2000, 64, 64, 2 * MiB, 24 * GiB)
 SMOKE = Case(CacheShape("smoke", 4, 2, 16), 1024, 256, 256, 240, 16, 4, 4 * KiB, 64 * MiB, True)
 
 ALIAS, COPY = "vmkv", "copying"
-#: Mapping costs more than anything is worth.
+#: Mapping costs so much that copying is always cheaper.
 NEVER_ALIAS = CostModel(map_us=1e12)
 
 
@@ -88,7 +88,7 @@ class Subject:
         self.cache = open_cache(pool, case.shape, cost_model=cost_model, **options)
 
     def measure(self, work: Callable[[], vmkv.Sequence]) -> tuple[Row, vmkv.Sequence]:
-        """What `work` costs, and what it made."""
+        """The cost of `work`, and its result."""
         backend = self.cache.pool.backend
         synchronize()
         resident_bytes = self.cache.stats().resident_bytes
@@ -104,7 +104,7 @@ class Subject:
 
 
 def token_ids(num_tokens: int, seed: int) -> list[int]:
-    """Tokens by chance, other ones for every seed."""
+    """Random tokens, different for each seed."""
     source = random.Random(seed)
     return [source.randrange(VOCABULARY) for _ in range(num_tokens)]
 
@@ -136,7 +136,7 @@ def fork_samples(subject: Subject) -> Iterator[tuple[str, Row]]:
 
 
 def prefix_samples(subject: Subject) -> Iterator[tuple[str, Row]]:
-    """Prompts whose beginning a live row holds, a parked row, and nobody."""
+    """Prompts whose prefix is in a live row, in a parked row, and in no row."""
     case, cache = subject.case, subject.cache
     common = token_ids(case.num_tokens, SEED)
     question = token_ids(case.own_tokens, SEED + 1)
@@ -167,7 +167,7 @@ def prefix_samples(subject: Subject) -> Iterator[tuple[str, Row]]:
 
 
 def check_hit(sequence: vmkv.Sequence, num_tokens: int) -> None:
-    """A time means nothing if it is of something else."""
+    """Check the number of cached tokens; otherwise the time means nothing."""
     if sequence.num_cached_tokens != num_tokens:
         raise AssertionError(f"{sequence} began with {sequence.num_cached_tokens} tokens")
 
@@ -242,7 +242,7 @@ def serve(case: Case, prefix_tokens: int, *, is_alone: bool) -> list[Row]:
     return rows
 
 
-# ---- what was promised ------------------------------------------------------------------------
+# ---- figures ----------------------------------------------------------------------------------
 
 
 def promised(case: Case, rows: Sequence[Row]) -> list[Figure]:

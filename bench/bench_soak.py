@@ -48,7 +48,7 @@ IN_FLIGHT = 384
 SHARE_COMMON = 0.3
 SHARE_SAMPLES = 0.02
 SHARE_CANCELLED = 0.1
-LONG_ANSWER_TOKENS = 500  # So much that those that have begun outgrow the memory.
+LONG_ANSWER_TOKENS = 500  # So many that running requests outgrow the memory.
 QUARTER = ", quarter of the budget"
 SHORT = ", short of memory, swapping"
 
@@ -65,7 +65,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a drawn request was answered, and how likely the engine thought each token."""
+    """The answer to a drawn request, and the engine's log-probability of each token."""
 
     run: str
     prompt: list[int]
@@ -110,7 +110,7 @@ def traffic(
 
 
 def soak(name: str, engine: Engine, asked: Sequence[Asked]) -> tuple[Row, list[Answer]]:
-    """Serve all of it; a row, and what the drawn ones were answered."""
+    """Serve all requests; a row, and the answers to the drawn ones."""
     before = engine.cache.stats().num_sequences
     waiting = list(reversed(asked))
     running: list[tuple[Asked, Any]] = []
@@ -259,17 +259,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     answers: list[Answer] = []
     budget_bytes = options.budget_mib * MiB if options.budget_mib else 8 * MiB if smoke else None
-    # Of a quarter of the default budget, requests this short still need no half.
+    # Requests this short need less than half of a quarter of the default budget.
     runs: list[tuple[str | None, str]] = [] if options.short else [(each, "") for each in kernels]
     runs += [(kernels[0], SHORT if options.short or smoke else QUARTER)]
     for kernel, suffix in runs:
         memory: Row = {"budget_bytes": budget_bytes}
-        if suffix == SHORT:  # Requests that run at once want three times as much.
+        if suffix == SHORT:  # Running requests would need three times as much.
             memory["budget_bytes"] = MiB if smoke else 3 * GiB
         elif suffix == QUARTER:
             memory["budget_bytes"] = int(rows[0]["budget_gib"] * GiB) // 4 // (2 * MiB) * 2 * MiB
         if suffix:
-            # Computing again would be as cheap for prompts this short: they are to swap.
+            # Recomputing prompts this short would be as cheap; this cost model always swaps.
             memory["preemption_costs"] = PreemptionCosts(flops_per_s=1.0)
             memory["host_budget_bytes"] = 8 * MiB if smoke else 16 * GiB
         with Engine(

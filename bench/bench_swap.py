@@ -76,7 +76,7 @@ def contents(sequence: vmkv.Sequence, layer: int) -> tuple[int, torch.Tensor]:
 
 
 def check(sequence: vmkv.Sequence, expected: Sequence[tuple[int, torch.Tensor]]) -> None:
-    """A time means nothing if the sequence is not what it was."""
+    """Check that the sequence is unchanged; otherwise the time means nothing."""
     layers = (0, sequence.cache.layers[-1])
     for layer, (address, values) in zip(layers, expected, strict=True):
         if sequence.keys(layer).data_ptr() != address:

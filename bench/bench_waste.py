@@ -96,14 +96,14 @@ SMOKE = (
 
 @dataclass(frozen=True)
 class Request:
-    """A sequence to be: how it begins and how it ends."""
+    """A sequence: tokens of its prompt, and at its end."""
 
     prompt_tokens: int
     final_tokens: int
 
 
 def draw_requests(num_sequences: int, mean_tokens: int) -> list[Request]:
-    """Seeded; a longer list begins with the shorter one."""
+    """Seeded requests; a longer list begins with the shorter one."""
     rng = random.Random(SEED)
     requests = []
     for _ in range(num_sequences):

@@ -102,7 +102,7 @@ def run(shape: Shape, prompt_tokens: int, num_tokens: int, *, smoke: bool) -> Ru
     pool = open_pool(64 * MiB if smoke else 48 * GiB, smoke=smoke, page_bytes=page_bytes)
     cache = KVCache(
         pool,
-        max_tokens=2 * num_tokens,  # What is mapped last before a row's end is cut to fit.
+        max_tokens=2 * num_tokens,  # Longer, because a row's last extents are cut to fit its end.
         max_sequences=1,
         layers_per_group=layers,
     )

@@ -1,4 +1,4 @@
-"""Clients that mean harm: what each kind sends, and how it behaves. A process of its own.
+"""Hostile clients: what each kind sends, and how it behaves. Run in a process of its own.
 
     python bench/hostile_clients.py HOST PORT HOLD_S SEED COUNT CONCURRENCY
 
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-#: Longer than any limit of the server's on time; who is not done by then hangs.
+#: Longer than any time limit of the server; a request that takes longer hangs.
 PATIENCE_S = 90.0
 MiB = 1 << 20
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -29,13 +29,13 @@ Kind = Callable[["Target"], Awaitable[str]]
 
 
 class Target:
-    """Where they go, and how long those stay that open a connection to hold it."""
+    """The server's address, and how long clients hold a connection."""
 
     def __init__(self, host: str, port: int, hold_s: float = 3.0):
         self.host, self.port, self.hold_s = host, port, hold_s
 
     async def connect(self, receive_bytes: int | None = None) -> Connection:
-        """A connection; with a small window where somebody does not want to read."""
+        """Open a connection; with a small window for a client that does not read."""
         peer = socket.socket()
         peer.setblocking(False)
         if receive_bytes is not None:
@@ -68,7 +68,7 @@ class Connection:
             pass
 
     def leave(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._writer.transport.abort()
 
 
@@ -86,7 +86,7 @@ def chunked(pieces: bytes) -> bytes:
 
 
 def asking(data: bytes) -> Kind:
-    """Sends a request and reads what it is told."""
+    """Sends a request and reads the answer."""
 
     async def run(target: Target) -> str:
         connection = await target.connect()
@@ -100,7 +100,7 @@ def asking(data: bytes) -> Kind:
 
 
 def leaving(data: bytes) -> Kind:
-    """Sends all of it and hangs up at once."""
+    """Sends a whole request and disconnects at once."""
 
     async def run(target: Target) -> str:
         connection = await target.connect()
@@ -112,7 +112,7 @@ def leaving(data: bytes) -> Kind:
 
 
 def holding(data: bytes) -> Kind:
-    """Sends what is not a whole request, and waits."""
+    """Sends an incomplete request, and waits."""
 
     async def run(target: Target) -> str:
         connection = await target.connect()
@@ -141,7 +141,7 @@ async def dripping(target: Target) -> str:
 
 
 async def never_reading(target: Target) -> str:
-    """A stream with much in it, of which nothing is read."""
+    """A stream with large events that is not read."""
     connection = await target.connect(receive_bytes=2048)
     try:
         await connection.send(request(LONG | {"stream": True, "logprobs": 20}))
@@ -152,7 +152,7 @@ async def never_reading(target: Target) -> str:
 
 
 async def leaving_a_stream(target: Target) -> str:
-    """A stream, of which the beginning is enough."""
+    """Starts a stream and disconnects after its beginning."""
     connection = await target.connect()
     try:
         await connection.send(request(LONG | {"stream": True, "n": 2}))
@@ -260,7 +260,7 @@ async def attack(target: Target, seed: int, count: int, concurrency: int) -> dic
 def main(arguments: list[str]) -> None:
     """See the module."""
     host, port, hold_s, *counts = arguments
-    # They come from elsewhere: what it costs to be hostile is not the server's loss.
+    # Lower priority: hostile clients would run on other machines.
     os.nice(10)
     target = Target(host, int(port), float(hold_s))
     print(json.dumps(asyncio.run(attack(target, *map(int, counts)))))

@@ -3,9 +3,9 @@
     python bench/live_load.py URL MODEL < load.json > timings.json
 
 Requests are sent when they are due, whatever became of those before. A request's times are counted
-from when it was due, so a client that is late counts against the server, and how late it was is
-told beside it. Prompts are token ids; a load's come from its name alone, so every server gets the
-same, and no load gets another's.
+from when it was due, so a late client counts against the server; its delay is reported, too.
+Prompts are token ids; a load's come from its name alone, so every server gets the same, and no load
+gets another's.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Timing:
     error: str = ""
 
     def came(self, now_s: float) -> None:
-        """A token, or several at once, came now."""
+        """Record that one or more tokens have arrived."""
         if self.first_s is None or self.last_s is None:
             self.first_s = now_s
         else:
@@ -162,13 +162,13 @@ async def ask(client: httpx.AsyncClient, body: bytes, due_s: float, start_s: flo
     return timing
 
 
-# ---- all of them ------------------------------------------------------------------------------
+# ---- a load -----------------------------------------------------------------------------------
 
 
 def new_client(url: str) -> httpx.AsyncClient:
     """A client without limits of its own."""
     transport = httpx.AsyncHTTPTransport(
-        verify=False,  # Certificates take a tenth of a second to load, and nobody shows one.
+        verify=False,  # Certificates take a tenth of a second to load, and none is needed.
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
     )
     headers = {"Content-Type": "application/json"}
@@ -178,7 +178,7 @@ def new_client(url: str) -> httpx.AsyncClient:
 async def send_all(url: str, work: Sequence[tuple[float, bytes]], start_s: float) -> list[Timing]:
     """Send each body when it is due."""
     async with new_client(url) as client:
-        await client.get("/health")  # The first request of all loads what requests take.
+        await client.get("/health")  # The first request imports modules.
         tasks = []
         for due_s, body in work:
             await asyncio.sleep(max(0.0, start_s + due_s - time.perf_counter()))
@@ -187,12 +187,12 @@ async def send_all(url: str, work: Sequence[tuple[float, bytes]], start_s: float
 
 
 def _send(url: str, work: Sequence[tuple[float, bytes]], start_s: float) -> list[Timing]:
-    gc.freeze()  # A collection would be taken for the server's doing.
+    gc.freeze()  # A garbage collection would count against the server.
     return asyncio.run(send_all(url, work, start_s))
 
 
 def apply(load: Load, url: str, model: str) -> list[Timing]:
-    """Put a load on a server; what became of each request."""
+    """Put a load on a server; return the timings of each request."""
     work = [(each.due_s, body_of(each, model)) for each in load.arrivals()]
     count = min(NUM_PROCESSES, len(work))
     context = multiprocessing.get_context("fork")  # Nothing here has threads yet.

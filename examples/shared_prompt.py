@@ -26,7 +26,7 @@ options = parser.parse_args()
 
 
 def compute(sequence: Sequence, prompt: list[int]) -> int:
-    """What a model does with the tokens that are not there yet; returns how many."""
+    """Compute the tokens that are not cached, as a model would; returns their number."""
     missing = prompt[sequence.num_tokens :]
     sequence.append(len(missing))
     for layer in sequence.cache.layers:

@@ -1,7 +1,7 @@
 """Two addresses, one page: what is written through one is read through the other.
 
 The second address may only read. This is how a prefix could be shared between sequences
-without a copy and without the risk that one of them scribbles over it.
+without a copy and without the risk that one of them overwrites it.
 """
 
 import argparse

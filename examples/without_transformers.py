@@ -49,7 +49,7 @@ with KVCache(parser.parse_args().device, max_tokens=32_768, max_sequences=8) as 
     first.truncate(600)  # Say, the last 200 were a draft that was rejected.
     print(f"cut to 600          {cache.stats()}")
 
-    first.close()  # Its row is parked: memory stays mapped for whoever comes next.
+    first.close()  # Its row is parked: memory stays mapped for the next sequence.
     print(f"closed              {cache.stats()}")
     second = cache.open(num_tokens=700)
     forward(second, num_tokens=700)

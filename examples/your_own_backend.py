@@ -1,8 +1,8 @@
-"""Write your own backend, and let the conformance kit say whether it is one.
+"""Write your own backend, and check it with the conformance kit.
 
 `SmallDevice` is a host that pretends to have little memory: a GPU to run out of, on a laptop.
 It overrides two primitives; a backend from scratch implements the abstract ones of
-`vmkv/core/backend/base.py`. Either way `check_backend` is the judge.
+`vmkv/core/backend/base.py`. `check_backend` tests either of them.
 """
 
 import torch
@@ -16,7 +16,7 @@ DEVICE = MemoryLocation.DEVICE
 
 
 class SmallDevice(HostBackend):
-    """Memory of the host, `capacity_bytes` of it and no more."""
+    """Host memory of at most `capacity_bytes`."""
 
     def __init__(self, capacity_bytes: int = 16 * MiB):
         super().__init__(granularity_bytes=64 * KiB)
@@ -25,7 +25,7 @@ class SmallDevice(HostBackend):
     def mem_create(
         self, num_bytes: int, location: MemoryLocation = DEVICE, *, shareable: bool = False
     ) -> Handle:
-        """Refuse what does not fit, the way a driver does: say so, and change nothing."""
+        """Refuse a size that does not fit, as a driver does: with an error and without a change."""
         if location is DEVICE and num_bytes > self.free_memory_bytes():
             raise DriverError("mem_create", 2, "OUT_OF_MEMORY", is_out_of_memory=True)
         return super().mem_create(num_bytes, location, shareable=shareable)
@@ -35,7 +35,7 @@ class SmallDevice(HostBackend):
 
 
 class HelpfulDevice(SmallDevice):
-    """The same, but kind to callers whose sizes are odd. A driver is not, so this is a bug."""
+    """A `SmallDevice` that rounds odd sizes up. A driver refuses them, so this is a bug."""
 
     def mem_create(self, num_bytes: int, *where: MemoryLocation, **options: bool) -> Handle:
         return super().mem_create(align_up(num_bytes, self.granularity_bytes), *where, **options)
@@ -47,7 +47,7 @@ try:
 except AssertionError as error:
     print(f"HelpfulDevice fails {error}\n")
 
-# Whatever passes can carry a cache. This one is full before long, and says so politely.
+# A backend that passes can hold a cache. This one is soon full, and raises an error that says so.
 with KVCache(SmallDevice(), max_tokens=1 << 20, max_sequences=1, budget_bytes=1 << 30) as cache:
     cache.add_layers(range(4), num_kv_heads=4, head_dim=64, dtype=torch.float16)
     sequence = cache.open()

@@ -21,13 +21,13 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model as a folder, which stays as it is."""
+    """The tiny model as a folder; tests do not change it."""
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command line that must fail; what it says on its one line."""
+    """Run a command line that must fail; return its one-line error message."""
 
     def run(*arguments: str) -> str:
         capsys.readouterr()
@@ -44,7 +44,7 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         assert 1 == len(lines), err
         assert lines[0].startswith("vmkv"), err
         assert lines[0].isprintable()
-        assert len(lines[0]) < 6000  # argparse says again what it was told.
+        assert len(lines[0]) < 6000  # argparse repeats the wrong argument.
         return lines[0].removeprefix("vmkv: ")
 
     return run

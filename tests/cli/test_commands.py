@@ -1,6 +1,6 @@
-"""The commands as a user types them: what they say, and their exit statuses.
+"""Commands as a user types them: output, error messages and exit statuses.
 
-`plan` has a file of its own; `top` is tested beside the server it asks.
+`plan` has a file of its own; `top` is tested with the server.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from vmkv.serve.server.guard import read_api_keys
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    """Exit status, output, complaints."""
+    """Run a command; its exit status, output and error messages."""
     out, err = io.StringIO(), io.StringIO()
     return main(arguments, out, err), out.getvalue(), err.getvalue()
 
 
 def test_doctor_reports_this_machine() -> None:
-    """The host always runs; what is not here is named, with what to do about it."""
+    """The host backend is usable; each missing package has a remedy."""
     status, out, err = run("doctor")
     assert (0, "") == (status, err)
     for name in ("host", "cuda:0", "sdpa", "flash2", "torch", "transformers", "fastapi"):
@@ -38,12 +38,11 @@ def test_doctor_reports_this_machine() -> None:
     usable = {(each.section, each.name) for each in findings if each.is_ok}
     assert {("device", "host"), ("package", "torch"), ("package", "vmkv.core._native")} <= usable
     absent = [each for each in findings if each.section == "package" and not each.is_ok]
-    assert all(each.remedy for each in absent), "something is missing, with no word how to get it"
+    assert all(each.remedy for each in absent), "a missing package has no remedy"
     assert all(each.details for each in findings)
 
 
-def test_doctor_for_programs() -> None:
-    """The same as JSON."""
+def test_doctor_prints_json() -> None:
     status, out, _ = run("doctor", "--json")
     record = json.loads(out)
     assert 0 == status
@@ -61,8 +60,7 @@ def test_doctor_for_programs() -> None:
         ("torch flash3", "uses flash3."),
     ],
 )
-def test_doctor_says_which_kernels_are_used(usable: str, said: str) -> None:
-    """One line: what `generate` and `vmkv serve` use."""
+def test_doctor_names_the_kernels_in_use(usable: str, said: str) -> None:
     findings = [
         Finding("attention", name, name in [*usable.split(), "sdpa"], "")
         for name in ("flash3", "flash2", "torch", "sdpa")
@@ -72,7 +70,6 @@ def test_doctor_says_which_kernels_are_used(usable: str, said: str) -> None:
 
 @pytest.mark.gpu
 def test_doctor_finds_the_gpu() -> None:
-    """Its name, its pages, and a kernel for it."""
     found = {each.name: each for each in examine()}
     assert found["cuda:0"].is_ok
     assert "pages of 2 MiB" in found["cuda:0"].details
@@ -96,38 +93,37 @@ def test_doctor_finds_the_gpu() -> None:
         ("top localhost:1 --once", "is `vmkv serve` running there?"),
     ],
 )
-def test_complaints_help(complaint, line: str, words: str) -> None:
-    """One line that names what is wrong, and no traceback."""
+def test_wrong_options_are_named(complaint, line: str, words: str) -> None:
+    """Each message has one line and no traceback."""
     assert words in complaint(*line.split())
 
 
-def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
-    """Never from the command line, which everybody can read; an empty file lets nobody in."""
+def test_api_keys_are_read_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    """A file without keys is an error; comments and a byte-order mark are skipped."""
     file = tmp_path / "keys"
-    file.write_text("# who\nalpha\n\n beta \n")
+    file.write_text("# users\nalpha\n\n beta \n")
     assert ["alpha", "beta"] == read_api_keys(file, None)
     assert ["env", "alpha", "beta"] == read_api_keys(file, "env\n")
     assert [] == read_api_keys(None, " ")
-    # As editors of all systems write it: a mark at the beginning, carriage returns, umlauts.
+    # As written by an editor on Windows: a byte-order mark, carriage returns, umlauts.
     file.write_bytes(b"\xef\xbb\xbffirst\r\n  # an indented comment\r\n\tschl\xc3\xbcssel\r\n")
     assert ["first", "schlüssel"] == read_api_keys(file, None)
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="--api-key-file"):
         read_api_keys(file, None)
-    file.write_text(" # nobody yet\n")
+    file.write_text(" # no users yet\n")
     with pytest.raises(ConfigError, match="holds no key"):
         read_api_keys(file, None)
 
 
-def test_keys_share_prefixes_where_the_server_is_told_so() -> None:
-    """By default they do not."""
+def test_share_prefixes_is_an_option() -> None:
+    """By default, API keys do not share prefixes."""
     for options, expected in (([], False), (["--share-prefixes"], True)):
         parsed = make_parser().parse_args(["serve", "model", *options])
         assert expected == server_options(parsed)(100).share_prefixes
 
 
-def test_help_needs_nothing_heavy() -> None:
-    """Neither torch nor transformers nor a web framework are imported to say what there is."""
+def test_help_imports_no_large_packages() -> None:
     script = (
         "import sys\n"
         "for name in ('torch', 'transformers', 'fastapi', 'httpx', 'prometheus_client'):\n"
@@ -144,8 +140,8 @@ def test_help_needs_nothing_heavy() -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_that_stops_early_is_no_error() -> None:
-    """`vmkv doctor | head -0`."""
+def test_a_closed_output_pipe_is_no_error() -> None:
+    """As in `vmkv doctor | head -0`."""
     child = subprocess.Popen(
         [sys.executable, "-m", "vmkv.cli", "doctor"],
         stdout=subprocess.PIPE,

@@ -1,7 +1,7 @@
-"""Whatever a user types or a file holds wrongly is answered by one line and an exit status.
+"""Wrong arguments and damaged files give a one-line error and an exit status, not a traceback.
 
-Never by a traceback: a large table of command lines, run in this process, and model folders that
-were damaged on their way. Servers that are none have a file of their own.
+A table of command lines, run in this process, and damaged model folders. Wrong servers have a file
+of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vmkv.cli.main import main
 from vmkv.serve.process import EngineProcess
 from vmkv.serve.process.host import Relay
 
-#: What no integer option takes, and no number.
+#: Values that no option for integers, or for numbers, takes.
 INTEGERS = ["", " ", "x", "-1", "1.5", "1e3", "inf", "nan", "0x10", "1_000", "8q", "k", "٣"]
 INTEGERS += [str(2**31), str(2**70), "9" * 5000, "2048m"]
 NUMBERS = ["", " ", "x", "-1", "-0.5", "inf", "-inf", "nan", "1e400", "1e300", str(2**70), "1,5"]
@@ -109,7 +109,7 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def names(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Files that command lines name."""
+    """Files that the command lines refer to."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "binary").write_bytes(b"\xff\xfe\x00\x81")
     (folder / "unended").write_text("{% for each in messages %}")
@@ -119,19 +119,19 @@ def names(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
 
 @pytest.fixture(autouse=True)
 def engines_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process takes seconds to start; that its errors come here is tested with the process."""
+    """Make engines in this process, because a process takes seconds to start."""
 
     def start(engine: EngineProcess) -> None:
         with engine._make(Relay()):
-            raise AssertionError("there is an engine after all")
+            raise AssertionError("the engine was made despite a wrong option")
 
     monkeypatch.setattr(EngineProcess, "_start", start)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-def test_what_is_typed_wrong_is_answered_by_one_line(complaint, names: dict[str, str]) -> None:
-    """Every option with values that it cannot take, every kind of address and name."""
+def test_wrong_arguments_give_a_one_line_error(complaint, names: dict[str, str]) -> None:
+    """Every option with invalid values, and invalid addresses and model names."""
     assert len(LINES) > 400
     for line in LINES:
         arguments = [names.get(word.strip("{}"), word) for word in line]
@@ -142,7 +142,7 @@ def test_what_is_typed_wrong_is_answered_by_one_line(complaint, names: dict[str,
 
 
 def broken_configs() -> Iterator[tuple[str, bytes]]:
-    """What a config.json can be instead of one."""
+    """Names and contents of invalid config.json files."""
     yield "empty", b""
     yield "cut", b'{"model_type": "llama", "hidden_size": 3'
     yield "zeros", bytes(300)
@@ -179,10 +179,10 @@ def broken_configs() -> Iterator[tuple[str, bytes]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-def test_a_configuration_that_is_none_is_answered_by_one_line(
+def test_an_invalid_configuration_gives_a_one_line_error(
     complaint, model: Path, tmp_path: Path
 ) -> None:
-    """Cut, empty, another file's contents, absurd numbers: for plan and for serve."""
+    """Truncated, empty or other files, and absurd numbers, for `plan` and `serve`."""
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     file = folder / "config.json"
     for name, data in broken_configs():
@@ -220,12 +220,12 @@ def _narrow(config: Path) -> None:
 
 
 def _replaced(make: Callable[[Path], object]) -> Callable[[Path], object]:
-    """By something of another kind under the same name."""
+    """Replace a file by one of another kind."""
     return lambda file: (file.unlink(), make(file))
 
 
 WEIGHTS, CONFIG, GENERATION = "model.safetensors", "config.json", "generation_config.json"
-#: What can become of a file of a model on its way, and a word of what is said.
+#: A model's file, its damage, and a part of the error message.
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "cut weights": (WEIGHTS, _cut, "cannot load"),
     "a part is missing": (WEIGHTS, _index, "cannot load"),
@@ -252,12 +252,12 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)  # What is served after all is served for ever.
+@pytest.mark.timeout(60)  # A model that is served by mistake is served for ever.
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_model_is_answered_by_one_line(
+def test_a_damaged_model_gives_a_one_line_error(
     complaint, model: Path, tmp_path: Path, damage: str
 ) -> None:
-    """As a download that was interrupted leaves it; nothing is served with made-up weights."""
+    """As after an interrupted download; missing weights are not made up."""
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     file, apply, reason = DAMAGE[damage]
     apply(folder / file)
@@ -265,8 +265,7 @@ def test_a_damaged_model_is_answered_by_one_line(
     assert reason in complaint("serve", str(folder), *arguments)
 
 
-def test_mistakes_of_our_own_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no user can get wrong keeps its traceback, for whoever mends it."""
+def test_internal_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (TypeError("ours"), KeyError("ours"), InternalError("ours"), AssertionError()):
 
         def fail(*_: object, error: Exception = error) -> None:
@@ -277,10 +276,8 @@ def test_mistakes_of_our_own_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> 
             main(["plan", "x", "--context", "1"])
 
 
-def test_an_output_that_takes_nothing_is_answered_by_one_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A full disk; nor is what could not be written tried again at the end."""
+def test_a_full_disk_gives_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """The output is not written again at exit."""
     with open("/dev/full", "w") as full:
         assert 1 == main(["doctor"], full)
     err = capsys.readouterr().err
@@ -288,8 +285,8 @@ def test_an_output_that_takes_nothing_is_answered_by_one_line(
     assert 1 == err.count("\n")
 
 
-def test_any_output_will_do(names: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is closed, as `vmkv doctor >&-` has it, and one that knows no more than ASCII."""
+def test_closed_or_ascii_output(names: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed one, as by `vmkv doctor >&-`, and one that encodes only ASCII."""
     monkeypatch.setattr(sys, "stdout", None)
     assert 0 == main(["doctor"])
     data = io.BytesIO()

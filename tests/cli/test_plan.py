@@ -1,4 +1,4 @@
-"""`vmkv plan`: its arithmetic is what a cache really maps.
+"""The arithmetic of `vmkv plan` equals what a cache maps.
 
 Not covered: models on the Hub (no network), and whether the reserve is right for a GPU.
 """
@@ -43,7 +43,7 @@ LLAMA_8B = {
     "max_position_embeddings": 131072,
     "dtype": "bfloat16",
 }
-#: As published: what is cached of a token, by hand, is below.
+#: As published.
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",
     "hidden_size": 7168,
@@ -61,13 +61,13 @@ DEEPSEEK_V3 = {
     "dtype": "bfloat16",
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
-#: DynamicCache keeps the expanded keys and values of latent attention before.
+#: Older versions of DynamicCache keep the expanded keys and values of latent attention.
 CACHES_LATENTS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 23)
 
 
 @pytest.fixture
 def write(tmp_path: Path):
-    """Writes a configuration; returns its path."""
+    """A function that writes a configuration and returns its path."""
 
     def write(config: dict[str, Any]) -> str:
         path = tmp_path / "config.json"
@@ -86,7 +86,7 @@ def planned(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def mapped_bytes(kind: AlikeLayers, lengths: list[int]) -> list[int]:
-    """What a cache maps for one sequence that takes these lengths one after another."""
+    """What a cache maps for one sequence as it grows to each of `lengths`."""
     pool = ExtentPool(HostBackend(2 * MiB), 4 * GiB, close_when_unused=True)
     sizes = []
     with KVCache(
@@ -109,7 +109,7 @@ def mapped_bytes(kind: AlikeLayers, lengths: list[int]) -> list[int]:
 @pytest.mark.parametrize("window", [None, 512, 3000])
 @pytest.mark.parametrize("num_layers", [2, 24])
 def test_plan_is_what_a_cache_maps(window: int | None, num_layers: int) -> None:
-    """At every length of a growing sequence, what is mapped lies within what is planned."""
+    """At each length of a growing sequence, the mapped bytes are within the planned bounds."""
     kind = AlikeLayers(num_layers, LayerShape(8, 128, 8, 128, 2), window)
     lengths = [*range(1, 6000)]
     for length, num_bytes in zip(lengths, mapped_bytes(kind, lengths), strict=True):
@@ -125,13 +125,12 @@ def test_plan_is_what_a_cache_maps(window: int | None, num_layers: int) -> None:
 def test_a_prompt_maps_exactly_what_is_planned(
     num_tokens: int, num_layers: int, heads: int
 ) -> None:
-    """Where nothing has grown yet, the plan is exact."""
     kind = AlikeLayers(num_layers, LayerShape(heads, 64, heads, 64, 2), None)
     assert [kind_bytes(kind, num_tokens).prompt_bytes] == mapped_bytes(kind, [num_tokens])
 
 
 def test_llama_8b(write) -> None:
-    """The figures everybody knows: 128 KiB a token, 16 tokens a page."""
+    """The well-known figures: 128 KiB a token, 16 tokens a page."""
     status, record = planned(
         write(LLAMA_8B), "--users", "40", "--context", "8k", "--device-memory", "80"
     )
@@ -147,8 +146,8 @@ def test_llama_8b(write) -> None:
     assert 60 <= fits["vmkv"] <= fits["block_table"] == 61
 
 
-def test_eight_bits_are_half(write) -> None:
-    """64 KiB a token, 32 tokens a page; twice as many users, and the weights as they were."""
+def test_fp8_halves_the_cache(write) -> None:
+    """64 KiB a token, 32 tokens a page; twice as many users, and unchanged weights."""
     line = [write(LLAMA_8B), "--users", "40", "--context", "8k", "--device-memory", "80"]
     wide, narrow = (planned(*line, *more)[1] for more in ([], ["--kv-dtype", "fp8"]))
     assert 64 * KiB == narrow["kinds"][0]["token_bytes"]
@@ -157,13 +156,12 @@ def test_eight_bits_are_half(write) -> None:
     assert 2 * wide["fits"]["vmkv"] <= narrow["fits"]["vmkv"] <= 2 * wide["fits"]["vmkv"] + 2
 
 
-def test_types_are_those_of_a_cache() -> None:
-    """What the command takes and what a cache does are the same names."""
+def test_kv_dtype_takes_the_names_that_a_cache_takes() -> None:
     assert arguments.KV_DTYPES == kv_format.KV_DTYPES
 
 
 def test_weights_are_counted_unless_they_are_quantized(write) -> None:
-    """What a quantized parameter takes is known to those who made it."""
+    """The size of quantized weights depends on the method."""
     small = {**LLAMA_8B, "num_hidden_layers": 1}
     assert 1_268_789_248 * 2 == model_shape(load_config(write(small))).weights_bytes
     quantized = {**small, "quantization_config": DEEPSEEK_V3["quantization_config"]}
@@ -171,7 +169,7 @@ def test_weights_are_counted_unless_they_are_quantized(write) -> None:
 
 
 def test_sharing_and_swapping_make_room(write) -> None:
-    """A common prefix is mapped once; host memory holds those that do not run."""
+    """A common prefix is mapped once; swapped sequences are in host memory."""
     path = write(LLAMA_8B)
     common = ("--context", "8k", "--device-memory", "80")
     _, alone = planned(path, *common)
@@ -187,8 +185,8 @@ def test_sharing_and_swapping_make_room(write) -> None:
 @given(
     budget=st.integers(0, 200 * GiB), num_tokens=st.integers(1, 30000), shared=st.integers(0, 30000)
 )
-def test_what_fits_fits(budget: int, num_tokens: int, shared: int) -> None:
-    """As many as fit need no more than there is, and one more would."""
+def test_the_number_that_fits_is_exact(budget: int, num_tokens: int, shared: int) -> None:
+    """The sequences that fit need at most the budget, and one more needs more than the budget."""
     kind = AlikeLayers(32, LayerShape(8, 128, 8, 128, 2), None)
     part = kind_bytes(kind, num_tokens, shared_tokens=min(shared, num_tokens))
     sequence = sequence_bytes([part])
@@ -197,8 +195,8 @@ def test_what_fits_fits(budget: int, num_tokens: int, shared: int) -> None:
     assert need_bytes(sequence, number + 1) > budget
 
 
-def test_too_many_users_are_an_exit_status(write) -> None:
-    """1 where they do not fit, so that a script can tell; and the text says what would help."""
+def test_too_many_users_give_exit_status_1(write) -> None:
+    """The text says how many users fit."""
     arguments = ["--users", "1000", "--context", "8k", "--device-memory", "80"]
     assert 1 == planned(write(LLAMA_8B), *arguments)[0]
     out = io.StringIO()
@@ -227,10 +225,9 @@ def test_too_many_users_are_an_exit_status(write) -> None:
         ),
     ],
 )
-def test_mistakes_are_explained(
+def test_mistakes_give_a_one_line_error(
     complaint, write, tmp_path: Path, arguments: list[str], words: str
 ) -> None:
-    """One line on standard error, nothing on standard output."""
     config = write(LLAMA_8B)
     (tmp_path / "other").mkdir()
     broken = tmp_path / "broken.json"
@@ -249,7 +246,6 @@ def test_mistakes_are_explained(
 
 
 def test_lengths_must_be_positive() -> None:
-    """The arithmetic refuses what it cannot mean."""
     with pytest.raises(ConfigError, match="num_tokens=0"):
         kind_bytes(AlikeLayers(1, LayerShape(1, 8, 1, 8, 2), None), 0)
 
@@ -263,18 +259,17 @@ def _plan_llama(tmp_path: Path, *options: str) -> tuple[dict[str, Any], str]:
 
 
 def test_a_rank_is_planned_with_its_part(tmp_path: Path) -> None:
-    """Half of the heads and of the weights."""
+    """With two ranks, each has half of the heads and of the weights."""
     whole, _ = _plan_llama(tmp_path)
     rank, text = _plan_llama(tmp_path, "--tensor-parallel", "2")
     assert whole["kinds"][0]["token_bytes"] == 2 * rank["kinds"][0]["token_bytes"]
-    # Norms are everybody's.
+    # Every rank has all norms.
     assert 0 <= 2 * rank["model"]["weights_bytes"] - whole["model"]["weights_bytes"] < MiB
     assert 2 * whole["fits"]["vmkv"] < rank["fits"]["vmkv"]
     assert "on each of 2 GPUs" in text
 
 
-def test_a_plan_with_half_heads_is_refused(write) -> None:
-    """As serving would be."""
+def test_a_plan_that_divides_a_head_is_refused(write) -> None:
     config = load_config(write(LLAMA_8B))
     with pytest.raises(ConfigError, match="8 key-value heads cannot be divided among 3"):
         model_shape(config, num_ranks=3)

@@ -1,7 +1,7 @@
-"""`vmkv plan` against the cache that transformers really fills, for every family it can build.
+"""`vmkv plan` against the cache that transformers fills, for every family that can be built.
 
-What is planned comes from a pass without weights; what is compared with comes from `generate` on
-the CPU, whose own cache is weighed tensor by tensor.
+The plan comes from a pass without weights; the comparison adds up the tensors in the cache of
+`generate` on the CPU.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from vmkv.cli.models import load_config
 from vmkv.hf import compat
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-#: Shorter than every window of the tiny models, and longer.
+#: One is shorter than every window of the tiny models, one is longer.
 LENGTHS = (5, 40)
-#: What is refused, and a word of the reason. All others must be planned.
+#: Families that are refused, with a part of the message. All others must be planned.
 REFUSED = {
     "blt": "cannot tell the layers",
     "deepseek_v4": "neither grows with every token nor stays",
@@ -50,7 +50,7 @@ _NOT_CACHED = (transformers.PretrainedConfig, torch.nn.Module)
 
 
 def tensors(thing: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Every tensor that an object holds, once, however deep; scalars are settings, not contents."""
+    """Every tensor with dimensions that an object holds, once, at any depth."""
     if id(thing) in seen:
         return
     seen.add(id(thing))
@@ -68,7 +68,7 @@ def tensors(thing: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def cached_bytes(model_type: str, num_tokens: int) -> int:
-    """What transformers' own cache weighs after a text."""
+    """The size of transformers' own cache after a text."""
     model = tiny_model(model_type)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 100, (1, num_tokens), generator=generator)
@@ -87,7 +87,7 @@ def cached_bytes(model_type: str, num_tokens: int) -> int:
 
 
 def planned_bytes(shape: ModelShape, num_tokens: int) -> int:
-    """What the plan says of the same text, before pages round it up."""
+    """The planned size for a text of this length, before rounding up to pages."""
     parts = [kind_bytes(kind, num_tokens) for kind in shape.kinds]
     return shape.state_bytes + sum(
         part.kept_tokens * part.kind.cached_token_bytes for part in parts
@@ -107,7 +107,7 @@ def planned(model_type: str, folder: Path) -> ModelShape:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", causal_families())
 def test_plan_is_what_transformers_caches(model_type: str, tmp_path: Path) -> None:
-    """Byte for byte, below the windows and beyond them; or it is refused, in words."""
+    """Byte for byte, within windows and beyond them; or the family is refused with a message."""
     if VERSION >= (5, 23) and model_type in REFUSED:
         with pytest.raises(ConfigError, match=REFUSED[model_type]) as refused:
             planned(model_type, tmp_path)

@@ -1,4 +1,4 @@
-"""`vmkv serve` as a process: it comes up, serves, and drains on SIGTERM."""
+"""`vmkv serve` as a process: start, serving, SIGTERM, and the loss of its engine."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ pytestmark = pytest.mark.slow
 
 @contextlib.contextmanager
 def serving(model: Path, *options: str, status: int = 0) -> Iterator[tuple[warm_python.Child, str]]:
-    """The command, in a process that has torch already, and the address that it prints.
+    """Run the command in a process that has imported torch already, and yield it with its address.
 
-    It ends by itself, with `status`.
+    It must end by itself with `status`.
     """
     command = ["-m", "vmkv.cli", "serve", str(model), "--port", "0", "--served-model-name", "tiny"]
     command += ["--memory", "0.0625", "--device", "cpu", *options]
@@ -49,7 +49,7 @@ def serving(model: Path, *options: str, status: int = 0) -> Iterator[tuple[warm_
 
 
 def test_sigterm_drains(model: Path, tmp_path: Path) -> None:
-    """A stream under way ends with all its tokens; nobody new is let in; the status is 0."""
+    """A running stream ends with all its tokens, and then the server with status 0."""
     openai = pytest.importorskip("openai")
     keys, trace = tmp_path / "keys", tmp_path / "trace.json"
     keys.write_text("secret\n")
@@ -71,7 +71,6 @@ def test_sigterm_drains(model: Path, tmp_path: Path) -> None:
         )
         pieces = iter(stream)
         first = next(pieces)
-        # On a connection that stays open: what comes after the signal is refused.
         host, port = url.removeprefix("http://").split(":")
         child.send_signal(signal.SIGTERM)
         rest = list(pieces)
@@ -85,8 +84,8 @@ def test_sigterm_drains(model: Path, tmp_path: Path) -> None:
     assert 400 <= len([each for each in events if each["name"] == "step"])
 
 
-def test_an_idle_server_ends_at_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And before that it is healthy, and its address was free."""
+def test_an_idle_server_ends_on_sigint(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before that it is healthy, and a second server on its port is refused."""
     with serving(model) as (child, url):
         assert "ok" == httpx.get(f"{url}/health").json()["status"]
         port = url.rsplit(":", 1)[1]
@@ -96,7 +95,7 @@ def test_an_idle_server_ends_at_once(model: Path, capsys: pytest.CaptureFixture[
 
 
 def engine_of(server_pid: int) -> int:
-    """The process that a server has for its engine, or that a process forks which it has."""
+    """The process of a server's engine: a child, or a child of the child that forks processes."""
 
     def children_of(pid: int) -> list[int]:
         return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
@@ -110,15 +109,15 @@ def engine_of(server_pid: int) -> int:
 
 
 def wait_for_end(pid: int) -> None:
-    """Until a process has ended, which need not be a child of this one."""
+    """Wait until a process has ended; it need not be a child of this one."""
     with contextlib.suppress(ProcessLookupError):
         poll = select.poll()
         poll.register(os.pidfd_open(pid), select.POLLIN)
         assert poll.poll(60_000), "the process does not end"
 
 
-def test_an_engine_that_is_killed_is_started_anew(model: Path) -> None:
-    """Who asks meanwhile, for its health or for an answer, is told at once; then all is well."""
+def test_a_killed_engine_is_restarted(model: Path) -> None:
+    """Health and requests get 503 until then."""
     body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
     with serving(model) as (child, url), httpx.Client(timeout=60) as client:
         engine = engine_of(child.pid)
@@ -136,7 +135,7 @@ def test_an_engine_that_is_killed_is_started_anew(model: Path) -> None:
 
 
 def test_an_engine_ends_with_its_server(model: Path) -> None:
-    """Also where the server has no time for last words: no process is left with the memory."""
+    """Also if the server is killed: no process keeps the memory."""
     with serving(model, status=-signal.SIGKILL) as (child, _):
         engine = engine_of(child.pid)
         child.kill()
@@ -144,8 +143,8 @@ def test_an_engine_ends_with_its_server(model: Path) -> None:
 
 
 @pytest.mark.skipif(VERSION < (5, 17), reason="transformers has no plans to divide models by")
-def test_ranks_serve_and_load_in_silence(model: Path) -> None:
-    """What transformers says of loading is for terminals, whoever loads."""
+def test_ranks_do_not_print_progress_bars(model: Path) -> None:
+    """Transformers shows a bar while it loads weights."""
     body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
     with serving(model, "--tensor-parallel", "2") as (child, url):
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
@@ -155,15 +154,15 @@ def test_ranks_serve_and_load_in_silence(model: Path) -> None:
     assert "Loading weights" not in said
 
 
-def test_sigterm_while_it_starts_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    """The engine that is being made ends before the server does, whose status is the signal's."""
+def test_sigterm_during_the_start_ends_the_engine(model: Path, tmp_path: Path) -> None:
+    """The engine's process ends before the server, whose status is the signal."""
     trace = tmp_path / "trace"
     os.mkfifo(trace)
     command = [sys.executable, "-m", "vmkv.cli", "serve", str(model), "--port", "0"]
     child = subprocess.Popen([*command, "--device", "cpu", "--trace", str(trace)])
     try:
-        trace.read_bytes()  # Whether it can be written is seen before the engine is made.
-        with trace.open("rb"):  # The engine's process has come to it.
+        trace.read_bytes()  # The server opens the file before it makes the engine.
+        with trace.open("rb"):  # The engine's process has opened the file.
             engine = engine_of(child.pid)
             child.send_signal(signal.SIGTERM)
             assert -signal.SIGTERM == child.wait(60)

@@ -1,7 +1,7 @@
-"""Whatever is known to be wrong without a model is answered before anything is started.
+"""Options that are wrong regardless of the model's weights are refused before anything is started.
 
-By one set of checks for all ways to serve: an engine in a process of its own, ranks that share a
-model, and replicas. What each option takes at all is in `test_mistakes.py`.
+By the same checks for an engine in a process, for ranks, and for replicas. The values that each
+option takes are in `test_mistakes.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WAYS = {
     "ranks": ["--tensor-parallel", "2"],
     "replicas": ["--replicas", "2"],
 }
-#: What is wrong, and a word of what is said. The model has two layers.
+#: Wrong options, with a part of the message. The model has two layers.
 WRONG = [
     (["--skip-layers", "1"], "are for kv_dtype"),
     (["--kv-scales", "{scales}"], "are for kv_dtype"),
@@ -39,7 +39,7 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def names(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What command lines name: a model, and the scales of another."""
+    """A model, and the scales of another one."""
     folder = tmp_path_factory.mktemp("scales")
     scales = {"format": "vmkv kv scales", "version": 1, "model": "another", "layers": []}
     (folder / "scales.json").write_text(json.dumps(scales))
@@ -48,7 +48,7 @@ def names(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
 
 @pytest.fixture(autouse=True)
 def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes and Ray fail the test; nobody needs Ray to be told that something else is wrong."""
+    """Fail the test if a process is started; hide Ray, which the checks do not need."""
 
     def start(*_: object, **__: object) -> None:
         raise AssertionError("something was started")
@@ -59,19 +59,19 @@ def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_wrong_is_said_before_anything_is_started(
+def test_wrong_options_are_refused_before_the_start(
     complaint: Complaint, names: dict[str, str], way: str
 ) -> None:
-    """In one line, and the same one for each way to serve."""
+    """In one line, the same for each way to serve."""
     common = ["serve", "{model}", "--port", "0", "--device", "cpu", *WAYS[way]]
     for options, words in WRONG:
         assert words in complaint(*[names.get(word, word) for word in [*common, *options]])
 
 
-def test_ranks_are_not_started_for_scales_of_all_heads(
+def test_impossible_ranks_are_refused_before_the_start(
     complaint: Complaint, names: dict[str, str], tmp_path: Path
 ) -> None:
-    """Nor for a model that cannot be divided among them, nor on devices that are not there."""
+    """Scales of all heads, an indivisible model, and devices that are not the first ones."""
     scales = json.loads(Path(names["{scales}"]).read_text())
     layer = {"keys": [1.0], "values": [1.0]}
     scales |= {"model": Path(names["{model}"]).name, "layers": [layer, layer]}
@@ -91,19 +91,19 @@ def test_ranks_are_not_started_for_scales_of_all_heads(
         (["--tensor-parallel", "2"], "take one"),
     ],
 )
-def test_replicas_refuse_what_is_of_one_engine(
+def test_replicas_refuse_options_of_a_single_engine(
     complaint: Complaint, options: list[str], words: str
 ) -> None:
-    """Before the model's configuration is looked for."""
+    """Before the model's configuration is read."""
     line = ["serve", "/nowhere", "--replicas", "2", "--device", "cpu"]
     assert words in complaint(*line, *options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_the_gpus_of_a_cluster_are_not_looked_for_here(
+def test_gpus_of_a_ray_cluster_are_not_checked_locally(
     complaint: Complaint, names: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server may run where there is none: Ray knows what its cluster has."""
+    """A server may run on a machine without GPUs."""
     line = ["serve", names["{model}"], "--port", "0", "--device", "cuda", "--replicas", "2"]
     assert "torch sees no CUDA device" in complaint(*line)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -113,6 +113,5 @@ def test_the_gpus_of_a_cluster_are_not_looked_for_here(
 def test_a_missing_ray_is_named_with_the_command_that_installs_it(
     complaint: Complaint, names: dict[str, str]
 ) -> None:
-    """When all else is right."""
     line = ["serve", names["{model}"], "--port", "0", "--device", "cpu", "--replicas", "2"]
     assert "pip install 'vmkv[ray]'" in complaint(*line)

@@ -17,8 +17,7 @@ REPLICAS = ["--replicas", "2", "--device", "cpu", "--port", "0"]
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_replicas_serve_and_end(model: Path, tmp_path: Path) -> None:
-    """They come up, answer, and end with SIGTERM, all of them; the status is 0."""
+def test_replicas_serve_and_end_on_sigterm(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     options = [*REPLICAS, "--served-model-name", "tiny", "--memory", "0.0625"]
     with (tmp_path / "log").open("w") as log:
@@ -45,8 +44,8 @@ def test_replicas_serve_and_end(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_why_replicas_cannot_be_started_is_said_in_one_line(model: Path) -> None:
-    """As the engine says it, whose process was Ray's."""
+def test_replicas_that_cannot_start_give_a_one_line_error(model: Path) -> None:
+    """With the message of the engine."""
     pytest.importorskip("ray")
     command = [*COMMAND, str(model), *REPLICAS, "--memory", "0.00001"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

@@ -1,4 +1,4 @@
-"""`top` asks servers that are none, or that never end their answer."""
+"""`vmkv top` with an address where no vmkv server answers, or where the answer does not end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 
 def http(body: bytes, status: str = "200 OK", *, length: int | None = None) -> bytes:
-    """An answer as bytes, with a length that need not be true."""
+    """An HTTP response as bytes; `length` may differ from the body's."""
     length = len(body) if length is None else length
     return f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\n\r\n".encode() + body
 
 
-#: What a server says to every request, and a word of what is said then.
+#: A server's response to every request, and a part of the error message.
 ANSWERS: dict[str, tuple[bytes, str]] = {
     "says nothing": (b"", "is `vmkv serve` running there?"),
     "is a mail server": (b"220 mail.example.org ESMTP\r\n", "is `vmkv serve` running there?"),
@@ -31,7 +31,7 @@ ANSWERS: dict[str, tuple[bytes, str]] = {
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[bytes], str]]:
-    """Serves one connection with an answer and closes it, or leaves it open without one."""
+    """Serve one connection with a response and close it, or leave it open without one."""
     with contextlib.ExitStack() as stack:
 
         def start(answer: bytes | None) -> str:
@@ -54,13 +54,12 @@ def serve() -> Iterator[Callable[[bytes], str]]:
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-def test_a_server_that_is_none_is_answered_by_one_line(complaint, serve, kind: str) -> None:
-    """Other protocols, other answers, broken ones."""
+def test_a_wrong_server_gives_a_one_line_error(complaint, serve, kind: str) -> None:
+    """Other protocols, other contents, and broken responses."""
     answer, words = ANSWERS[kind]
     assert words in complaint("top", serve(answer), "--once", "--timeout", "20")
 
 
-def test_a_server_that_does_not_answer_is_not_waited_for(complaint, serve) -> None:
-    """Longer than one says."""
+def test_a_server_that_does_not_answer_is_a_timeout(complaint, serve) -> None:
     said = complaint("top", serve(None), "--once", "--timeout", "0.1")
     assert "did not answer within 0.1 s" in said

@@ -1,4 +1,4 @@
-"""What a driver says to one rank is told by steps, or is the end of all."""
+"""`AgreedBackend` gives all ranks the same answers; an error on one rank ends all ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def one() -> Iterator[TensorParallel]:
     dist.destroy_process_group()
 
 
-def test_fences_pass_with_the_steps_before_them(one: TensorParallel) -> None:
-    """However far the device is."""
+def test_fences_pass_when_earlier_steps_are_completed(one: TensorParallel) -> None:
+    """Independent of the device's fences, which ranks may see at different times."""
     device = HostBackend(64 * KiB)
     backend = AgreedBackend(device, one)
     device.hold_fences()
-    assert backend.record_fence().has_passed(), "nothing was submitted: it was waited for"
+    assert backend.record_fence().has_passed(), "without earlier steps, a fence has passed"
     backend.num_submitted = 2
     fence = backend.record_fence()
     device.pass_fences()
@@ -36,8 +36,7 @@ def test_fences_pass_with_the_steps_before_them(one: TensorParallel) -> None:
     assert fence.has_passed()
 
 
-def test_what_only_one_rank_meets_ends_all(one: TensorParallel) -> None:
-    """But for a lack of memory, which is all ranks' lack."""
+def test_a_driver_error_on_one_rank_ends_all(one: TensorParallel) -> None:
     backend = AgreedBackend(HostBackend(64 * KiB), one)
     with pytest.raises(RankError, match="address_free"):
         backend.address_free(backend.address_reserve(64 * KiB) + 4096, 64 * KiB)
@@ -46,6 +45,6 @@ def test_what_only_one_rank_meets_ends_all(one: TensorParallel) -> None:
 
 
 def test_a_group_needs_ranks() -> None:
-    """And says how to get them."""
+    """The error says how to start ranks."""
     with pytest.raises(ConfigError, match="torchrun"):
         TensorParallel()

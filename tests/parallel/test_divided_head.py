@@ -1,4 +1,4 @@
-"""The likeliest token of a head in parts is the argmax of all its logits, whoever has them."""
+"""The likeliest token of a divided head is the argmax of all logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 def _head(rank: int, size: int, vocab_size: int) -> DividedHead:
-    """One rank's, of a model that is not there."""
+    """The head of one rank, without a model."""
     linear = torch.nn.Linear(1, vocab_size, bias=False)
     linear.weight = torch.nn.Parameter(linear.weight[: div_ceil(vocab_size, size)])
     linear.__class__ = GatheredLinear
@@ -32,7 +32,7 @@ def _head(rank: int, size: int, vocab_size: int) -> DividedHead:
 
 
 def _likeliest(logits: torch.Tensor, size: int) -> torch.Tensor:
-    """What ranks find of `[n, vocabulary]` that are theirs in parts, filled up with zeros."""
+    """The tokens that ranks find for logits `[n, vocabulary]`, divided and padded with zeros."""
     vocab_size = logits.shape[1]
     columns = div_ceil(vocab_size, size)
     filled_up = logits.new_zeros((logits.shape[0], size * columns))
@@ -54,7 +54,7 @@ def _likeliest(logits: torch.Tensor, size: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("size", "vocab_size"), [(2, 64), (2, 9), (3, 10), (4, 5), (4, 2), (1, 7)])
 def test_ranks_find_the_argmax(size: int, vocab_size: int, dtype: torch.dtype) -> None:
-    """Of few different numbers, so that most rows have ties; of any sign, or all negative."""
+    """With few different values, so that most rows have ties, of any sign; and with random ones."""
     chances = torch.Generator().manual_seed(size * vocab_size)
     numbers = torch.tensor(
         [-math.inf, -3.5, -1.0, -0.0, 0.0, 6e-5, 1.0, 2.5, 300.0, math.inf], dtype=dtype
@@ -69,8 +69,7 @@ def test_ranks_find_the_argmax(size: int, vocab_size: int, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_no_number_is_found_where_argmax_finds_it(dtype: torch.dtype) -> None:
-    """The first of them, beside any number."""
+def test_the_first_nan_is_the_argmax(dtype: torch.dtype) -> None:
     nan = torch.tensor([math.nan, -math.nan], dtype=dtype)
     for size in (2, 3):
         for places in ([0], [4], [8], [3, 5], [8, 4], [1, 6]):
@@ -79,16 +78,16 @@ def test_what_is_no_number_is_found_where_argmax_finds_it(dtype: torch.dtype) ->
             assert _likeliest(logits, size).tolist() == [min(places)]
 
 
-def test_tokens_beyond_what_float16_counts_are_told_exactly() -> None:
-    """Whatever type the logits have."""
+def test_large_token_ids_are_exact() -> None:
+    """They are exchanged without rounding, although the logits have half precision."""
     for at in (2049, 128_255, 150_001):
         logits = torch.zeros((1, 150_002), dtype=torch.bfloat16)
         logits[0, at] = 1.0
         assert _likeliest(logits, 2).tolist() == [at]
 
 
-def test_a_part_that_finds_no_room_has_its_own() -> None:
-    """As of models that give the logits of all tokens, whichever are wanted."""
+def test_logits_that_exceed_the_buffer_get_a_tensor_of_their_own() -> None:
+    """Some models return the logits of all tokens."""
     head = _head(1, 2, 7)
     linear = head._linear
     hidden, room = torch.ones(1, 5, 1), torch.zeros(4, 4)
@@ -104,7 +103,7 @@ def test_a_part_that_finds_no_room_has_its_own() -> None:
 
 @pytest.fixture(scope="module")
 def pair(warm_children: None) -> Iterator[Pair]:
-    """Two ranks, for all cases."""
+    """Two ranks for all cases."""
     pair = Pair()
     yield pair
     pair.close()
@@ -124,14 +123,13 @@ CASES = [
 @pytest.mark.skipif(VERSION < (5, 17), reason="transformers has no plans to divide models by")
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_two_ranks(pair: Pair, case: Case) -> None:
-    """What a case promises holds on both."""
     pair.run(case)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has no second GPU")
-def test_a_graph_finds_what_each_input_makes_likeliest() -> None:
-    """Captured, with what ranks exchange."""
+def test_captured_argmax_follows_its_input() -> None:
+    """The exchange between ranks is in the graph."""
     pair = Pair("cuda")
     pair.run(partial(cases.finds_again_and_again, "cuda"))
     pair.close()

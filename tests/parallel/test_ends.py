@@ -1,4 +1,4 @@
-"""Ranks end together, with one error that says which of them was the first, and why."""
+"""When one rank ends, all ranks end, with one error that names the rank and the reason."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def _serve_and_lose_a_rank() -> None:
         (other,) = multiprocessing.active_children()
         cases.end_process(other.pid)
         with pytest.raises(RankError, match=KILLED):
-            list(handles[0])  # Steps, as long as that lasts.
+            list(handles[0])  # Runs steps until one fails.
         for handle in handles:
             assert handle.output().outputs[0].finish_reason is FinishReason.ERROR
             assert isinstance(handle.output().error, RankError)
         engine.add([1, 2])
 
 
-def test_a_rank_that_is_killed_ends_all_with_one_error() -> None:
-    """Everybody who asks hears of it, at once; nothing is left behind."""
+def test_a_killed_rank_ends_all_requests() -> None:
+    """Each request has the rank's error, a new one is refused, and no process is left."""
     with pytest.raises(RankError, match=KILLED):
         _serve_and_lose_a_rank()
     assert not multiprocessing.active_children()
@@ -95,7 +95,7 @@ def _serve_and_stop_a_rank() -> None:
             dist.group.WORLD,
             engine._ranks._agreement,
             engine._ranks._control,
-        ):  # The start had more time.
+        ):  # The start needs the longer time limit.
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
         (other,) = multiprocessing.active_children()
         os.kill(other.pid, signal.SIGSTOP)
@@ -103,7 +103,7 @@ def _serve_and_stop_a_rank() -> None:
 
 
 def test_a_rank_that_hangs_is_named() -> None:
-    """Not the rank that has waited for it, nor a source file of gloo's."""
+    """The error names neither the waiting rank nor a source file of gloo."""
     with pytest.raises(RankError) as raised:
         _serve_and_stop_a_rank()
     assert "rank 1 of 2 did not answer within 20 s" == str(raised.value)
@@ -125,8 +125,8 @@ def _interrupt_a_step() -> None:
             engine.step()
 
 
-def test_an_interrupt_in_a_step_ends_all() -> None:
-    """Other ranks may wait for the step's rest; nobody waits until the time limit."""
+def test_an_interrupted_step_ends_all_ranks() -> None:
+    """At once: other ranks do not wait until the time limit."""
     _interrupt_a_step()
     assert not multiprocessing.active_children()
 
@@ -143,8 +143,8 @@ async def _serve_nobody_and_lose_a_rank() -> None:
         assert "steps" not in str(served.failure)
 
 
-def test_a_rank_that_ends_while_nobody_asks_is_noticed() -> None:
-    """At once, and not by the next client: whoever serves the engine can start another."""
+def test_the_end_of_a_rank_is_noticed_without_requests() -> None:
+    """At once, so that the server can start another engine."""
     asyncio.run(_serve_nobody_and_lose_a_rank())
     assert not multiprocessing.active_children()
 
@@ -164,7 +164,7 @@ def _serve_and_lose_a_rank_on_gpus() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has no second GPU")
 def test_graphs_that_wait_for_a_lost_rank_end() -> None:
-    """What a graph waits for never comes; the kernels that wait are given up."""
+    """Kernels that wait for the lost rank stop."""
     _serve_and_lose_a_rank_on_gpus()
     assert not multiprocessing.active_children()
 
@@ -176,8 +176,8 @@ def test_graphs_that_wait_for_a_lost_rank_end() -> None:
         (cases.part_without_tables, "the sampler's token counts need"),
     ],
 )
-def test_a_rank_that_cannot_begin_says_why(model: Callable[..., Any], why: str) -> None:
-    """In rank 0's error, as if it had failed here; tables of penalties are made at the start."""
+def test_a_rank_that_fails_to_start_says_why(model: Callable[..., Any], why: str) -> None:
+    """Rank 0 raises its error; the tables of penalties are made at the start."""
     with (
         pytest.raises(RankError, match=f"rank 1 has ended: {why}"),
         open_parallel_engine(model, 2, device_type="cpu", **cases.ROOMY),
@@ -198,15 +198,15 @@ if __name__ == "__main__":
 """
 
 
-def test_nothing_is_left_of_ranks_whose_first_was_killed(tmp_path: Path) -> None:
-    """No process, no file, and no traceback of those who outlived it."""
+def test_killing_rank_0_leaves_nothing_behind(tmp_path: Path) -> None:
+    """No process, no file, and no traceback of the other rank."""
     script, folder = tmp_path / "killed.py", tmp_path / "temporary"
     script.write_text(KILLED_RANK_0)
     folder.mkdir()
     path = os.pathsep.join([str(tmp_path), *sys.path])
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": path}
     child = warm_python.start("-m", "killed", env=environment)
-    _, errors = child.communicate(timeout=120)  # Until nobody is left who could write.
+    _, errors = child.communicate(timeout=120)  # Ends when all processes have closed the pipe.
     assert -9 == child.returncode
     assert not list(folder.iterdir())
     assert "Traceback" not in errors

@@ -1,4 +1,4 @@
-"""Sums in one kernel, between GPUs that reach each other's memory."""
+"""Sums in one kernel between GPUs with peer access."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[cases.Pair]:
-    """For all cases that they survive."""
+    """Ranks for all cases that do not end them."""
     if request.param > NUM_GPUS:
         pytest.skip(f"this machine has {NUM_GPUS} GPUs")
     ranks = cases.Pair("cuda", request.param)
@@ -28,28 +28,28 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[cases.Pair]:
     ranks.close()
 
 
-def test_all_parts_are_added(ranks: cases.Pair) -> None:
-    """Of every size and type, whoever comes first."""
+def test_sums_are_exact(ranks: cases.Pair) -> None:
+    """For every size and type, whichever rank comes first."""
     ranks.run(cases.adds)
 
 
-def test_graphs_add_again_and_again(ranks: cases.Pair) -> None:
-    """Turns go on between replays."""
+def test_graphs_with_sums_replay(ranks: cases.Pair) -> None:
+    """The turns continue between replays."""
     ranks.run(cases.adds_in_graphs)
 
 
 def test_sums_with_norms(ranks: cases.Pair) -> None:
-    """The residual bit by bit, and its norm."""
+    """The residual is equal bit by bit; the norm is compared, too."""
     ranks.run(cases.adds_with_norms)
 
 
-def test_graphs_with_norms(ranks: cases.Pair) -> None:
-    """Each replay with other numbers."""
+def test_graphs_with_norms_replay(ranks: cases.Pair) -> None:
+    """Each replay has other numbers."""
     ranks.run(cases.adds_with_norms_in_graphs)
 
 
-def test_a_part_that_does_not_come_is_an_error() -> None:
-    """After the time limit, on the rank that waits for it; nothing hangs."""
+def test_a_missing_part_is_an_error() -> None:
+    """After the time limit, on the rank that waits for it."""
     ranks = cases.Pair("cuda", timeout_s=15.0)
     with pytest.raises(RankError, match="rank 1 of 2 did not answer within 15 s"):
         ranks.run(cases.is_alone)

@@ -1,4 +1,4 @@
-"""Two ranks say what one process says, whatever befalls one of them."""
+"""Two ranks return what one process returns, also if one of them is slow or lacks memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def pair(warm_children: None) -> Iterator[cases.Pair]:
-    """Two ranks, for all cases that they survive."""
+    """Two ranks for all cases that do not end them."""
     pair = cases.Pair()
     yield pair
     pair.close()
@@ -51,12 +51,11 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=cases.name_of)
 def test_two_ranks(pair: cases.Pair, case: cases.Case) -> None:
-    """What a case promises holds on both."""
     pair.run(case)
 
 
 def test_each_rank_loads_its_part(pair: cases.Pair, tmp_path: Path) -> None:
-    """As transformers divides a model on disk."""
+    """A model that transformers divides while it loads it from disk."""
     tiny_model("llama").save_pretrained(tmp_path)
     pair.run(partial(cases.loads, str(tmp_path)))
 
@@ -72,12 +71,12 @@ def test_weights_that_are_not_on_disk_are_missed(pair: cases.Pair, tmp_path: Pat
 
 
 def test_a_slow_rank_is_waited_for(pair: cases.Pair, tmp_path: Path) -> None:
-    """However long that is, within the time limit."""
+    """Within the time limit."""
     os.mkfifo(tmp_path / "fifo")
     pair.run(partial(cases.is_slow, str(tmp_path / "fifo")))
 
 
-def test_this_process_has_no_ranks_twice(pair: cases.Pair) -> None:
-    """What torch knows of ranks is the process's."""
+def test_a_second_group_of_ranks_in_a_process_is_refused(pair: cases.Pair) -> None:
+    """torch.distributed has one default group per process."""
     with pytest.raises(ConfigError, match="ranks already"):
         Ranks(2, "cpu", cases.is_not_asked)

@@ -1,4 +1,4 @@
-"""Which part of a model is whose: what adds up, and what is refused before anything is changed."""
+"""Division of a model among ranks; invalid divisions leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ pytestmark = pytest.mark.skipif(
 
 
 def _rank(rank: int, size: int) -> Any:
-    """A place among ranks, where nothing is computed."""
+    """A rank that computes nothing."""
     return SimpleNamespace(rank=rank, size=size, name="nobody")
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 7, 8])
 @pytest.mark.parametrize("size", [2, 3])
-def test_shares_cover_everything_once(length: int, size: int) -> None:
-    """In order, whether or not the number divides it."""
+def test_shares_cover_all_indices_in_order(length: int, size: int) -> None:
+    """Also if the size does not divide the length."""
     places = [at for rank in range(size) for at in range(length)[Share(rank, size).of(length)]]
     assert list(range(length)) == places
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "mixtral", "deepseek_v3"])
-def test_a_part_takes_what_was_planned(name: str) -> None:
-    """And an attribute of a layer says what it has."""
+def test_a_part_has_the_planned_bytes(name: str) -> None:
+    """The attributes of its layers match its weights."""
     model = copy.deepcopy(tiny_model(name))
     planned = sharding.bytes_per_rank(model, sharding.plan_of(model), 2)
     localise(model, _rank(0, 2))
@@ -45,7 +45,7 @@ def test_a_part_takes_what_was_planned(name: str) -> None:
 
 
 def test_heads_are_not_divided() -> None:
-    """A rank with half a head would attend with half a head."""
+    """The model is left unchanged."""
     model = copy.deepcopy(tiny_model("llama"))
     before = {name: each.shape for name, each in model.named_parameters()}
     with pytest.raises(ConfigError, match="2 key-value heads cannot be divided among 4 ranks"):
@@ -58,13 +58,12 @@ def test_heads_are_not_divided() -> None:
 
 
 def test_models_without_a_plan_are_refused() -> None:
-    """In words, with what serves them."""
     with pytest.raises(ConfigError, match="does not say how to divide a GptOssForCausalLM"):
         localise(tiny_model("gpt_oss"), _rank(0, 2))
 
 
-def test_layers_of_another_kind_are_refused() -> None:
-    """Before anything is changed: a part of theirs is not a slice."""
+def test_unknown_layers_and_styles_are_refused() -> None:
+    """Before any layer is changed."""
 
     class Quantised(torch.nn.Linear):
         pass

@@ -1,4 +1,4 @@
-"""Which rows the blocks of a sum are told to add. Nothing is added, so that needs no GPU."""
+"""Rows that each block of a sum adds. Kernels are not launched, so no GPU is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIDDEN_SIZES = (8, 64, 896, 2880, 4096, 5120, 8192, 16384)
 
 
 class _Launch(NamedTuple):
-    """What a kernel is told; its `chunk` is what a block takes at a time."""
+    """The launch of a kernel; a block takes `chunk` vectors at a time."""
 
     num_blocks: int
     num_threads: int
@@ -30,7 +30,7 @@ class _Launch(NamedTuple):
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[_Launch]]:
-    """Instead of launches."""
+    """Record launches instead of making them."""
     made: list[_Launch] = []
 
     def launch(_: Kernel, num_blocks: int, num_threads: int, __: int, words: bytes) -> None:
@@ -56,12 +56,12 @@ def _part(rows: int, hidden: int, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_blocks_have_all_rows_and_room_for_them(
+def test_blocks_cover_all_rows_and_chunks_fit_the_buffers(
     launches: list[_Launch], size: int, dtype: torch.dtype, has_norm: bool
 ) -> None:
-    """Whole ones where there is a norm, which one rank's block takes without a break."""
+    """With a norm, shares and chunks are whole rows; with one rank, a chunk is a block's share."""
     if size == 1 and not has_norm:
-        pytest.skip("what one rank has is the sum")
+        pytest.skip("one rank has nothing to add")
     room = one_shot.CHUNK_BYTES // one_shot.VECTOR_BYTES
     largest = (size > 1 and one_shot.max_bytes(size, is_with_norm=has_norm)) or 512 * MiB
     for hidden in HIDDEN_SIZES:
@@ -80,6 +80,6 @@ def test_blocks_have_all_rows_and_room_for_them(
             assert threads in range(32, 513, 32), what
             if has_norm:
                 assert share % row == chunk % row == 0, what
-            # Between chunks only the wait for other ranks keeps a block's threads together.
+            # Between chunks, only the wait for other ranks synchronises a block's threads.
             assert (0 < chunk <= room) if size > 1 else chunk >= share, what
     assert launches

@@ -1,4 +1,4 @@
-"""Engines over pools whose books are checked when the test is over."""
+"""Engines whose pools are checked for leaks at the end of each test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vmkv.units import KiB, MiB
 
 @pytest.fixture
 def make_engine() -> Iterator[Callable[..., Engine]]:
-    """Makes engines over tiny models; afterwards nothing may be left of any of them."""
+    """Make engines over tiny models; at the end, check that each has released everything."""
     made: list[tuple[Engine, ExtentPool, HostBackend, int]] = []
 
     def make(
@@ -33,7 +33,7 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
             model = copy.deepcopy(tiny_model(model))  # The engine changes how it attends.
         defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_tokens": 128, "seed": 0}
         engine = Engine(model, pool=pool, **{**defaults, **options})
-        # A runner may keep a row for itself.
+        # A runner may keep a scratch row.
         made.append((engine, pool, host, engine.cache.stats().num_sequences))
         return engine
 

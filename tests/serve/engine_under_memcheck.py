@@ -1,9 +1,9 @@
-"""A short life of an engine in which all that moves memory happens: run it under a memory checker.
+"""A short run of an engine with every operation on memory, for a memory checker.
 
     compute-sanitizer --report-api-errors no python tests/serve/engine_under_memcheck.py cuda
 
-Two layers, eager: requests adopt rows, share prefixes, fork, are evicted and swapped. It fails
-where one of these did not happen.
+Two layers, eager: requests adopt rows, share prefixes, fork, are evicted and swapped. The exit
+status is 1 if one of these did not happen.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make_model(device: str) -> LlamaForCausalLM:
 
 
 def main(device: str) -> dict[str, int]:
-    """Play; returns what happened, how often or how much."""
+    """Run the requests; return counts and bytes of each operation."""
     source = random.Random(0)
 
     def prompt(num_tokens: int) -> list[int]:
@@ -102,4 +102,4 @@ if __name__ == "__main__":
     happened = main(sys.argv[1])
     for what, count in happened.items():
         print(f"{what}: {count}")
-    sys.exit(0 if all(happened.values()) else f"not all of it happened: {happened}")
+    sys.exit(0 if all(happened.values()) else f"an operation did not happen: {happened}")

@@ -1,6 +1,6 @@
-"""An engine on its own, asked from event loops: streams, those who leave, and the end.
+"""An engine in a thread or process of its own: streams, cancellation, failures, shutdown.
 
-In a thread of this process, and as if in a process of its own: the same is promised of both.
+Both run in this process here; the process is replaced by a thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Serving = Callable[..., AbstractAsyncContextManager[Any]]
 
 @pytest.fixture(params=[AsyncEngine, hosted], ids=["thread", "process"])
 def serving(request: pytest.FixtureRequest) -> Serving:
-    """Has an engine run on its own, and shuts it down at the end."""
+    """Run an engine in a thread or process of its own, and shut it down at the end."""
 
     @asynccontextmanager
     async def serve(engine: Engine, *, drain: bool = True, **options: Any) -> AsyncIterator[Any]:
@@ -43,8 +43,8 @@ def serving(request: pytest.FixtureRequest) -> Serving:
     return serve
 
 
-def test_many_streams_at_once(make_engine: MakeEngine, serving: Serving) -> None:
-    """Each comes to what its prompt gets alone; every output brings something new."""
+def test_concurrent_streams_equal_the_reference(make_engine: MakeEngine, serving: Serving) -> None:
+    """Every output has a new token."""
 
     async def follow(engine: Any, prompt: list[int]) -> list[RequestOutput]:
         return [output async for output in engine.stream(prompt, GREEDY)]
@@ -60,10 +60,10 @@ def test_many_streams_at_once(make_engine: MakeEngine, serving: Serving) -> None
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_what_samples_share_is_not_cached(
+def test_samples_of_a_new_prompt_report_no_cached_tokens(
     make_engine: MakeEngine, serving: Serving, name: str
 ) -> None:
-    """Of a new prompt nothing is reported as cached, however its samples begin."""
+    """The prompt's tokens that samples share do not count as cached."""
     params = SamplingParams(n=3, temperature=0, max_tokens=4)
     prompt, ended = list(range(3, 43)), Watch()
 
@@ -79,8 +79,8 @@ def test_what_samples_share_is_not_cached(
     assert [0, 0, 0, 0, 0, cached] == sorted(each.num_cached_tokens for each in ended.finished)
 
 
-def test_streams_of_tenants_share_no_prefix(make_engine: MakeEngine, serving: Serving) -> None:
-    """The tenant arrives at the engine; anything but a name is refused here."""
+def test_tenants_share_no_prefix(make_engine: MakeEngine, serving: Serving) -> None:
+    """A tenant that is not a string is refused."""
 
     async def main() -> list[int]:
         async with serving(make_engine()) as engine:
@@ -94,10 +94,10 @@ def test_streams_of_tenants_share_no_prefix(make_engine: MakeEngine, serving: Se
     assert [0, 0, 0, 32] == run(main())
 
 
-def test_planning_waits_no_longer_than_it_may(
+def test_waiting_before_planning_does_not_change_tokens(
     make_engine: MakeEngine, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nobody comes meanwhile; and where somebody does, tokens are what they are."""
+    """With and without other requests that arrive meanwhile."""
     told = [0.002] * 20
     monkeypatch.setattr(
         StepLoop, "spare_s", property(lambda loop: told.pop() if loop._pending and told else 0.0)
@@ -116,8 +116,8 @@ def test_planning_waits_no_longer_than_it_may(
     assert not told
 
 
-def test_who_leaves_is_cancelled(make_engine: MakeEngine, serving: Serving) -> None:
-    """Closing the iterator, or cancelling the task, frees the request; others go on."""
+def test_leaving_a_stream_cancels_its_request(make_engine: MakeEngine, serving: Serving) -> None:
+    """By closing the iterator or cancelling the task; other requests continue."""
     seen = Watch()
     long = SamplingParams(temperature=0, max_tokens=90)
 
@@ -135,15 +135,15 @@ def test_who_leaves_is_cancelled(make_engine: MakeEngine, serving: Serving) -> N
 
     output = run(main())
     assert reference(prompts(2)[1]) == list(output.outputs[0].token_ids)
-    # The task may have gone before it had asked at all.
+    # The task may be cancelled before it has sent its request.
     reasons = sorted(record.finish_reason for record in seen.finished)
     assert reasons in (["cancelled", "cancelled", "length"], ["cancelled", "length"])
 
 
-def test_a_client_that_never_reads_holds_nobody_up(
+def test_a_client_that_does_not_read_delays_no_other(
     make_engine: MakeEngine, serving: Serving
 ) -> None:
-    """Its request ends all the same, and what it finds later is everything."""
+    """Its request ends, and it later gets all tokens in at most two outputs."""
 
     async def main() -> tuple[RequestOutput, list[RequestOutput]]:
         async with serving(make_engine()) as engine:
@@ -162,9 +162,7 @@ def test_a_client_that_never_reads_holds_nobody_up(
         assert reference(prompt) == list(output.outputs[0].token_ids)
 
 
-def test_bad_requests_fail_by_themselves(make_engine: MakeEngine, serving: Serving) -> None:
-    """With the engine's own error, at the first iteration."""
-
+def test_invalid_requests_raise_config_errors(make_engine: MakeEngine, serving: Serving) -> None:
     async def main() -> None:
         async with serving(make_engine()) as engine:
             for prompt, message in (([], "empty"), ([1] * 200, "no room"), ("text", "tokenizer")):
@@ -177,7 +175,7 @@ def test_bad_requests_fail_by_themselves(make_engine: MakeEngine, serving: Servi
 
 @pytest.mark.parametrize("drain", [True, False])
 def test_shutdown(make_engine: MakeEngine, serving: Serving, drain: bool) -> None:
-    """What is under way ends, by itself or cancelled; what comes after is refused."""
+    """Draining finishes requests, otherwise they are cancelled; new requests are refused."""
     params = SamplingParams(temperature=0, max_tokens=60)
 
     async def main() -> list[RequestOutput]:
@@ -185,7 +183,7 @@ def test_shutdown(make_engine: MakeEngine, serving: Serving, drain: bool) -> Non
             streams = [engine.stream(prompt, params) for prompt in prompts(6)]
             tasks = [asyncio.create_task(last(stream)) for stream in streams[1:]]
             await anext(streams[0])
-            # Not before the last has been asked for.
+            # All requests must have been sent.
             while len(engine._streams) + sum(each.done() for each in tasks) < len(streams):
                 await asyncio.sleep(0)
             stopping = asyncio.create_task(engine.shutdown(drain=drain))
@@ -199,8 +197,7 @@ def test_shutdown(make_engine: MakeEngine, serving: Serving, drain: bool) -> Non
     assert reasons == {FinishReason.LENGTH} if drain else FinishReason.CANCELLED in reasons
 
 
-def test_an_idle_engine_sleeps(make_engine: MakeEngine, serving: Serving) -> None:
-    """When nothing is left to do no step is run, until a request comes."""
+def test_an_idle_engine_runs_no_steps(make_engine: MakeEngine, serving: Serving) -> None:
     seen = Watch()
 
     async def main() -> None:
@@ -219,7 +216,7 @@ def test_an_idle_engine_sleeps(make_engine: MakeEngine, serving: Serving) -> Non
 def test_engine_errors_end_requests_and_not_the_thread(
     make_engine: MakeEngine, serving: Serving
 ) -> None:
-    """An error that is no request's own ends those that run; later ones are served."""
+    """Later requests are served."""
     engine = make_engine()
     real = engine.cache.grow
     broken = threading.Event()
@@ -227,7 +224,7 @@ def test_engine_errors_end_requests_and_not_the_thread(
     def grow(wanted: Any) -> None:
         if broken.is_set():
             broken.clear()
-            raise LookupError("something nobody expects")
+            raise LookupError("an unexpected error")
         real(wanted)
 
     engine.cache.grow = grow  # type: ignore[method-assign]
@@ -237,14 +234,14 @@ def test_engine_errors_end_requests_and_not_the_thread(
             broken.set()
             failed = await last(it.stream([1, 2, 3], GREEDY))
             assert FinishReason.ERROR is failed.outputs[0].finish_reason
-            assert "nobody expects" in str(failed.error)
+            assert "an unexpected error" in str(failed.error)
             return await last(it.stream([1, 2, 3], GREEDY))
 
     assert reference([1, 2, 3]) == list(run(main()).outputs[0].token_ids)
 
 
-def test_nobody_waits_for_a_thread_that_has_ended(make_engine: MakeEngine) -> None:
-    """Neither those whose requests run nor those that have just asked; and it says why."""
+def test_requests_fail_when_the_thread_has_ended(make_engine: MakeEngine) -> None:
+    """Running, waiting and new ones; `failure` has the reason."""
     engine = make_engine()
     may_die = threading.Event()
 
@@ -257,7 +254,7 @@ def test_nobody_waits_for_a_thread_that_has_ended(make_engine: MakeEngine) -> No
         assert it.failure is None
         engine.advance = advance  # type: ignore[method-assign]
         asked = [asyncio.create_task(last(it.stream([1, 2, 3], GREEDY))) for _ in range(3)]
-        await asyncio.sleep(0)  # They have asked; the thread has one of them at the most.
+        await asyncio.sleep(0)  # All requests are sent; the thread has taken at most one.
         may_die.set()
         for each in await asyncio.gather(*asked, return_exceptions=True):
             assert isinstance(each, ClosedError)
@@ -270,10 +267,10 @@ def test_nobody_waits_for_a_thread_that_has_ended(make_engine: MakeEngine) -> No
     engine.close()
 
 
-def test_steps_that_fail_again_and_again_are_a_failure(
+def test_five_failed_steps_in_a_row_are_a_failure(
     make_engine: MakeEngine, serving: Serving
 ) -> None:
-    """Until one succeeds."""
+    """A step that succeeds ends the failure."""
     engine = make_engine()
     real = engine._runner.submit
 
@@ -295,10 +292,9 @@ def test_steps_that_fail_again_and_again_are_a_failure(
     run(main())
 
 
-def test_who_leaves_before_the_turn_comes_costs_nothing(
+def test_a_request_cancelled_before_it_is_taken_is_not_added(
     make_engine: MakeEngine, serving: Serving
 ) -> None:
-    """The engine never hears of the request."""
     engine = make_engine()
     added: list[Any] = []
     real, may_go_on = engine.add, threading.Event()
@@ -328,10 +324,8 @@ def test_who_leaves_before_the_turn_comes_costs_nothing(
     assert [[1], [3]] == added
 
 
-def test_an_engine_that_hangs_is_a_failure_until_it_goes_on(
-    make_engine: MakeEngine, serving: Serving
-) -> None:
-    """One that has work and says nothing; not one that has nothing to do, however long."""
+def test_a_silent_engine_with_work_is_a_failure(make_engine: MakeEngine, serving: Serving) -> None:
+    """Until it continues; an idle engine is not, however long it is idle."""
     engine = make_engine()
     now_s, is_inside, may_go_on = [0.0], threading.Event(), threading.Event()
     submit = engine._runner.submit
@@ -364,10 +358,10 @@ def test_an_engine_that_hangs_is_a_failure_until_it_goes_on(
 @pytest.mark.parametrize(
     ("num_prompt_tokens", "num_tokens"), [(3, 6), (100, 1)], ids=["decoding", "a long prompt"]
 )
-def test_each_step_is_a_sign_of_life(
+def test_each_step_resets_the_silence(
     make_engine: MakeEngine, serving: Serving, num_prompt_tokens: int, num_tokens: int
 ) -> None:
-    """Many may take longer than one may, and those that compute a prompt give no token."""
+    """Together, steps may take longer than `silence_max_s`, also if they give no token."""
     engine = make_engine()
     now_s: list[float] = [0.0]
     failures: list[str | None] = []
@@ -378,7 +372,7 @@ def test_each_step_is_a_sign_of_life(
         async with serving(engine, silence_max_s=30.0, clock=lambda: now_s[0]) as it:
 
             async def look() -> None:
-                for _ in range(3):  # What was said before is taken first.
+                for _ in range(3):  # The news of earlier steps are taken first.
                     await asyncio.sleep(0)
                 failures.append(it.failure)
 

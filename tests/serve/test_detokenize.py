@@ -1,4 +1,4 @@
-"""Text that arrives token by token is the text of all tokens, and ends where it must."""
+"""Incremental detokenization gives the text of all tokens, and stops at stop texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CORPUS = ["the cat sat on the mat. END of the story, naïve café, 猫 👋🏽"
 
 
 def _byte_level() -> PreTrainedTokenizerFast:
-    """GPT-2's kind: a character may be several tokens."""
+    """A tokenizer like GPT-2's: a character may be several tokens."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -31,7 +31,7 @@ def _byte_level() -> PreTrainedTokenizerFast:
 
 
 def _byte_fallback() -> PreTrainedTokenizerFast:
-    """Llama-2's kind: words begin with a space that the first one loses; bytes where unknown."""
+    """A tokenizer like Llama 2's: the first word loses its space; unknown characters are bytes."""
     vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
     for piece in ["▁", *"abcdefghijklmnopqrstuvwxyz.,END", "▁the", "▁cat", "<s>"]:
         vocabulary.setdefault(piece, len(vocabulary))
@@ -52,7 +52,7 @@ def _byte_fallback() -> PreTrainedTokenizerFast:
 
 
 def _word_piece() -> PreTrainedTokenizerFast:
-    """BERT's kind: a space stands before every token that is no continuation."""
+    """A tokenizer like BERT's: each token that is no continuation has a space before it."""
     words = ["[UNK]", "the", "cat", "##s", "sat", ",", "END", "##ED"]
     inner = Tokenizer(models.WordPiece({word: at for at, word in enumerate(words)}))
     inner.decoder = decoders.WordPiece(cleanup=False)
@@ -72,7 +72,7 @@ def _decode(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
 
 
 class Collecting(Detokenizer):
-    """Keeps what it gave out."""
+    """A detokenizer that keeps all text it has returned."""
 
     _text = ""
 
@@ -85,7 +85,7 @@ class Collecting(Detokenizer):
 def _run(
     tokenizer: PreTrainedTokenizerFast, prompt: list[int], ids: list[int], **params: object
 ) -> tuple[Collecting, list[str]]:
-    """The detokenizer after `ids`, or its stop, and the text after each."""
+    """Detokenize `ids`, up to a stop; the detokenizer, and the text after each token."""
     detokenizer = Collecting(tokenizer, prompt, SamplingParams(**params))
     texts = []
     for token_id in ids:
@@ -98,12 +98,12 @@ def _run(
 
 @pytest.mark.parametrize("name", ["byte-level", "byte-fallback"])
 @pytest.mark.parametrize("split", [0, 1, 2, 3, 5, 8, 13, 17, 40])
-def test_pieces_join_to_the_whole(name: str, split: int) -> None:
-    """Wherever the prompt ends, prompt and output together are the text; nothing is half."""
+def test_prompt_and_output_join_to_the_text(name: str, split: int) -> None:
+    """Wherever the prompt ends; no output has an incomplete character."""
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     while name == "byte-fallback" and "\ufffd" in _decode(tokenizer, ids[:split]):
-        split -= 1  # It takes back whole characters before half a one: there is no right answer.
+        split -= 1  # The decoder also replaces whole characters before a part of one.
     prompt, output = ids[:split], ids[split:]
     detokenizer, texts = _run(tokenizer, prompt, output)
     detokenizer.finish()
@@ -111,12 +111,12 @@ def test_pieces_join_to_the_whole(name: str, split: int) -> None:
     shown = _decode(tokenizer, prompt).rstrip("\ufffd")
     assert TEXT == shown + detokenizer.text
     for before, after in zip(["", *texts], texts, strict=False):
-        assert after.startswith(before), "text that was given out stays"
+        assert after.startswith(before), "text that was returned changed"
     assert not any("\ufffd" in text for text in texts)
 
 
-def test_words_are_joined_as_the_tokenizer_does() -> None:
-    """A tokenizer whose spaces depend on the token before: the first word has its space too."""
+def test_words_are_joined_with_the_tokenizers_spaces() -> None:
+    """The first word of an output has its space, too."""
     tokenizer = TOKENIZERS["word-piece"]
     detokenizer, texts = _run(tokenizer, [1], [2, 3, 4, 5, 1])
     assert [" cat", " cats", " cats sat", " cats sat ,", " cats sat , the"] == texts
@@ -125,14 +125,14 @@ def test_words_are_joined_as_the_tokenizer_does() -> None:
 
 
 class Shouting(PreTrainedTokenizerFast):
-    """A tokenizer that does something of its own with the text, as Whisper's does."""
+    """A tokenizer that changes the decoded text, as Whisper's does."""
 
     def _decode(self, *arguments: object, **options: object) -> str:
         return str(super()._decode(*arguments, **options)).upper()
 
 
-def test_what_a_tokenizer_adds_to_decoding_is_kept() -> None:
-    """Whether its class adds it, or somebody gave this one another way to decode."""
+def test_custom_decoding_is_used() -> None:
+    """Of a tokenizer's class, or set on the tokenizer."""
     plain = TOKENIZERS["byte-level"]
     ids = plain.encode("the cat", add_special_tokens=False)
     inner = plain.backend_tokenizer
@@ -143,8 +143,8 @@ def test_what_a_tokenizer_adds_to_decoding_is_kept() -> None:
 
 
 @given(ids=st.lists(st.integers(2, 289), max_size=120), data=st.data())
-def test_random_tokens_lose_nothing(ids: list[int], data: st.DataObject) -> None:
-    """Bytes that are no text become replacement characters, and never hold the rest up."""
+def test_random_tokens_join_to_the_text(ids: list[int], data: st.DataObject) -> None:
+    """Invalid bytes become replacement characters."""
     tokenizer = TOKENIZERS["byte-level"]
     split = data.draw(st.integers(0, len(ids)))
     detokenizer, texts = _run(tokenizer, ids[:split], ids[split:])
@@ -158,7 +158,7 @@ def test_random_tokens_lose_nothing(ids: list[int], data: st.DataObject) -> None
 FALLBACK = TOKENIZERS["byte-fallback"]
 WORDS = FALLBACK.convert_tokens_to_ids
 BYTES = {1 + byte: byte for byte in range(256)}
-#: Bytes of characters, of halves of them, and of none.
+#: Complete characters, parts of characters, and invalid bytes.
 PIECES = ["🙂", "猫", "é", "a", "▁", "▁the", "E", "N", "D", ".", "<s>"]
 RUNS = [[WORDS(f"<0x{byte:02X}>") for byte in each.encode()] for each in PIECES[:3]]
 FALLBACK_IDS = st.lists(
@@ -174,7 +174,7 @@ FALLBACK_IDS = st.lists(
 
 
 def _with_replacements(ids: list[int]) -> list[int]:
-    """Tokens whose decoding is the documented text: characters before an invalid byte stay."""
+    """Tokens of the documented text, with replacement characters for invalid bytes."""
     made, run = [], []
     special = WORDS("<s>")
     for token_id in [*(each for each in ids if each != special), None]:
@@ -206,11 +206,11 @@ def _is_text(raw: bytes) -> bool:
 @example(ids=[*[WORDS("<0xFF>")] * 3, *RUNS[1] * 70, *WORDS(["▁the"])], data=None)
 @example(ids=[*[WORDS("<0xFF>")] * 2, *RUNS[0] * 50, *WORDS(["▁the"])], data=None)
 @example(ids=[*RUNS[1] * 70, *RUNS[1][:2] * 60, *WORDS(["▁the"])], data=None)
-def test_random_bytes_lose_nothing(ids: list[int], data: st.DataObject | None) -> None:
-    """With a byte fallback: complete characters stay, and no text waits for a later token."""
+def test_random_bytes_join_to_the_text(ids: list[int], data: st.DataObject | None) -> None:
+    """With a byte fallback; text is returned at most three characters late."""
     split = data.draw(st.integers(0, min(len(ids), 80))) if data else 0
     prompt = _decode(FALLBACK, _with_replacements(ids[:split]))
-    assume(not prompt.endswith("\ufffd"))  # Otherwise the output repeats the end of the prompt.
+    assume(not prompt.endswith("\ufffd"))  # Otherwise, the output repeats the prompt's end.
     detokenizer, texts = _run(FALLBACK, ids[:split], ids[split:])
     for at, text in enumerate(texts, split + 1):
         so_far = FALLBACK.decode(_with_replacements(ids[:at]), skip_special_tokens=True)
@@ -227,10 +227,10 @@ def test_random_bytes_lose_nothing(ids: list[int], data: st.DataObject | None) -
     other_ids=st.lists(st.integers(0, 289), max_size=60),
     stops=st.lists(st.text("END. t\ufffd", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_stop_texts_are_found_in_the_streamed_text(
+def test_the_output_ends_at_the_first_stop_text(
     name: str, fallback_ids: list[int], other_ids: list[int], stops: list[str]
 ) -> None:
-    """At the first token that completes one, whatever the decoder."""
+    """At the first token that completes one, with every decoder."""
     tokenizer = TOKENIZERS[name]
     ids = fallback_ids if name == "byte-fallback" else [each % len(tokenizer) for each in other_ids]
     plain, texts = _run(tokenizer, [], ids)
@@ -249,7 +249,7 @@ def test_stop_texts_are_found_in_the_streamed_text(
 @pytest.mark.parametrize("includes", [False, True])
 @pytest.mark.parametrize("stop", ["END", "t. E", "mat. END of", "on", ". "])
 def test_stop_texts_are_found_across_tokens(stop: str, includes: bool) -> None:
-    """The output is cut at the stop text, however tokens divide it, and never shown beyond."""
+    """Text from the stop text on is not returned."""
     tokenizer = TOKENIZERS["byte-level"]
     text = " sat on the mat. END of the story"
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -282,7 +282,7 @@ def test_incomplete_bytes_are_text_at_the_end() -> None:
 
 
 def test_stop_texts_wait_for_min_tokens() -> None:
-    """One that is complete before is no stop; one that completes after is."""
+    """A stop text that is complete before `min_tokens` does not count."""
     tokenizer = TOKENIZERS["byte-level"]
     ids = [tokenizer.encode(each, add_special_tokens=False)[0] for each in "ENDaEND"]
     detokenizer, texts = _run(tokenizer, [], ids, stop="END", min_tokens=5)
@@ -290,19 +290,18 @@ def test_stop_texts_wait_for_min_tokens() -> None:
     assert 7 == len(texts)
 
 
-def test_special_tokens_are_left_out_unless_wanted() -> None:
-    """`skip_special_tokens`."""
+def test_skip_special_tokens() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     ids = [*tokenizer.encode("cat", add_special_tokens=False), 1]
     assert "cat" == _run(tokenizer, [], ids)[0].text
     assert "cat</s>" == _run(tokenizer, [], ids, skip_special_tokens=False)[0].text
 
 
-# ---- what stop texts cost -----------------------------------------------------------------------
+# ---- cost of stop texts -------------------------------------------------------------------------
 
 
 def naive(pieces: list[str], stops: list[str]) -> tuple[str, str | None, list[str]]:
-    """What is to come of it, looked for from the beginning each time."""
+    """Text, stop text, and the text after each piece, by a search from the start each time."""
     text, shown = "", []
     for piece in pieces:
         before, text = len(text), text + piece
@@ -326,7 +325,7 @@ def naive(pieces: list[str], stops: list[str]) -> tuple[str, str | None, list[st
 
 
 class Letters:
-    """A tokenizer whose tokens are the letters of an alphabet, some of them two at once."""
+    """A tokenizer whose tokens are one to three letters."""
 
     TOKENS = ("", "a", "b", "c", "ab", "ba", "abc", "cab")
 
@@ -338,16 +337,16 @@ class Letters:
     ids=st.lists(st.integers(1, 7), max_size=40),
     stops=st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=5),
 )
-def test_stop_texts_are_found_as_by_looking_for_each(ids: list[int], stops: list[str]) -> None:
-    """Overlapping ones, ones within others, and what may begin any of them."""
+def test_stop_texts_are_found_as_by_a_naive_search(ids: list[int], stops: list[str]) -> None:
+    """Overlapping stop texts, and stop texts within others."""
     detokenizer, texts = _run(Letters(), [], ids, stop=stops)
     detokenizer.finish()
     expected = naive([Letters.TOKENS[each] for each in ids], stops)
     assert expected == (detokenizer.text, detokenizer.stop, texts)
 
 
-def test_a_token_costs_the_same_whatever_the_stop_texts() -> None:
-    """However long they are, and however much of one of them was said."""
+def test_the_cost_of_a_token_does_not_depend_on_stop_texts() -> None:
+    """Neither on their length, nor on how much of one is matched."""
 
     def num_calls(stops: list[str]) -> int:
         detokenizer = Detokenizer(Letters(), [], SamplingParams(stop=stops))

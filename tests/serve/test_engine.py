@@ -1,4 +1,4 @@
-"""The engine says what the model says: token by token, alone or in company, on a real cache."""
+"""The engine's tokens equal the model's, alone and in batches, on a real cache."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def reference(name: str, prompt: Sequence[int], num_tokens: int = 10) -> list[in
 
 
 def tokens(engine: Engine, requests: Sequence[Sequence[int]], params: object) -> list[list[int]]:
-    """First samples of every prompt."""
+    """The tokens of each request's first sample."""
     return [list(each.outputs[0].token_ids) for each in engine.generate(requests, params)]
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("runner", ["eager", "graphs"])
-def test_greedy_tokens_are_the_models_own(make_engine: MakeEngine, name: str, runner: str) -> None:
-    """Chunked, mixed and batched: each request gets what it would get alone, to the token."""
+def test_greedy_tokens_equal_the_models(make_engine: MakeEngine, name: str, runner: str) -> None:
+    """Chunked, mixed and batched requests get the same tokens as alone."""
     wanted = prompts(9)
     options = RunnerOptions(show_progress=False) if runner == "graphs" else None
     engine = make_engine(name, runner=runner, runner_options=options)
@@ -57,10 +57,9 @@ def test_greedy_tokens_are_the_models_own(make_engine: MakeEngine, name: str, ru
 
 
 @pytest.mark.parametrize("options", [None, RunnerOptions(show_progress=False)])
-def test_rows_are_read_with_the_kernel_that_was_named(
+def test_the_attention_backend_option_is_used(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, options: RunnerOptions | None
 ) -> None:
-    """Whatever else is said of the runner."""
     engine = make_engine(attention_backend="reference", runner_options=options)
     num_calls, attend = 0, ReferenceBackend.attend
 
@@ -75,7 +74,7 @@ def test_rows_are_read_with_the_kernel_that_was_named(
 
 
 def smallest_budget(make_engine: MakeEngine, name: str, num_tokens: int) -> int:
-    """The least memory, in pages, in which one request of `num_tokens` fits."""
+    """The smallest budget in pages that fits one request of `num_tokens`."""
     low, high = 1, 2048
     while low < high:
         middle = (low + high) // 2
@@ -88,10 +87,10 @@ def smallest_budget(make_engine: MakeEngine, name: str, num_tokens: int) -> int:
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}], ids=str)
-def test_preemption_does_not_change_what_is_drawn(
+def test_preemption_does_not_change_sampled_tokens(
     make_engine: MakeEngine, options: dict[str, float]
 ) -> None:
-    """Token i of a request is drawn from its seed and i alone, computed again or not."""
+    """A request's i-th token depends on its seed and i alone."""
     wanted = prompts(6, longest=30, seed=3)
     params = [SamplingParams(max_tokens=25, seed=at, **options) for at in range(len(wanted))]
     alone = tokens(make_engine(max_num_seqs=1), wanted, params)
@@ -105,10 +104,8 @@ def test_preemption_does_not_change_what_is_drawn(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "mixtral"])
-def test_deterministic_requests_do_not_see_their_neighbours(
-    make_engine: MakeEngine, name: str
-) -> None:
-    """Log-probabilities to the last bit, alone, in company, and preempted among others."""
+def test_deterministic_requests_do_not_depend_on_others(make_engine: MakeEngine, name: str) -> None:
+    """Equal log-probabilities to the last bit: alone, in a batch, and with preemption."""
     prompt = prompts(1, longest=40, seed=4)[0]
     params = SamplingParams(max_tokens=12, seed=5, logprobs=3, temperature=0.7)
 
@@ -130,7 +127,7 @@ def test_deterministic_requests_do_not_see_their_neighbours(
 
 
 def test_requests_end_at_stop_tokens(make_engine: MakeEngine) -> None:
-    """At the request's own, with the reason; the token itself is the last."""
+    """The stop token is the last token; before `min_tokens` it is not sampled."""
     engine = make_engine()
     prompt = prompts(1)[0]
     said = reference("llama", prompt, 20)
@@ -147,8 +144,8 @@ def test_requests_end_at_stop_tokens(make_engine: MakeEngine) -> None:
     assert stop not in output.outputs[0].token_ids[:8]
 
 
-def test_an_end_of_sequence_that_is_no_token_ends_nothing(make_engine: MakeEngine) -> None:
-    """Some configurations say -1 for none; transformers then never meets it."""
+def test_an_eos_token_outside_the_vocabulary_is_ignored(make_engine: MakeEngine) -> None:
+    """Some configurations use -1 for none."""
     model = copy.deepcopy(tiny_model("llama"))
     model.generation_config.eos_token_id = [-1, VOCABULARY]
     prompt = prompts(1, seed=6)[0]
@@ -159,8 +156,8 @@ def test_an_end_of_sequence_that_is_no_token_ends_nothing(make_engine: MakeEngin
 @pytest.mark.parametrize(
     "processors", [[], [lambda _, scores: scores.index_fill(1, torch.tensor([7]), 99.0)]]
 )
-def test_logprobs_are_the_models(make_engine: MakeEngine, processors: list[object]) -> None:
-    """Of the chosen token and of the likeliest ones, as before temperature and processors."""
+def test_logprobs_equal_the_models(make_engine: MakeEngine, processors: list[object]) -> None:
+    """Before temperature and processors are applied."""
     prompt = prompts(1, seed=8)[0]
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=4, logits_processors=processors)
     [output] = make_engine().generate([prompt], params)
@@ -177,8 +174,8 @@ def test_logprobs_are_the_models(make_engine: MakeEngine, processors: list[objec
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_samples_of_one_prompt_share_it(make_engine: MakeEngine, prefix_caching: bool) -> None:
-    """Each sample is what it is alone with its seed; with the cache on, the prompt is run once."""
+def test_samples_share_their_prompt(make_engine: MakeEngine, prefix_caching: bool) -> None:
+    """Each sample equals a request with its seed; prefix caching computes the prompt once."""
     prompt = prompts(1, longest=60, seed=11)[0] * 2
     params = SamplingParams(n=3, seed=40, max_tokens=8, temperature=1.0)
     engine = make_engine(prefix_caching=prefix_caching, observer=(seen := Seen()))
@@ -195,11 +192,11 @@ def test_samples_of_one_prompt_share_it(make_engine: MakeEngine, prefix_caching:
 
 
 def test_tenants_share_no_prefix(make_engine: MakeEngine) -> None:
-    """Neither what is cached nor what another tenant's waiting request computes."""
+    """Neither a cached one, nor one that another tenant's request is computing."""
     prompt, tenants = list(range(3, 53)), ["a", "b", None]
     params = dataclasses.replace(GREEDY, n=2)
     engine = make_engine(max_num_seqs=8, observer=(seen := Seen()))
-    # Each tenant's second sample forks its first, and computes the last token.
+    # The second sample of each tenant forks the first, and computes the last token.
     for num_cached_tokens, num_computed in ((0, 50), (48, 2)):
         num_before = seen.num_prefill_tokens
         handles = [engine.add(prompt, params, tenant=each) for each in tenants]
@@ -218,7 +215,7 @@ def test_tenants_share_no_prefix(make_engine: MakeEngine) -> None:
 
 
 class Seen:
-    """Counts what an engine computes. An observer of few words."""
+    """An observer that counts prompt tokens computed."""
 
     num_prefill_tokens = 0
 
@@ -231,10 +228,10 @@ class Seen:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])
-def test_prefixes_of_windowed_models_are_used_where_they_are_whole(
+def test_prefix_hits_of_windowed_models_have_reference_tokens(
     make_engine: MakeEngine, name: str
 ) -> None:
-    """Whatever is found of a prompt whose window has moved on, the tokens are the model's."""
+    """Also if the window has left a part of the cached prefix."""
     common = prompts(1, longest=40, seed=12)[0] * 2
     wanted = [common[: 20 + 7 * at] + tail for at, tail in enumerate(prompts(8, longest=8))]
     engine = make_engine(name)
@@ -245,7 +242,7 @@ def test_prefixes_of_windowed_models_are_used_where_they_are_whole(
 
 
 def test_common_prefixes_are_computed_once(make_engine: MakeEngine) -> None:
-    """A later request begins where the cached prefix ends, and says the same."""
+    """Later requests begin after the cached prefix and have the same tokens as without it."""
     common = prompts(1, longest=64, seed=12)[0]
     common = (common * 64)[:64]
     wanted = [common + tail for tail in prompts(5, longest=8, seed=13)]
@@ -255,7 +252,7 @@ def test_common_prefixes_are_computed_once(make_engine: MakeEngine) -> None:
     assert seen.num_prefill_tokens == 64 + sum(len(prompt) - 64 for prompt in wanted)
     for prompt, output in zip(wanted, outputs, strict=True):
         assert reference("llama", prompt) == list(output.outputs[0].token_ids)
-    # And so does the next turn of a conversation.
+    # The next turn of a conversation, too.
     turn = wanted[0] + list(outputs[0].outputs[0].token_ids) + prompts(1, seed=14)[0]
     [output] = engine.generate([turn], GREEDY)
     assert output.num_cached_tokens >= 64
@@ -263,7 +260,7 @@ def test_common_prefixes_are_computed_once(make_engine: MakeEngine) -> None:
 
 
 def test_handles_stream_their_outputs(make_engine: MakeEngine) -> None:
-    """Iterating runs the engine; every output holds what the one before held."""
+    """Iterating runs the engine; each output extends the one before."""
     engine = make_engine()
     wanted = prompts(3, seed=15)
     handles = [engine.add(prompt, GREEDY) for prompt in wanted]
@@ -277,8 +274,8 @@ def test_handles_stream_their_outputs(make_engine: MakeEngine) -> None:
         assert reference("llama", prompt) == list(list(handle)[-1].outputs[0].token_ids)
 
 
-def test_every_token_that_is_seen_has_its_logprob(make_engine: MakeEngine) -> None:
-    """Whenever another thread looks, in the midst of what the engine's does for one token."""
+def test_outputs_have_a_logprob_for_each_token(make_engine: MakeEngine) -> None:
+    """Also if another thread reads them while the engine appends a token."""
     engine = make_engine()
     handle = engine.add([5, 6], SamplingParams(temperature=0, max_tokens=4, logprobs=1))
     seen = []
@@ -296,8 +293,7 @@ def test_every_token_that_is_seen_has_its_logprob(make_engine: MakeEngine) -> No
     assert all(len(each.token_ids) == len(each.logprobs or ()) for each in seen)
 
 
-def test_text_goes_in_and_comes_out(make_engine: MakeEngine) -> None:
-    """With a tokenizer: prompts, outputs and stop texts."""
+def test_text_prompts_outputs_and_stop_texts(make_engine: MakeEngine) -> None:
     vocabulary = {f"w{at}": at for at in range(VOCABULARY)}
     inner = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
     inner.pre_tokenizer = Whitespace()
@@ -321,7 +317,7 @@ def test_text_goes_in_and_comes_out(make_engine: MakeEngine) -> None:
 
 
 def test_prompts_may_be_tensors(make_engine: MakeEngine) -> None:
-    """One dimension is one prompt, two are several, as lists are."""
+    """One dimension is one prompt, two are several prompts."""
     engine = make_engine()
     prompt = prompts(1, seed=5)[0]
     wanted = reference("llama", prompt)
@@ -329,8 +325,8 @@ def test_prompts_may_be_tensors(make_engine: MakeEngine) -> None:
         assert all(wanted == each for each in tokens(engine, given, GREEDY))
 
 
-def test_as_many_as_fit_are_as_the_budget_is(make_engine: MakeEngine) -> None:
-    """It may change while an engine serves."""
+def test_max_tokens_follows_the_budget(make_engine: MakeEngine) -> None:
+    """The budget may change while an engine serves."""
     engine = make_engine()
     pool, prompt = engine.cache.pool, prompts(1, longest=8, seed=17)[0]
     whole_bytes, longest = pool.stats().budget_bytes, engine.max_tokens
@@ -345,8 +341,8 @@ def test_as_many_as_fit_are_as_the_budget_is(make_engine: MakeEngine) -> None:
         assert (engine.max_tokens == longest) == (budget_bytes == whole_bytes)
 
 
-def test_bad_requests_are_refused(make_engine: MakeEngine) -> None:
-    """When they are made, by a message that says what to do; the engine goes on."""
+def test_invalid_requests_are_refused(make_engine: MakeEngine) -> None:
+    """Later requests are served."""
     engine = make_engine(max_tokens=32)
     for prompt, params, message in (
         ([], GREEDY, "empty"),
@@ -369,7 +365,7 @@ def test_bad_requests_are_refused(make_engine: MakeEngine) -> None:
 
 
 def test_a_request_that_never_fits_is_refused(make_engine: MakeEngine) -> None:
-    """The pool, not the row, is too small for it."""
+    """The budget is too small for it, not the row."""
     pages = smallest_budget(make_engine, "llama", 50)
     engine = make_engine(budget_bytes=pages * 4 * KiB)
     assert 50 <= engine.max_tokens < 128
@@ -379,13 +375,13 @@ def test_a_request_that_never_fits_is_refused(make_engine: MakeEngine) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3n", "qwen3_next", "t5"])
 def test_models_that_cannot_be_served_are_refused(make_engine: MakeEngine, name: str) -> None:
-    """With what to use instead; nothing is left behind."""
+    """Nothing is left allocated."""
     with pytest.raises(ConfigError):
         make_engine(name)
 
 
-def test_bad_engines_are_refused(make_engine: MakeEngine) -> None:
-    """Impossible arguments, and a model that would drop out at random."""
+def test_invalid_engines_are_refused(make_engine: MakeEngine) -> None:
+    """Invalid options, a model in training mode, and a closed engine."""
     with pytest.raises(ConfigError, match="max_num_seqs=9"):
         make_engine(max_num_seqs=9, max_num_batched_tokens=8)
     with pytest.raises(ConfigError, match="runner"):
@@ -399,8 +395,7 @@ def test_bad_engines_are_refused(make_engine: MakeEngine) -> None:
         engine.add([1], GREEDY)
 
 
-def test_the_model_is_as_before_an_engine_that_was_refused(make_engine: MakeEngine) -> None:
-    """Also where that is seen last: what a budget holds depends on the kernels."""
+def test_a_refused_engine_leaves_the_model_unchanged(make_engine: MakeEngine) -> None:
     model = copy.deepcopy(tiny_model("llama"))
     before = model.config._attn_implementation
     with pytest.raises(ConfigError, match="budget"):

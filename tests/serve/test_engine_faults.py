@@ -1,7 +1,7 @@
-"""Whatever fails: every request ends in a result or an error that says why, and the books balance.
+"""After any failure, each request ends with its tokens or an error, and nothing leaks.
 
-The `make_engine` fixture checks the books when a test is over: no sequence outlives its request,
-the cache's invariants hold, and after the end nothing is mapped, created or reserved.
+The `make_engine` fixture checks at the end that no sequence outlives its request, that the cache's
+invariants hold, and that nothing stays mapped, created or reserved.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from vmkv.units import KiB, MiB
 
 MakeEngine = Callable[..., Engine]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
-#: What torch raises where memory is short.
+#: Errors that torch raises when it is out of memory.
 ON_CUDA = torch.OutOfMemoryError("CUDA out of memory")
 ON_THE_HOST = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7")
 
 
 def run(engine: Engine, *, steps_max: int = 5000) -> None:
-    """Run until nothing is left to do; that must come."""
+    """Run until no request is unfinished."""
     for _ in range(steps_max):
         if not engine.has_unfinished:
             return
         engine.step()
-    raise AssertionError("the engine does not come to an end")
+    raise AssertionError(f"requests are unfinished after {steps_max} steps")
 
 
 def check_serves(engine: Engine) -> None:
-    """What comes after a fault is served as if there had been none."""
+    """Check that later requests are served as without the failure."""
     wanted = prompts(3, seed=99)
     check_said(wanted, engine.generate(wanted, GREEDY))
 
 
 @contextmanager
 def failing(model: Any, fails: Callable[[int], BaseException | None]) -> Iterator[None]:
-    """While this lasts, the model's middle layer raises what `fails(num_tokens)` returns."""
+    """Make the model's middle layer raise what `fails(num_tokens)` returns, if any."""
 
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         hidden = arguments[0] if arguments else options["hidden_states"]
@@ -68,14 +68,14 @@ def failing(model: Any, fails: Callable[[int], BaseException | None]) -> Iterato
 
 
 def at_call(number: int, error: BaseException) -> Callable[[int], BaseException | None]:
-    """Fails the `number`-th call."""
+    """Fail the `number`-th call."""
     calls = iter(range(1, 10**6))
     return lambda num_tokens: error if next(calls) == number else None
 
 
 @pytest.mark.parametrize("number", [1, 2, 4, 7])
-def test_a_failing_model_fails_its_requests(make_engine: MakeEngine, number: int) -> None:
-    """Those of the step; tokens they had stay theirs. Others, and later ones, are served."""
+def test_a_failing_model_ends_requests_in_its_step(make_engine: MakeEngine, number: int) -> None:
+    """They keep their earlier tokens; other and later requests are served."""
     model = copy.deepcopy(tiny_model("llama"))
     engine = make_engine(model, max_num_seqs=3)
     wanted = prompts(7)
@@ -110,7 +110,7 @@ def test_a_failing_model_fails_its_requests(make_engine: MakeEngine, number: int
 def test_steps_shrink_when_activations_do_not_fit(
     make_engine: MakeEngine, name: str, capacity: int, error: Exception
 ) -> None:
-    """Out of memory from torch mid-step: the step runs again in parts, and nobody notices."""
+    """The step runs again in parts, and tokens do not change."""
     model = copy.deepcopy(tiny_model(name))
     engine = make_engine(model)
     wanted = prompts(4)
@@ -123,10 +123,10 @@ def test_steps_shrink_when_activations_do_not_fit(
     assert alone.outputs[0].token_ids == handles[-1].output().outputs[0].token_ids
 
 
-def test_who_cannot_go_back_after_a_failed_step_is_computed_again(
+def test_requests_recompute_if_truncation_fails(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver refuses to wait for who may still copy what would be written over."""
+    """The driver refuses to join the streams that may still copy; requests are recomputed."""
     model = copy.deepcopy(tiny_model("llama"))
     engine = make_engine(model)
     wanted = prompts(4)
@@ -147,8 +147,8 @@ def test_who_cannot_go_back_after_a_failed_step_is_computed_again(
     check_said(wanted, handles)
 
 
-def test_requests_end_when_not_even_a_token_fits(make_engine: MakeEngine) -> None:
-    """Each with the error that torch raised."""
+def test_requests_end_when_no_token_fits(make_engine: MakeEngine) -> None:
+    """With the error that torch raised."""
     model = copy.deepcopy(tiny_model("llama"))
     engine = make_engine(model)
     handles = [engine.add(prompt, GREEDY) for prompt in prompts(5)]
@@ -164,10 +164,10 @@ WHOLE: list[Any] = []
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("what", ["result", "begin", "swap_in", "swap_out", "grow"])
-def test_an_interrupt_anywhere_in_a_step_leaves_requests_whole(
+def test_an_interrupted_step_does_not_change_tokens(
     make_engine: MakeEngine, what: str, number: int
 ) -> None:
-    """While the device is waited for, and while memory is made ready for the next step."""
+    """Interrupts while waiting for the device, and while making memory ready for the next step."""
     engine = make_engine(
         budget_bytes=8 * 4 * KiB,
         host_budget_bytes=MiB,
@@ -175,7 +175,7 @@ def test_an_interrupt_anywhere_in_a_step_leaves_requests_whole(
     )
     wanted = prompts(6, seed=5)
     params = SamplingParams(temperature=0.5, seed=1, max_tokens=60)
-    if not WHOLE:  # As everybody is served who is not interrupted.
+    if not WHOLE:  # Tokens of an undisturbed engine.
         WHOLE.extend(each.outputs[0].token_ids for each in make_engine().generate(wanted, params))
     handles = [engine.add(prompt, params) for prompt in wanted]
     calls = iter(range(1, 10**6))
@@ -198,9 +198,7 @@ def test_an_interrupt_anywhere_in_a_step_leaves_requests_whole(
         assert whole == handle.output().outputs[0].token_ids
 
 
-def test_a_failing_logits_processor_is_its_requests_own(make_engine: MakeEngine) -> None:
-    """Neighbours in the same step are not touched."""
-
+def test_a_failing_logits_processor_ends_its_request_only(make_engine: MakeEngine) -> None:
     def broken(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[1] > 20:
             raise ZeroDivisionError("in the processor")
@@ -220,10 +218,10 @@ def test_a_failing_logits_processor_is_its_requests_own(make_engine: MakeEngine)
 
 
 @pytest.mark.parametrize("made", [None, torch.zeros(1, 3)])
-def test_a_processor_that_returns_no_scores_is_its_requests_own(
+def test_a_processor_without_scores_ends_its_request_only(
     make_engine: MakeEngine, made: torch.Tensor | None
 ) -> None:
-    """One that changes scores in place and forgets to return them, for instance."""
+    """For example one that changes scores in place and does not return them."""
     engine = make_engine()
     wanted = prompts(2)
     params = SamplingParams(temperature=0, logits_processors=[lambda input_ids, scores: made])
@@ -234,10 +232,8 @@ def test_a_processor_that_returns_no_scores_is_its_requests_own(
     assert 0 == engine.num_failed_steps
 
 
-def test_parameters_that_the_device_refuses_are_their_requests_own(
-    make_engine: MakeEngine,
-) -> None:
-    """Those that run beside it, and those that come after it, get what they would have got."""
+def test_a_slot_error_ends_its_request_only(make_engine: MakeEngine) -> None:
+    """Requests beside it and after it are served."""
     engine = make_engine()
     real = engine._runner.set_slot
 
@@ -261,7 +257,7 @@ def test_parameters_that_the_device_refuses_are_their_requests_own(
 
 
 class BrokenTokenizer:
-    """Cannot decode more than three tokens of an output."""
+    """A tokenizer that cannot decode more than five tokens at once."""
 
     def decode(self, token_ids: list[int], **options: bool) -> str:
         if len(token_ids) > 5:
@@ -269,8 +265,7 @@ class BrokenTokenizer:
         return "x" * len(token_ids)
 
 
-def test_a_failing_tokenizer_ends_the_request(make_engine: MakeEngine) -> None:
-    """And not the engine."""
+def test_a_failing_tokenizer_ends_its_request(make_engine: MakeEngine) -> None:
     engine = make_engine(tokenizer=BrokenTokenizer())
     handle = engine.add([5, 6], GREEDY)
     run(engine)
@@ -278,8 +273,8 @@ def test_a_failing_tokenizer_ends_the_request(make_engine: MakeEngine) -> None:
     assert 4 == len(handle.output().outputs[0].token_ids)
 
 
-def test_a_budget_that_goes_too_low_is_named_as_the_reason(make_engine: MakeEngine) -> None:
-    """The request keeps what it has said; what fits is served."""
+def test_a_budget_lowered_too_far_ends_the_request(make_engine: MakeEngine) -> None:
+    """It keeps its tokens; its error names the budget, and smaller requests are served."""
     engine = make_engine()
     prompt = prompts(1)[0]
     handle = engine.add(prompt, SamplingParams(temperature=0, max_tokens=100))
@@ -295,7 +290,7 @@ def test_a_budget_that_goes_too_low_is_named_as_the_reason(make_engine: MakeEngi
 
 
 def test_cancelling_is_idempotent_and_keeps_tokens(make_engine: MakeEngine) -> None:
-    """Before the first step, in the middle, and after the end."""
+    """Before the first step, while the request runs, and after its end."""
     engine = make_engine()
     prompt = prompts(1)[0]
     handles = [engine.add(prompt, GREEDY) for _ in range(3)]
@@ -313,10 +308,8 @@ def test_cancelling_is_idempotent_and_keeps_tokens(make_engine: MakeEngine) -> N
     check_serves(engine)
 
 
-def test_what_could_not_be_closed_is_closed_for_who_needs_its_memory(
-    make_engine: MakeEngine,
-) -> None:
-    """Also where nothing runs, and so nothing grows."""
+def test_a_failed_close_is_repeated_before_the_next_request(make_engine: MakeEngine) -> None:
+    """Also if no request runs, so that no sequence grows."""
     backend = FaultInjectingBackend(HostBackend(4 * KiB))
     engine = make_engine(
         "gemma3", backend=backend, max_num_seqs=1, max_tokens=400, prefix_caching=False
@@ -327,7 +320,7 @@ def test_what_could_not_be_closed_is_closed_for_who_needs_its_memory(
     first = engine.add(prompt, SamplingParams(temperature=0, max_tokens=num_tokens))
     while len(first.requests[0].output_token_ids) < num_tokens - 1:
         engine.step()
-    backend.arm(1)  # Nothing is left to submit: this step only reads the last token.
+    backend.arm(1)  # This step submits nothing: it only reads the last token.
     engine.step()
     assert "record_fence" == backend.failed_call
     assert 1 == engine.cache.stats().num_sequences
@@ -338,10 +331,8 @@ def test_what_could_not_be_closed_is_closed_for_who_needs_its_memory(
 
 
 @pytest.mark.parametrize("num_failures", [1, 3])
-def test_who_cannot_be_closed_costs_nobody_a_token(
-    make_engine: MakeEngine, num_failures: int
-) -> None:
-    """Tokens of the same step are read all the same, and whoever goes on stepping has them."""
+def test_a_failed_close_loses_no_tokens(make_engine: MakeEngine, num_failures: int) -> None:
+    """Tokens of the same step are read although the step raises."""
     backend = FaultInjectingBackend(HostBackend(4 * KiB))
     engine = make_engine("gemma3", backend=backend, max_tokens=400, prefix_caching=False)
     prompt, num_tokens = prompts(1)[0], 300
@@ -353,7 +344,7 @@ def test_who_cannot_be_closed_costs_nobody_a_token(
     failures = iter(range(num_failures))
 
     def fail() -> None:
-        """While nothing else runs that a fault could strike."""
+        """Arm the fault only while `close_ended` runs."""
         if engine._view.ending:
             backend.arm(1 if next(failures, None) is not None else 0)
         close_ended()
@@ -374,20 +365,20 @@ def test_who_cannot_be_closed_costs_nobody_a_token(
     assert 0 == engine.num_failed_steps
 
 
-def test_those_who_do_not_fit_together_begin_one_by_one(make_engine: MakeEngine) -> None:
-    """A short request may get the row of a long one, whose extents cannot be divided."""
+def test_requests_that_do_not_fit_together_begin_in_turn(make_engine: MakeEngine) -> None:
+    """A short request may adopt the row of a long one, whose extents cannot be divided."""
     options = {"max_num_seqs": 2, "max_tokens": 400, "max_num_batched_tokens": 512}
     engine = make_engine(prefix_caching=False, **options)
     tokens = [3 + at % (VOCABULARY - 3) for at in range(400)]
 
     def prompt_of(num_pages: int) -> list[int]:
-        """One that takes so many pages with two tokens more."""
+        """A prompt that takes `num_pages` with two more tokens."""
         return next(
             tokens[:n] for n in range(398, 0, -1) if engine._view.peak_pages(n + 2) == num_pages
         )
 
     long, short = prompt_of(24), prompt_of(2)
-    engine.cache.pool.set_budget((24 + 2 + 2) * 4 * KiB)  # Two are left alone beside who runs.
+    engine.cache.pool.set_budget((24 + 2 + 2) * 4 * KiB)  # Two are headroom of the admission.
     run_together = functools.partial(engine.generate, params=replace(GREEDY, max_tokens=2))
     run_together([prompt_of(12), prompt_of(12)])  # Each leaves a row of one extent in each group.
     check_said([long, short], run_together([long, short]), 2)

@@ -1,7 +1,7 @@
-"""SIGINT comes at random bytecodes of engines that generate, and they go on rightly.
+"""SIGINT at random bytecodes of a running engine does not change tokens or leak memory.
 
-Deterministic: the time is a number of calls and of bytecodes. By default a few interrupts come;
-`VMKV_INTERRUPTS=2000` has many come, of other seeds: half an hour.
+Deterministic: the moment is a number of calls and bytecodes. By default there are few interrupts;
+`VMKV_INTERRUPTS=2000` has many, with other seeds, and takes half an hour.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NUM_INTERRUPTS = int(os.environ.get("VMKV_INTERRUPTS", "40"))
 _NUM_ENGINES = max(4, _NUM_INTERRUPTS // 20)
 _SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama", {"budget_bytes": 4 * MiB}),
-    # Requests are preempted: some are swapped, some computed again.
+    # Requests are preempted: some are swapped, some recomputed.
     ("llama", {"budget_bytes": 56 * KiB, "host_budget_bytes": MiB}),
     ("llama", {"budget_bytes": 56 * KiB, "watermark_bytes": 0}),
     ("mistral", {"budget_bytes": 96 * KiB, "host_budget_bytes": MiB, "deterministic": True}),
@@ -60,7 +60,7 @@ def _run(engine: Engine) -> None:
 def test_an_engine_can_be_interrupted_anywhere(
     number: int, make_engine: Callable[..., Engine]
 ) -> None:
-    """Requests go on, `generate` cancels its own, and all say what they say undisturbed."""
+    """Requests continue, `generate` cancels its own, and tokens equal an undisturbed engine's."""
     draw = random.Random(number)
     name, options = _SHAPES[number % len(_SHAPES)]
     costs = PreemptionCosts(flops_per_s=1.0 if number % 3 else 1e18)
@@ -100,7 +100,7 @@ _ASKED = SamplingParams(temperature=0, max_tokens=2, n=2, ignore_eos=True)
 
 
 def _retire_some(cache: KVCache) -> None:
-    """Leave memory of a sequence behind a fence that has not passed."""
+    """Retire memory of a sequence behind a fence that has not passed."""
     other = cache.open()
     cache.grow([(other, 40)])
     fence = cache.pool.reclaimer.new_fence()
@@ -122,8 +122,8 @@ def _retire_some(cache: KVCache) -> None:
         ("fall_idle", ("wait", "_wait_for_oldest", "_reclaim", "_unmap", "close_ended")),
     ],
 )
-def test_an_interrupted_call_between_steps_is_whole(call: str, names: tuple[str, ...]) -> None:
-    """At each offset of it: every request has its handle, and none is left half ended."""
+def test_interrupted_calls_leave_the_engine_consistent(call: str, names: tuple[str, ...]) -> None:
+    """At each offset of the call: the scheduler has exactly the requests that have a handle."""
     for at in itertools.count():
         play = EnginePlay(Shape(watermark_pages=0, is_late=call == "fall_idle"))
         engine = play.engine

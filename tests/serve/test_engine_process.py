@@ -1,7 +1,7 @@
-"""What an engine in another process promises beyond `AsyncEngine`'s promises: see that test too.
+"""An engine in another process: what it has beyond `AsyncEngine`, whose tests run on it, too.
 
-Most of it is tested with a thread in the place of the process, which costs a thousandth; what a
-process adds, with `vmkv serve` (tests/cli/test_serve.py).
+Most tests replace the process by a thread, which takes a thousandth of the time;
+`tests/cli/test_serve.py` has the tests of `vmkv serve` as a process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from vmkv.serve.process.host import Failed, Relay, Unpacker, packed
 pytestmark = pytest.mark.usefixtures("warm_children")
 
 MakeEngine = Callable[..., Engine]
-#: Only ever reached by a test that fails.
+#: The longest wait; only a failing test reaches it.
 PATIENCE_S = 200
 
 
@@ -52,7 +52,7 @@ async def outputs(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
 
 
 class Heard:
-    """An observer that keeps what it is told."""
+    """An observer that keeps its events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -70,8 +70,8 @@ class Heard:
             self.finished.release()
 
 
-def test_outputs_are_those_of_an_engine_in_a_thread(make_engine: MakeEngine) -> None:
-    """Text, samples, log-probabilities, stop texts, cached tokens: all that an output has."""
+def test_outputs_equal_those_of_an_engine_in_a_thread(make_engine: MakeEngine) -> None:
+    """Text, samples, log-probabilities, stop texts, cached tokens: all fields of an output."""
     asked = [
         ("naïve 猫 cat", SamplingParams(temperature=0, max_tokens=20, logprobs=2)),
         ([5, 6, 7, 8] * 8, SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=12)),
@@ -94,13 +94,13 @@ def test_outputs_are_those_of_an_engine_in_a_thread(make_engine: MakeEngine) -> 
     assert any(each.stop_reason for each in elsewhere[2].outputs)
 
 
-def test_who_does_not_read_holds_the_engine_up_in_nothing(make_engine: MakeEngine) -> None:
-    """While the asking side does something else the engine ends what it has, and all is there."""
+def test_a_client_that_does_not_read_does_not_delay_the_engine(make_engine: MakeEngine) -> None:
+    """While its event loop is blocked, the engine finishes all requests; outputs arrive later."""
     heard, relay = Heard(), Relay()
     engine = make_engine(observer=Observers([heard, relay]), max_num_seqs=16)
     draw = random.Random(0)
     prompts = [[draw.randrange(3, 90) for _ in range(8)] for _ in range(24)]
-    # Far more than the sockets hold.
+    # The outputs far exceed the sockets' buffers.
     params = SamplingParams(temperature=0, max_tokens=60, logprobs=8)
 
     async def main() -> list[list[RequestOutput]]:
@@ -108,7 +108,7 @@ def test_who_does_not_read_holds_the_engine_up_in_nothing(make_engine: MakeEngin
         tasks = [asyncio.create_task(outputs(it.stream(prompt, params))) for prompt in prompts]
         while sum(isinstance(each, RequestAdded) for each in heard.events) < len(prompts):
             await asyncio.sleep(0)
-        for _ in prompts:  # In the event loop's thread: nobody reads meanwhile.
+        for _ in prompts:  # This blocks the event loop, so that nothing is read.
             assert heard.finished.acquire(timeout=PATIENCE_S)
         found = await asyncio.gather(*tasks)
         await it.shutdown()
@@ -118,11 +118,11 @@ def test_who_does_not_read_holds_the_engine_up_in_nothing(make_engine: MakeEngin
     for each in found:
         assert len(joined(each).outputs[0].token_ids) == 60
         assert len(joined(each).outputs[0].logprobs) == 60
-    assert sum(map(len, found)) < 60 * len(found)  # What had added up came in one piece.
+    assert sum(map(len, found)) < 60 * len(found)  # Accumulated tokens came in one output.
 
 
-def test_observers_hear_here_what_happens_there(make_engine: MakeEngine) -> None:
-    """All calls, in order, and the cache as it was looked at."""
+def test_observers_get_the_events_of_the_process(make_engine: MakeEngine) -> None:
+    """All events, in order, and the statistics of the cache when idle."""
     there, here, relay = Heard(), Heard(), Relay()
 
     async def main() -> None:
@@ -139,8 +139,8 @@ def test_observers_hear_here_what_happens_there(make_engine: MakeEngine) -> None
     assert here.events == there.events
 
 
-def test_an_engine_ends_with_who_asked(make_engine: MakeEngine) -> None:
-    """Where the asking side is gone, what it asked for is cancelled, and the engine is closed."""
+def test_an_engine_ends_when_its_connection_breaks(make_engine: MakeEngine) -> None:
+    """Its requests are cancelled, and it is closed."""
     heard, engine = Heard(), make_engine(observer=(watch := Heard()), max_tokens=4096)
 
     async def main() -> None:
@@ -163,8 +163,8 @@ def test_an_engine_ends_with_who_asked(make_engine: MakeEngine) -> None:
         engine.add([1, 2])
 
 
-def test_an_engine_whose_device_is_gone_ends(make_engine: MakeEngine) -> None:
-    """Every step fails: a process of its own can be started anew, and has another device."""
+def test_an_engine_whose_steps_all_fail_ends(make_engine: MakeEngine) -> None:
+    """The process can then be restarted with a new context of the device."""
     engine = make_engine()
 
     def submit(chunks: Any) -> Any:
@@ -184,8 +184,8 @@ def test_an_engine_whose_device_is_gone_ends(make_engine: MakeEngine) -> None:
     run(main())
 
 
-def test_what_cannot_travel_is_refused(make_engine: MakeEngine) -> None:
-    """A function, a number of more than 64 bits, half a character; others are served."""
+def test_parameters_that_cannot_be_sent_are_refused(make_engine: MakeEngine) -> None:
+    """A function, a number of more than 64 bits, half a character; other requests are served."""
 
     async def main() -> None:
         it = hosted(make_engine())
@@ -200,8 +200,7 @@ def test_what_cannot_travel_is_refused(make_engine: MakeEngine) -> None:
     run(main())
 
 
-def test_messages_come_whole_however_they_are_cut() -> None:
-    """In pieces of any size, several at once, and large ones."""
+def test_messages_are_decoded_from_pieces_of_any_size() -> None:
     texts = ["", "x" * 70_000, "y"]
     messages = [Add(1, tuple(range(50_000)), SamplingParams(stop=texts[1:]), 0), Stop(drain=True)]
     messages += [News([], [Update(1, 0, [3], [], 0, None, text, None)], 0) for text in texts]
@@ -217,14 +216,14 @@ def test_messages_come_whole_however_they_are_cut() -> None:
 
 
 class UnportableError(Exception):
-    """Pickles, and does not come back."""
+    """An error that can be pickled, but not unpickled."""
 
     def __init__(self, first: str, second: str):
         super().__init__(first + second)
 
 
-def test_errors_travel_as_what_they_say() -> None:
-    """Those of vmkv as they are, with their attributes; others at least in words."""
+def test_errors_are_decoded_with_their_attributes() -> None:
+    """An error that cannot be unpickled becomes one with its type and message as text."""
     short = OutOfPagesError("too little", needed_bytes=3, free_bytes=2, retired_bytes=1)
     [(again,)] = Unpacker().feed(packed(Failed(short)))
     assert isinstance(again, OutOfPagesError)
@@ -242,8 +241,8 @@ def _tiny_engine(tokens: int, observer: EngineObserver) -> Iterator[Engine]:
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own() -> None:
-    """It makes the engine and serves; one that is killed fails its requests and is started anew."""
+def test_a_killed_process_is_restarted() -> None:
+    """Requests fail, observers see an idle engine, and the new process serves the same tokens."""
     heard = Heard()
     engine = EngineProcess(functools.partial(_tiny_engine, 64), observer=heard)
     assert (engine.max_tokens, engine.failure) == (64, None)
@@ -264,7 +263,7 @@ def test_a_process_of_its_own() -> None:
             with pytest.raises(ClosedError):
                 await outputs(stream)
             assert "ended" in str(engine.failure)
-            # Observers know that nothing runs, however long it takes to start another.
+            # Observers see an idle engine even before another one has started.
             assert heard.is_idle.is_set()
             assert heard.idle_stats.num_sequences == heard.idle_stats.resident_bytes == 0
             heard.is_idle.clear()
@@ -282,8 +281,8 @@ def test_a_process_of_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_that_hangs_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who drains waits for it; who has waited enough ends it, and its requests with an error."""
+def test_a_hanging_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a shutdown without draining; its requests fail, and a draining shutdown ends, too."""
     monkeypatch.setattr(remote, "_CUT_S", 0.05)
     engine = EngineProcess(functools.partial(_tiny_engine, 64))
 
@@ -303,7 +302,7 @@ def test_an_engine_that_hangs_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class FailsAfterwards:
-    """Makes an engine the first time; leaves a file to know it by."""
+    """Makes an engine once, and leaves a file; fails if the file exists."""
 
     def __init__(self, mark: Path):
         self._mark = mark
@@ -316,8 +315,8 @@ class FailsAfterwards:
 
 
 @pytest.mark.slow
-def test_an_engine_that_cannot_be_started_anew_says_why(tmp_path: Path) -> None:
-    """And a server with it can be shut down."""
+def test_an_engine_that_cannot_be_restarted_says_why(tmp_path: Path) -> None:
+    """The client can still be shut down."""
     engine = EngineProcess(FailsAfterwards(tmp_path / "mark"))
 
     async def main() -> None:

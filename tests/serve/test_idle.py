@@ -1,6 +1,6 @@
-"""Idle engines: memory above the watermark goes back to the device, and nothing runs.
+"""An idle engine releases memory above the watermark and does not wake up.
 
-The `make_engine` fixture checks the books when a test is over.
+The `make_engine` fixture checks for leaks at the end of each test.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def prompts(count: int, seed: int = 0, *, length: int = 40) -> list[list[int]]:
 
 
 def check_burst(engine: Engine, seed: int = 0) -> None:
-    """Serve some requests, at once."""
+    """Serve some requests at once."""
     wanted = prompts(6, seed)
     check_said(wanted, engine.generate(wanted, GREEDY))
 
 
 def physical_bytes(engine: Engine) -> int:
-    """What the device has given, by its own books."""
+    """Physical memory by the device's accounting."""
     return engine.cache.pool.backend.usage().physical_bytes
 
 
@@ -48,13 +48,13 @@ def physical_bytes(engine: Engine) -> int:
 
 @pytest.mark.parametrize("slice_bytes", [4 * KiB, 20 * KiB, 1 * GiB])
 @pytest.mark.parametrize("watermark_bytes", [0, 4 * KiB, 24 * KiB, 64 * KiB])
-def test_memory_above_the_watermark_goes_back(
+def test_memory_above_the_watermark_is_released(
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
     watermark_bytes: int,
     slice_bytes: int,
 ) -> None:
-    """After each burst, in parts of any size; what runs later takes it again."""
+    """After each burst, in slices of any size; later requests map it again."""
     monkeypatch.setattr(engine_module, "_SLICE_BYTES", slice_bytes)
     engine = make_engine(watermark_bytes=watermark_bytes)
     for seed in range(3):
@@ -66,14 +66,14 @@ def test_memory_above_the_watermark_goes_back(
             engine.step()
         assert peak_bytes > 50 * KiB
         assert watermark_bytes >= physical_bytes(engine)
-        # Extents go whole, keys with their values.
+        # Whole extents are released, with keys and values.
         assert physical_bytes(engine) > watermark_bytes - 24 * KiB
         check_said(wanted, handles)
         engine.cache.check()
 
 
 def test_without_a_watermark_everything_is_kept(make_engine: MakeEngine) -> None:
-    """No call reaches the driver when such an engine falls idle, and what follows needs none."""
+    """An engine that falls idle makes no driver calls, and later requests reuse its memory."""
     engine = make_engine(prefix_caching=False)
     check_burst(engine)
     before, kept_bytes = dict(engine.cache.pool.backend.calls), physical_bytes(engine)
@@ -85,8 +85,8 @@ def test_without_a_watermark_everything_is_kept(make_engine: MakeEngine) -> None
     assert kept_bytes == physical_bytes(engine)
 
 
-def test_prefixes_that_were_used_last_are_kept(make_engine: MakeEngine) -> None:
-    """They still hit, and answer as before; those that were used longest ago are gone."""
+def test_recently_used_prefixes_are_kept(make_engine: MakeEngine) -> None:
+    """Prefixes that were used longest ago are evicted."""
     engine = make_engine(watermark_bytes=64 * KiB)
     wanted = prompts(6, length=64)
     first = [engine.generate(prompt, GREEDY)[0] for prompt in wanted]
@@ -100,8 +100,8 @@ def test_prefixes_that_were_used_last_are_kept(make_engine: MakeEngine) -> None:
     assert 0 == cached[1]
 
 
-def test_free_memory_goes_before_prefixes(make_engine: MakeEngine) -> None:
-    """And so does what is retired: a fence that has not passed costs no prefix."""
+def test_free_memory_is_released_before_prefixes(make_engine: MakeEngine) -> None:
+    """Retired memory, too: a fence that has not passed evicts no prefix."""
     engine = make_engine(watermark_bytes=48 * KiB)
     prompt = prompts(1, length=100)[0]
     engine.generate(prompt, GREEDY)
@@ -128,8 +128,8 @@ def test_free_memory_goes_before_prefixes(make_engine: MakeEngine) -> None:
     assert output.num_cached_tokens >= 96
 
 
-def test_requests_that_are_cancelled_count_as_well(make_engine: MakeEngine) -> None:
-    """The step that finds nothing to do gives back what they leave."""
+def test_memory_of_cancelled_requests_is_released(make_engine: MakeEngine) -> None:
+    """By the next step that finds no work."""
     engine = make_engine(watermark_bytes=0)
     handle = engine.add(prompts(1)[0], SamplingParams(temperature=0, max_tokens=60))
     for _ in range(5):
@@ -143,7 +143,6 @@ def test_requests_that_are_cancelled_count_as_well(make_engine: MakeEngine) -> N
 
 
 def test_a_negative_watermark_is_refused(make_engine: MakeEngine) -> None:
-    """Before anything is made."""
     with pytest.raises(ConfigError, match="watermark_bytes=-1"):
         make_engine(watermark_bytes=-1)
 
@@ -152,7 +151,7 @@ def test_a_negative_watermark_is_refused(make_engine: MakeEngine) -> None:
 
 
 class Waits(queue.SimpleQueue):
-    """An engine thread's commands, which notes each wait for one."""
+    """A queue of commands that records each wait."""
 
     def __init__(self) -> None:
         self.timeouts: list[float | None] = []
@@ -182,7 +181,7 @@ async def shut_down(engine: AsyncEngine) -> None:
 def test_an_idle_thread_never_wakes_up(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits without a time limit, for clients and for requests, and for nothing else."""
+    """It waits for commands without a timeout."""
     waits, watch = Waits(), Watch()
     engine = make_engine(observer=watch, watermark_bytes=0)
     with monkeypatch.context() as patch:
@@ -202,14 +201,14 @@ def test_an_idle_thread_never_wakes_up(
 
     run(main())
     assert {None} == set(waits.timeouts)
-    # Somebody woke it each time, as nothing else can: some times a request, and for the shutdown.
-    # How often depends on how far it has got when a command comes.
+    # Each wake-up has a command: a request, a cancellation or the shutdown. Their number depends
+    # on the thread's progress when a command arrives.
     assert 20 >= waits.num_wakeups >= 1
     assert 3 == watch.num_idle  # After each request, and not before the first.
 
 
 class ReleasesSlowly(HostBackend):
-    """Calls `while_releasing` once, in the midst of a release."""
+    """Calls `while_releasing` once, within a release."""
 
     while_releasing: Callable[[], None] | None = None
 
@@ -220,10 +219,10 @@ class ReleasesSlowly(HostBackend):
         super().mem_release(handle)
 
 
-def test_a_request_that_comes_meanwhile_is_served_first(
+def test_a_request_interrupts_the_release_of_memory(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rest goes back after it, though nobody asks for that."""
+    """The rest is released after the request."""
     monkeypatch.setattr(engine_module, "_SLICE_BYTES", 8 * KiB)
     backend, watch = ReleasesSlowly(4 * KiB), Watch()
     engine = make_engine(backend=backend, observer=watch, watermark_bytes=0)
@@ -236,7 +235,7 @@ def test_a_request_that_comes_meanwhile_is_served_first(
 
         def while_releasing() -> None:
             loop.call_soon_threadsafe(comes.set)
-            # In the engine's thread: it goes on once the request has been posted.
+            # In the engine's thread, which continues once the request is in the queue.
             assert posted.wait(PATIENCE_S)
 
         posted = threading.Event()
@@ -249,7 +248,7 @@ def test_a_request_that_comes_meanwhile_is_served_first(
         wanted = prompts(6)
         backend.while_releasing = while_releasing
         outputs = asyncio.gather(*(last(it.stream(each, GREEDY)) for each in wanted))
-        # The outputs do not wait for the memory: the engine is in the midst of a release.
+        # The outputs arrive although the release is not complete.
         check_said(wanted, await outputs)
         await comes.wait()
         assert not watch.is_idle
@@ -268,10 +267,10 @@ def test_a_request_that_comes_meanwhile_is_served_first(
     assert bytes_at_start[0] > 80 * KiB
 
 
-def test_a_client_that_leaves_meanwhile_holds_nothing_up(
+def test_other_commands_do_not_end_the_release_of_memory(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A command that brings no request lets the engine go on where it was."""
+    """After a command without a request, the release continues."""
     monkeypatch.setattr(engine_module, "_SLICE_BYTES", 8 * KiB)
     backend, watch = ReleasesSlowly(4 * KiB), Watch()
     engine = make_engine(backend=backend, observer=watch, watermark_bytes=0)
@@ -287,10 +286,10 @@ def test_a_client_that_leaves_meanwhile_holds_nothing_up(
     run(main())
 
 
-def test_shutting_down_does_not_wait_for_memory(
+def test_shutdown_does_not_wait_for_the_release_of_memory(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closing gives everything back anyway."""
+    """Closing the engine releases everything anyway."""
     monkeypatch.setattr(engine_module, "_SLICE_BYTES", 4 * KiB)
     backend, watch = ReleasesSlowly(4 * KiB), Watch()
     engine = make_engine(backend=backend, observer=watch, watermark_bytes=0)
@@ -315,10 +314,10 @@ def assert_set(event: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("call", ["record_fence", "mem_unmap", "mem_release"])
-def test_a_fault_while_giving_back_does_not_end_the_thread(
+def test_a_driver_error_during_release_does_not_end_the_thread(
     make_engine: MakeEngine, call: str
 ) -> None:
-    """The engine is idle with more than it should keep; later requests are served."""
+    """The memory stays mapped until the engine is idle again; later requests are served."""
 
     class Faulty(FaultInjectingBackend):
         """Fails every such call while `is_failing`."""
@@ -364,8 +363,8 @@ def test_a_fault_while_giving_back_does_not_end_the_thread(
 # ---- the command ------------------------------------------------------------------------------
 
 
-def test_the_command_takes_a_watermark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In GiB; without it everything is kept."""
+def test_watermark_is_an_option_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default all memory is kept."""
     import argparse
 
     from vmkv.cli import serve

@@ -1,4 +1,4 @@
-"""What is run under a memory checker does what it is run for."""
+"""The program for the memory checker uses every operation on memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_all_that_moves_memory_happens() -> None:
+def test_every_operation_on_memory_happens() -> None:
     path = Path(__file__).with_name("engine_under_memcheck.py")
     spec = importlib.util.spec_from_file_location("engine_under_memcheck", path)
     assert spec is not None

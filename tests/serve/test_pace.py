@@ -1,6 +1,6 @@
-"""When the next step is planned: as late as the device allows, and never so late that it waits.
+"""Planning of a step waits as long as possible without idling the device.
 
-Times are told, not taken. What it gains is `bench_live`'s question.
+Times are simulated. `bench_live` measures the gain.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
 class Work:
-    """A step on a device that is told how long it takes. Like `PendingTokens`."""
+    """A step on a simulated device that takes a given time. Like `PendingTokens`."""
 
     def __init__(self, host: Host, end_s: float):
         self._host, self._end_s = host, end_s
@@ -36,19 +36,19 @@ class Work:
         self._host.wait_until(self._end_s)
 
     def result(self) -> StepResult:
-        raise NotImplementedError  # Nobody here asks for tokens.
+        raise NotImplementedError  # The tokens are not needed.
 
 
 class Host:
     """Plans, waits and submits as an engine does, one step ahead.
 
     Args:
-        holds: Whether it plans as late as it may.
+        holds: Whether it waits before it plans.
 
     Attributes:
         now_s: Its clock.
-        idle_s: How long the device had nothing to do while steps were to be planned.
-        held_s: How long planning waited.
+        idle_s: Time in which the device had no step.
+        held_s: Time in which planning waited.
     """
 
     def __init__(self, *, holds: bool = True):
@@ -59,27 +59,27 @@ class Host:
 
     @property
     def spare_s(self) -> float:
-        """How long planning may wait from now on, in all."""
+        """Total time that planning may wait from now on."""
         return self.spare()
 
     def spare(self, *, begins: bool = False) -> float:
-        """The same, where somebody waits to begin, or nobody."""
+        """Likewise, with requests to admit if `begins`."""
         start_s = self.now_s
         self.hold(begins=begins)
         spare_s, self.now_s = self.now_s - start_s, start_s
         return spare_s
 
     def hold(self, late_s: float = 0.0, *, begins: bool = False) -> None:
-        """Wait, as long as it may be, and the last time for longer."""
+        """Wait before planning; `late_s` longer than allowed."""
         assert self.running is not None
         start_s = self.now_s
         while spare_s := self.pace.spare_s(self.running, begins=begins):
-            assert spare_s > 0.001, "less than links count"
+            assert spare_s > 0.001, "shorter than links can time"
             self.now_s += spare_s
         self.now_s += late_s if self.now_s > start_s else 0.0
 
     def finish(self) -> None:
-        """Wait for the step that runs; nothing else is to be done."""
+        """Wait for the running step without planning another one."""
         assert self.running is not None
         self.pace.wait(self.running)
         self.running = None
@@ -99,14 +99,14 @@ class Host:
         """Plan and submit a step, and wait for the one before.
 
         Args:
-            num_tokens: Of the step.
-            step_s: What the device takes.
-            num_requests: Whose they are; by default it has prompts.
-            host_s: What the plan takes.
-            ready_s: What the host does between submitting and waiting.
-            result_s: What it does with tokens after waiting.
-            late_s: How much later than it should it comes back from waiting of any kind.
-            begins: Whether requests begin with it.
+            num_tokens: Tokens of the step.
+            step_s: Time of the device.
+            num_requests: Requests of the step; by default it is a step with prompts.
+            host_s: Time of the plan.
+            ready_s: The host's time between submitting and waiting.
+            result_s: The host's time after waiting.
+            late_s: Delay after each wait.
+            begins: Whether requests are admitted.
         """
         start_s, before = self.now_s, self.running
         if before is not None and self._holds:
@@ -128,21 +128,21 @@ class Host:
         self.running = step
 
     def wait_until(self, end_s: float) -> None:
-        """For the device."""
+        """Wait for the device."""
         if self.now_s < end_s:
             self.now_s = end_s + self._late_s
 
 
 def played(steps: Iterable[tuple[int, float]], **others: float) -> Host:
-    """A host that has done some `(tokens, seconds)`."""
+    """A host that has run steps of `(tokens, seconds)`."""
     host = Host()
     for num_tokens, step_s in steps:
         host.step(num_tokens, step_s, **others)
     return host
 
 
-def test_nothing_is_known_of_a_size_until_it_was_seen_twice() -> None:
-    """But that it takes as long as a smaller one of its kind."""
+def test_a_size_needs_two_measurements() -> None:
+    """An unknown size counts as the next smaller known size of its kind."""
     assert played([(1000, 0.04)]).spare_s == 0
     assert played([(1000, 0.04)] * 2).spare_s == 0
     assert played([(1000, 0.04)] * 3).spare_s > 0.03
@@ -153,8 +153,8 @@ def test_nothing_is_known_of_a_size_until_it_was_seen_twice() -> None:
     assert host.spare_s == 0
 
 
-def test_the_shortest_says_how_long_one_takes_and_the_host_needs_its_part() -> None:
-    """Of sizes a sixteenth apart; the longer ago it began, the less is left."""
+def test_the_wait_follows_the_shortest_recent_step() -> None:
+    """Less the time that has passed and the host's time; sizes within a sixteenth are one."""
     steps = [(1024, 0.04), (1024, 0.036), (1087, 0.05), (1024, 0.05)]
     host = played([*steps, (1087, 0.05)])
     spare_s = host.spare_s
@@ -166,21 +166,21 @@ def test_the_shortest_says_how_long_one_takes_and_the_host_needs_its_part() -> N
     assert played([*steps, (1087, 0.05)], host_s=0.01).spare_s < spare_s - 0.009
 
 
-def test_only_the_last_few_count() -> None:
-    """What a step takes changes with the rows that decode."""
+def test_only_recent_steps_count() -> None:
+    """The time of a step changes with the rows that decode."""
     assert played([*[(1024, 0.02)] * 3, *[(1024, 0.06)] * 6]).spare_s > 0.05
 
 
-def test_short_steps_are_not_waited_for() -> None:
-    """The host's part of them is too large. Nor does anybody wait for long without asking."""
+def test_planning_does_not_wait_in_short_steps() -> None:
+    """The host's share of them is too large. In a long step, a single wait is at most 2 ms."""
     host = played([(1024, 0.06)] * 4)
     assert host.running is not None
     assert host.pace.spare_s(host.running, begins=False) == 0.002
     assert played([(64, 0.003)] * 4).spare_s == 0
 
 
-def test_who_waits_to_begin_takes_the_host_longer() -> None:
-    """So planning waits less long once somebody has come; others do not pay for it."""
+def test_steps_with_admissions_wait_less() -> None:
+    """Admission takes the host longer; steps without admissions do not reserve that time."""
     host = played([(1024, 0.04)] * 3)
     alone_s = host.spare()
     assert alone_s == host.spare(begins=True) > 0.03
@@ -190,8 +190,8 @@ def test_who_waits_to_begin_takes_the_host_longer() -> None:
     assert host.spare(begins=True) < alone_s - 0.0015
 
 
-def test_a_host_that_was_slow_is_taken_to_be_slow_for_a_while() -> None:
-    """It is not known which of its steps will be."""
+def test_a_slow_plan_shortens_the_next_waits() -> None:
+    """The effect decays."""
     host = played([(1024, 0.04)] * 3)
     alone_s = host.spare_s
     host.step(1024, 0.04, host_s=0.003)
@@ -203,12 +203,12 @@ def test_a_host_that_was_slow_is_taken_to_be_slow_for_a_while() -> None:
 
 
 def _chunks(num_chunks: int, draw: random.Random) -> list[float]:
-    """Of a long prompt, each of which has a longer past."""
+    """Times of a long prompt's chunks, which grow with the tokens before them."""
     return [0.035 + 0.007 * at * draw.uniform(0.9, 1.1) for at in range(num_chunks)]
 
 
 _DRAW = random.Random(0)
-#: Tokens and seconds of steps that mislead whoever looks at sizes alone, and what that may cost.
+#: Steps whose time does not follow from their size, and the share of time that this may cost.
 MISLEADING: dict[str, tuple[list[tuple[int, float]], float]] = {
     "long rows, then short ones": ([*[(20, 0.025)] * 5, *[(24, 0.006)] * 3000], 0.001),
     "a host that was stopped": (
@@ -230,8 +230,8 @@ MISLEADING: dict[str, tuple[list[tuple[int, float]], float]] = {
 
 
 @pytest.mark.parametrize("name", MISLEADING)
-def test_a_wrong_thought_costs_little_and_does_not_come_back(name: str) -> None:
-    """Whatever misleads, next to planning at once."""
+def test_wrong_estimates_cost_little(name: str) -> None:
+    """Compared with planning at once."""
     steps, share_max = MISLEADING[name]
     late, soon = Host(), Host(holds=False)
     for num_tokens, step_s in steps:
@@ -242,8 +242,8 @@ def test_a_wrong_thought_costs_little_and_does_not_come_back(name: str) -> None:
 
 @pytest.mark.parametrize("step_s", [0.006, 0.01, 0.03])
 @pytest.mark.parametrize("late_s", [0.001, 0.003, 0.005])
-def test_who_wakes_up_late_waits_less(step_s: float, late_s: float) -> None:
-    """As where another thread holds the interpreter: that is part of what the host needs."""
+def test_late_wake_ups_shorten_the_wait(step_s: float, late_s: float) -> None:
+    """As when another thread holds the interpreter: the delay counts as the host's time."""
     draw = random.Random(0)
     late, soon = Host(), Host(holds=False)
     for _ in range(3000):
@@ -254,8 +254,8 @@ def test_who_wakes_up_late_waits_less(step_s: float, late_s: float) -> None:
     assert late.held_s > 0.25 * late.now_s or step_s < 0.03
 
 
-def test_what_has_ended_is_not_kept() -> None:
-    """Its tokens lie in pinned memory."""
+def test_ended_steps_are_not_referenced() -> None:
+    """Their tokens are in pinned memory."""
     host = played([(1024, 0.04)] * 8)
     assert host.spare_s > 0
     ended = weakref.ref(host.running)
@@ -263,8 +263,8 @@ def test_what_has_ended_is_not_kept() -> None:
     assert ended() is None
 
 
-def test_an_idle_device_begins_a_step_when_it_is_submitted() -> None:
-    """Not when it had nothing more to do."""
+def test_an_idle_device_starts_a_step_when_submitted() -> None:
+    """And not at the end of the step before."""
     host = played([(1024, 0.04)] * 8)
     host.finish()
     host.now_s += 5.0
@@ -275,10 +275,10 @@ def test_an_idle_device_begins_a_step_when_it_is_submitted() -> None:
 @pytest.mark.parametrize("step_s", [0.006, 0.01, 0.03])
 @pytest.mark.parametrize("result_s", [0.0, 0.0005, 0.002])
 @pytest.mark.parametrize("ready_s", [0.0, 0.0005, 0.004])
-def test_the_host_never_takes_its_own_time_for_the_device_s(
+def test_the_hosts_time_is_not_counted_as_the_devices(
     step_s: float, result_s: float, ready_s: float
 ) -> None:
-    """However long it takes over tokens, or to make memory ready: what it waits does not grow."""
+    """Otherwise the wait would grow with each step, however long the host works between steps."""
     late, soon = Host(), Host(holds=False)
     for _ in range(400):
         for host in (late, soon):
@@ -287,8 +287,8 @@ def test_the_host_never_takes_its_own_time_for_the_device_s(
     assert late.held_s + 400 * (result_s + ready_s) > 0.5 * late.now_s
 
 
-def test_a_step_that_began_unseen_is_taken_to_have_begun_early() -> None:
-    """While the host was away: planning does not wait longer for it."""
+def test_a_step_with_an_unknown_start_is_not_waited_in() -> None:
+    """Its start is unknown if the host was late for the end of the step before."""
     host = played([(1024, 0.04)] * 4)
     host.step(1024, 0.04, ready_s=0.07)
     assert host.spare_s == 0
@@ -299,8 +299,8 @@ def test_a_step_that_began_unseen_is_taken_to_have_begun_early() -> None:
     assert host.spare_s > 0.03
 
 
-def test_what_is_lost_is_in_nobody_s_time() -> None:
-    """Steps that nobody will wait for may still run when the next is submitted."""
+def test_lost_steps_are_not_measured() -> None:
+    """They may still run when the next step is submitted."""
     host = played([(1024, 0.4)] * 2)
     host.pace.lost()
     host.running = None
@@ -309,10 +309,10 @@ def test_what_is_lost_is_in_nobody_s_time() -> None:
         assert bool(host.spare_s) == (at == 4)
 
 
-def test_an_engine_tells_its_pace_what_becomes_of_steps(
+def test_an_engine_reports_its_steps_to_its_pace(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planning may wait for steps of 30 ms; not for what failed, nor where nothing runs."""
+    """Planning may wait in steps of 30 ms, but not after a failure, nor without a running step."""
     clock = Host(holds=False)
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now_s)
     engine = make_engine(max_tokens=64)
@@ -363,17 +363,17 @@ def test_an_engine_tells_its_pace_what_becomes_of_steps(
     for _ in range(3):
         engine.step()
         assert engine.loop.spare_s == 0
-    engine.cancel_all(RuntimeError("nobody wants it"))
+    engine.cancel_all(RuntimeError("cancelled"))
     assert again.requests[0].finish_reason is FinishReason.ERROR
     assert engine.loop.spare_s == 0
 
 
 class Script:
-    """A link whose commands come when the loop waits for them. Implements `Link`.
+    """A link whose commands arrive when the loop waits for them. Implements `Link`.
 
     Args:
-        first: What has come at the start.
-        later: What comes each time the loop waits.
+        first: Commands at the start.
+        later: Commands of each wait.
     """
 
     is_broken = False
@@ -401,7 +401,7 @@ class Script:
 
 
 class Steps:
-    """An observer that keeps how many prompt tokens each step has."""
+    """An observer that keeps the number of prompt tokens of each step."""
 
     def __init__(self) -> None:
         self.num_prompt_tokens: list[int] = []
@@ -411,10 +411,10 @@ class Steps:
             self.num_prompt_tokens.append(event.num_prefill_tokens)
 
 
-def test_who_comes_while_a_step_runs_is_in_the_next(
+def test_a_request_that_arrives_during_a_step_is_in_the_next(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not in the one after it; and says the same. Who left meanwhile is in none."""
+    """With the tokens that it has alone; a request that is cancelled meanwhile is in no step."""
     told = [0.02, 0.01]
     monkeypatch.setattr(
         StepLoop, "spare_s", property(lambda loop: told.pop(0) if loop._pending and told else 0.0)
@@ -436,10 +436,9 @@ def test_who_comes_while_a_step_runs_is_in_the_next(
         assert list(again.generate(prompt, GREEDY)[0].outputs[0].token_ids) == link.said[key]
 
 
-def test_who_stops_does_not_wait(
+def test_planning_does_not_wait_after_a_stop(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long the running step may take."""
     monkeypatch.setattr(StepLoop, "spare_s", property(lambda loop: float(bool(loop._pending))))
     engine = make_engine()
     link = Script([Add(0, (3, 4, 5), GREEDY, 0)], [[Stop(drain=True)]])

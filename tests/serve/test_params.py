@@ -1,4 +1,4 @@
-"""What may be asked for, and that everything else is refused by name, when it is asked."""
+"""Invalid sampling parameters are refused when they are made, with an error that names them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ from vmkv.serve import SamplingParams
     ],
     ids=str,
 )
-def test_impossible_parameters_are_refused(bad: dict[str, object]) -> None:
-    """By name, when they are made."""
+def test_invalid_parameters_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad)) if len(bad) == 1 else "min_tokens"):
         SamplingParams(**bad)
 
@@ -49,8 +48,8 @@ any_integer = st.integers() | st.sampled_from([2**31, 2**63 - 1, 2**63, -(2**63)
 
 
 @given(name=st.sampled_from(INTEGERS + NUMBERS), value=any_integer | st.floats())
-def test_any_number_is_taken_or_refused(name: str, value: float) -> None:
-    """With an error that names the parameter, and is short, however long the number is."""
+def test_any_number_is_accepted_or_refused(name: str, value: float) -> None:
+    """The error names the parameter, and is short even if the number is long."""
     params = {"max_tokens": None, name: value}
     try:
         kept = SamplingParams(**params)
@@ -65,8 +64,7 @@ def test_any_number_is_taken_or_refused(name: str, value: float) -> None:
 
 @pytest.mark.parametrize("name", ["stop", "stop_token_ids", "logits_processors"])
 @pytest.mark.parametrize("value", [5, None, 2.5, ["x" * 10**6, 10**5000], [None]], ids=type)
-def test_what_is_no_sequence_of_the_right_kind_is_refused(name: str, value: object) -> None:
-    """Likewise."""
+def test_invalid_sequences_are_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name) as raised:
         SamplingParams(**{name: value})
     assert len(str(raised.value)) < 200

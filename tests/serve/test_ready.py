@@ -1,8 +1,7 @@
-"""Memory for the next steps is made ready while the device works on this one.
+"""Memory for the next steps is made ready while the device runs the current one.
 
-Told by the calls that reach the driver, on a device that runs a step behind: it does its work when
-somebody waits for it, so a growth that waits is seen. What `make_ready` promises is
-tests/cache/test_ready.py's.
+The device runs its work only when the host waits for it, so that a growth that waits is noticed.
+`make_ready` has its own tests in tests/cache/test_ready.py.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from helpers.stamp_runner import Mishap, answer
 from vmkv import SamplingParams
 from vmkv.serve import FinishReason, RequestHandle
 
-#: Eight that run hold some 50 pages; what ended ones leave would fill 70 more, and has a third.
+#: Eight running requests hold some 50 pages; parked rows could fill 70 more, and have a third.
 CHURN = Shape(max_num_seqs=8, max_num_batched_tokens=64, budget_pages=76, is_late=True, swaps=False)
 _FILLED_AFTER_STEPS = 40
 
 
 @pytest.fixture
 def make_play() -> Iterator[Callable[[Shape], EnginePlay]]:
-    """Engines over stamped rows: what a request says depends on all that it reads."""
+    """Make engines over stamped rows: a token depends on everything that its request reads."""
     plays: list[EnginePlay] = []
 
     def make(shape: Shape) -> EnginePlay:
@@ -37,7 +36,7 @@ def make_play() -> Iterator[Callable[[Shape], EnginePlay]]:
         return plays[-1]
 
     yield make
-    for play in reversed(plays):  # What each has made small becomes large in turn.
+    for play in reversed(plays):  # In reverse: each restores the constants that it patched.
         play.engine.cancel_all()
         while play.engine.has_unfinished:
             play.engine.step()
@@ -52,7 +51,7 @@ def _ask(play: EnginePlay, prompt: Sequence[int], max_tokens: int, **how: Any) -
 
 
 def _churn(play: EnginePlay, seed: int, num_steps: int) -> list[RequestHandle]:
-    """Requests come and go; four always wait."""
+    """Requests come and go; four are always waiting."""
     draw = random.Random(seed)
     handles = []
     for _ in range(num_steps):
@@ -65,7 +64,7 @@ def _churn(play: EnginePlay, seed: int, num_steps: int) -> list[RequestHandle]:
 
 
 def _note_growths(play: EnginePlay) -> list[tuple[bool, Counter[str]]]:
-    """Of each growth from now on, whether it waited for the device, and its driver calls."""
+    """Record for each growth whether it waits for the device, and its driver calls."""
     view, device, growths = play.engine._view, play.device, []
     grow = view.grow
 
@@ -79,10 +78,10 @@ def _note_growths(play: EnginePlay) -> list[tuple[bool, Counter[str]]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_growing_under_pressure_waits_for_nothing_and_creates_nothing(
+def test_growing_under_pressure_does_not_wait(
     make_play: Callable[[Shape], EnginePlay], seed: int
 ) -> None:
-    """Nor maps, mostly: who begins takes a row as it is, who runs has grown ahead."""
+    """At most one growth in five maps, and one in twenty creates or releases extents."""
     play = make_play(CHURN)
     growths = _note_growths(play)
     handles = _churn(play, seed, 240)
@@ -97,10 +96,10 @@ def test_growing_under_pressure_waits_for_nothing_and_creates_nothing(
     assert {FinishReason.LENGTH} == set(ended)
 
 
-def test_no_clock_decides_what_is_made_ready(
+def test_driver_calls_do_not_depend_on_a_clock(
     make_play: Callable[[Shape], EnginePlay], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks of one model do the same, however fast each is: call by call."""
+    """The ranks of a model must make the same calls, whatever their speed."""
 
     def calls_of_a_churn() -> list[Counter[str]]:
         play = make_play(CHURN)
@@ -116,10 +115,10 @@ def test_no_clock_decides_what_is_made_ready(
     assert expected == calls_of_a_churn()
 
 
-def test_a_driver_that_fails_while_memory_is_made_ready_ends_no_request(
+def test_driver_errors_in_make_ready_end_no_request(
     make_play: Callable[[Shape], EnginePlay],
 ) -> None:
-    """Nobody needed it yet; who does tries again."""
+    """The growth that needs the memory tries again."""
     play = make_play(CHURN)
     view, backend = play.engine._view, play.backend
     make_ready, num_failed = view.make_ready, Counter[str]()
@@ -144,8 +143,8 @@ def test_a_driver_that_fails_while_memory_is_made_ready_ends_no_request(
     play.cache.check()
 
 
-def test_a_row_with_room_is_not_looked_at(make_play: Callable[[Shape], EnginePlay]) -> None:
-    """Of the eight steps that a page lasts in three; and of all that wait only the first."""
+def test_rows_with_room_ask_for_no_pages(make_play: Callable[[Shape], EnginePlay]) -> None:
+    """Running rows ask in three steps of eight; only the first waiting request is looked up."""
     play = make_play(Shape(max_num_seqs=2, max_num_batched_tokens=64, budget_pages=400))
     view, asked = play.engine._view, Counter[int]()
     for _ in range(2):
@@ -167,16 +166,16 @@ def test_a_row_with_room_is_not_looked_at(make_play: Callable[[Shape], EnginePla
     view.cached_tokens, play.cache.pool.make_ready = look_up, noted
     for _ in range(60):
         play.engine.step()
-    assert 1 == lookups.total(), "the first that waits, once"
-    # Eight tokens in a page; the one that waits has one page ready all the time.
+    assert 1 == lookups.total(), "only the first waiting request is looked up, once"
+    # A page has eight tokens; the waiting request always has one page ready.
     assert {1, 3} == set(asked)
     assert 0 < asked[3] <= 60 * 3 / 8 + 3
 
 
-def test_what_cannot_be_had_is_seldom_looked_for(
+def test_unavailable_pages_are_asked_for_in_one_step_of_eight(
     make_play: Callable[[Shape], EnginePlay],
 ) -> None:
-    """Live rows hold what the one that waits would take; they themselves get what they need."""
+    """Running rows hold the pages that the waiting request needs, and can still grow."""
     play = make_play(Shape(max_num_seqs=2, max_num_batched_tokens=80, budget_pages=24))
     handles = [_ask(play, [token] * 70, 26) for token in (1, 2)]
     while play.engine._scheduler.num_running < 2:
@@ -186,7 +185,7 @@ def test_what_cannot_be_had_is_seldom_looked_for(
     make_ready = view.make_ready
 
     def noted(wanted: Sequence[tuple[int, int]], num_new: int, **how: Any) -> bool:
-        assert wanted, "those that run are asked for in each step"
+        assert wanted, "the running requests are missing"
         tries.append(num_new > 0)
         return make_ready(wanted, num_new, **how)
 
@@ -202,23 +201,23 @@ def test_what_cannot_be_had_is_seldom_looked_for(
     assert [0, 0] == [handle.requests[0].num_preemptions for handle in handles]
 
 
-# ---- what the step that runs does not read ------------------------------------------------
+# ---- memory of ended requests -------------------------------------------------------------
 
 
 def _begin_after(
     play: EnginePlay, num_leaving: int, num_prompt_tokens: int, coming: Sequence[int], **how: Any
 ) -> tuple[bool, Counter[str]]:
-    """Some leave while another decodes, and those that come begin with what they leave.
+    """End requests while another one decodes; new ones begin with their memory.
 
     Args:
-        play: Where.
-        num_leaving: How many leave, in one step.
-        num_prompt_tokens: Of each of them.
-        coming: Those of the prompts that come.
-        how: Parameters of those that leave.
+        play: The engine.
+        num_leaving: Number of requests that end in one step.
+        num_prompt_tokens: Prompt tokens of each of them.
+        coming: Prompt tokens of each new request.
+        how: Parameters of the requests that end.
 
     Returns:
-        Whether the growth of those that come waited for the device, and its driver calls.
+        Whether the growth of the new requests waited for the device, and its driver calls.
     """
     _ask(play, [1], 60)
     leaving = [_ask(play, [2] * num_prompt_tokens, 6, **how) for _ in range(num_leaving)]
@@ -249,38 +248,36 @@ def _small(budget_pages: int) -> Shape:
     )
 
 
-def test_who_ended_by_its_length_gives_way_while_the_next_step_runs(
+def test_memory_of_a_request_ended_by_length_is_reused_at_once(
     make_play: Callable[[Shape], EnginePlay],
 ) -> None:
-    """It was known to end, and is not in that step."""
+    """Its end was known, so the running step does not use its memory."""
     has_waited, calls = _begin_after(make_play(_small(16)), 2, 40, [90])
     assert calls["mem_unmap"]
     assert not has_waited
 
 
-def test_what_is_too_much_for_who_adopts_a_row_goes_while_the_next_step_runs(
+def test_the_surplus_of_an_adopted_row_is_reused_at_once(
     make_play: Callable[[Shape], EnginePlay],
 ) -> None:
-    """Two begin with what one has left: the first has its row, the other the rest."""
+    """Two requests begin after one has ended: one adopts its row, the other gets the surplus."""
     has_waited, calls = _begin_after(make_play(_small(13)), 1, 60, [10, 20])
     assert calls["mem_unmap"]
     assert not has_waited
 
 
-def test_who_turned_out_to_have_ended_is_waited_for(
+def test_memory_of_a_request_ended_by_a_stop_token_is_waited_for(
     make_play: Callable[[Shape], EnginePlay],
 ) -> None:
-    """The step that runs computes a token that nobody wants, and writes it."""
+    """The running step writes the superfluous token of the request."""
     stop = answer([2] * 40, SamplingParams(temperature=0), 1)
     has_waited, calls = _begin_after(make_play(_small(16)), 2, 40, [90], stop_token_ids=stop)
     assert calls["mem_unmap"]
     assert has_waited
 
 
-def test_who_ended_with_a_step_that_failed_is_waited_for(
-    make_play: Callable[[Shape], EnginePlay],
-) -> None:
-    """It may have begun, and then writes what it was to write."""
+def test_memory_of_a_failed_step_is_waited_for(make_play: Callable[[Shape], EnginePlay]) -> None:
+    """The device may have started the step, and then writes its tokens."""
     play = make_play(_small(16))
     failing = [_ask(play, [2] * 40, 6) for _ in range(2)]
     play.engine.step()
@@ -299,10 +296,10 @@ def test_who_ended_with_a_step_that_failed_is_waited_for(
     assert [] == play.device.violations
 
 
-def test_who_was_in_a_step_that_an_interrupt_has_hidden_is_waited_for(
+def test_memory_of_an_interrupted_step_is_waited_for(
     make_play: Callable[[Shape], EnginePlay],
 ) -> None:
-    """It is on the device, although nobody will read it."""
+    """The step is on the device although the engine has not recorded it."""
     play = make_play(_small(16))
     for prompt in ([1], [2] * 40, [2] * 40):
         _ask(play, prompt, 30)

@@ -1,8 +1,8 @@
-"""The graph runner's steps on the host: what transformers says, in any mixture of chunks.
+"""The graph runner's steps on the host equal transformers, for any mixture of chunks.
 
-There are no CUDA graphs here, and the compiler is one that only traces; both have their tests in
-test_runner_gpu.py. What is the same everywhere is tested here: packing, the operator, the places of
-layers, siblings, the tokens that stay on the device, and that a closed runner leaves no trace.
+There are no CUDA graphs here, and the compiler only traces: test_runner_gpu.py tests both. Tested
+here: packing, the operator, the places of layers, joint weights, tokens that stay on the device,
+and that a closed runner restores the model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from vmkv.step.mixed_graphs import _places as places_of
 MODELS = ("llama", "mistral", "qwen3", "gemma3", "gpt_oss", "mixtral")
 TRACED = RunnerOptions(compile_layers=True, compile_backend="aot_eager", show_progress=False)
 PLAIN = RunnerOptions(show_progress=False)
-# Every step in the padded form that graphs have, run without them.
+# Steps are padded as for graphs, but not captured.
 PADDED = RunnerOptions(capture=True, show_progress=False)
 SLOTS = 4
 
@@ -85,7 +85,7 @@ def running(
     num_seqs: int = SLOTS,
     **others: Any,
 ) -> Iterator[tuple[ModelRunner, KVCache]]:
-    """A runner of steps of so many tokens, and the cache that it works on."""
+    """A runner of steps of `num_tokens`, and its cache."""
     with cache_for(model) as cache:
         runner = ModelRunner(
             model,
@@ -111,7 +111,7 @@ class Request:
 
 
 def asked(model, lengths: Sequence[int], count: int) -> tuple[list[Request], list[list[int]]]:
-    """Greedy requests with prompts so long, and what each says alone."""
+    """Greedy requests with prompts of these lengths, and the tokens of each alone."""
     greedy = SamplingParams(temperature=0, max_tokens=count)
     prompts = prompts_of(lengths)
     expected = [alone(model, prompt, count) for prompt in prompts]
@@ -173,8 +173,8 @@ def serve(
         *itertools.product(["gemma3", "gpt_oss", "mixtral"], [TRACED]),
     ],
 )
-def test_tokens_are_what_each_prompt_gets_alone(name, options) -> None:
-    """Chunked prompts beside decoding, slots reused, one step ahead: token-exact."""
+def test_tokens_equal_those_of_each_prompt_alone(name, options) -> None:
+    """Chunked prompts beside decoding, slots reused, one step ahead."""
     model = model_named(name)
     requests, expected = asked(model, (5, 13, 30, 1, 2, 17), 9)
     with running(model, 16, options) as (runner, cache):
@@ -187,13 +187,13 @@ def test_tokens_are_what_each_prompt_gets_alone(name, options) -> None:
 @pytest.mark.parametrize("step_tokens", [40, 200, 500])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_chunks_of_any_size_fit_steps_of_fixed_size(name, step_tokens) -> None:
-    """Shorter than a tile and longer, none that decodes and many, full buckets and nearly empty."""
+    """Shorter or longer than a tile, with or without decoding, in full or nearly empty buckets."""
     serve_chunks(model_named(name), step_tokens)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_a_step_of_fixed_size_may_be_one_launch(name) -> None:
-    """Entries that nobody decodes in, and tiles of padding, are nothing to a kernel that mixes."""
+def test_a_mixing_kernel_attends_in_one_launch(name) -> None:
+    """Unused decode entries and tiles of padding are sequences of that launch."""
     for backend in BACKENDS.values():
         backend.launches.clear()
         serve_chunks(model_named(name), 200, backend.name)
@@ -205,7 +205,7 @@ def test_a_step_of_fixed_size_may_be_one_launch(name) -> None:
 
 
 def serve_chunks(model, step_tokens: int, attention_backend: str | None = None) -> None:
-    """Prompts around the length of a tile, in padded steps: each says what it says alone."""
+    """Serve prompts around the length of a tile in padded steps; check that tokens are as alone."""
     requests, expected = asked(model, (150, 3, TILE_TOKENS, 190, 1, 2, TILE_TOKENS + 1), 3)
     with running(model, 512, PADDED, attention_backend=attention_backend) as (runner, cache):
         serve(runner, cache, requests, step_tokens=step_tokens)
@@ -215,7 +215,7 @@ def serve_chunks(model, step_tokens: int, attention_backend: str | None = None) 
 
 
 def test_padding_writes_nothing() -> None:
-    """Neither in the row it points at nor in others': only the step's own tokens change."""
+    """Only the places of the step's tokens change."""
     model = model_named("llama")
     with running(model, 300, PADDED) as (runner, cache):
         rows = [cache.open() for _ in range(4)]
@@ -248,8 +248,8 @@ def test_padding_writes_nothing() -> None:
 
 
 @pytest.mark.parametrize("max_graph_tokens", range(5))
-def test_small_steps_alone_may_be_captured(max_graph_tokens: int) -> None:
-    """Also where no such step has room for all who may decode."""
+def test_max_graph_tokens_bounds_captured_steps(max_graph_tokens: int) -> None:
+    """Also if no captured step has room for all decoding requests."""
     model, prompt = model_named("llama"), prompts_of((13,))[0]
     expected = alone(model, prompt, 5)
     options = dataclasses.replace(PADDED, max_graph_tokens=max_graph_tokens)
@@ -260,8 +260,8 @@ def test_small_steps_alone_may_be_captured(max_graph_tokens: int) -> None:
     assert expected == requests[0].said
 
 
-def test_every_step_has_the_smallest_bucket_that_takes_it() -> None:
-    """Or none: too many tokens, or more chunks than tiles; and what it is given is what it says."""
+def test_a_step_gets_the_smallest_bucket_that_fits() -> None:
+    """Or none, if it has too many tokens or chunks; the filled input describes the step."""
     model = model_named("llama")
     generator = random.Random(0)
     with running(model, 600, PADDED, num_seqs=20) as (runner, _):
@@ -309,8 +309,8 @@ def test_every_step_has_the_smallest_bucket_that_takes_it() -> None:
             assert {slot for _, slot in said[count:]} <= {20}
 
 
-def test_sizes_that_memory_is_too_short_for_have_no_graph() -> None:
-    """Smaller ones have, and larger steps run without."""
+def test_sizes_that_run_out_of_memory_are_not_captured() -> None:
+    """Smaller sizes are; larger steps run without graphs."""
     model = model_named("llama")
     requests, expected = asked(model, (5, 150, 30), 3)
     with running(model, 256, PADDED) as (runner, cache):
@@ -329,8 +329,8 @@ def test_sizes_that_memory_is_too_short_for_have_no_graph() -> None:
     assert expected == [request.said for request in requests]
 
 
-def test_what_cannot_be_captured_runs_without_graphs(caplog) -> None:
-    """And says so."""
+def test_steps_that_cannot_be_captured_run_without_graphs(caplog) -> None:
+    """A warning says so."""
     model = model_named("llama")
     requests, expected = asked(model, (5, 30), 3)
 
@@ -346,8 +346,8 @@ def test_what_cannot_be_captured_runs_without_graphs(caplog) -> None:
     assert [True, True] == ["cannot be captured" in message for message in said]
 
 
-def test_a_budget_is_cut_to_what_the_device_still_has() -> None:
-    """Once graphs and activations have theirs; one that fits stays."""
+def test_fit_budget_lowers_the_budget_to_free_memory() -> None:
+    """A budget that fits is kept."""
 
     class Scarce(HostBackend):
         def free_memory_bytes(self) -> int:
@@ -365,8 +365,8 @@ def test_a_budget_is_cut_to_what_the_device_still_has() -> None:
     pool.close()
 
 
-def test_one_compiled_layer_serves_all_and_any_number_of_tokens() -> None:
-    """Two graphs for the layers, one token and many, and two for the last norm."""
+def test_all_layers_share_one_compiled_layer() -> None:
+    """Two graphs for the layers, with one token and with many, and two for the last norm."""
     from torch._dynamo.utils import counters
 
     model = model_named("llama")
@@ -377,8 +377,8 @@ def test_one_compiled_layer_serves_all_and_any_number_of_tokens() -> None:
     assert counters["stats"]["unique_graphs"] == 4
 
 
-def test_siblings_are_one_product_and_part_again() -> None:
-    """While served, weights are views of joint ones; afterwards each has its own again."""
+def test_sibling_weights_are_joined_while_served() -> None:
+    """They are views of a joint weight; a closed runner separates them again."""
     model = model_named("llama")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     layer = decoder_layers(model)[0]
@@ -396,8 +396,8 @@ def test_siblings_are_one_product_and_part_again() -> None:
     assert len(storages) == 2
 
 
-def test_a_closed_runner_leaves_the_model_as_it_was() -> None:
-    """Attention, layers, attributes; and the model can be served again."""
+def test_a_closed_runner_restores_the_model() -> None:
+    """Attention, layers and attributes; the model can be served again."""
     model = model_named("llama")
     prompt = prompts_of((7,))[0]
     expected = alone(model, prompt, 5)
@@ -418,8 +418,8 @@ def test_a_closed_runner_leaves_the_model_as_it_was() -> None:
     assert expected == alone(model, prompt, 5)
 
 
-def test_a_refused_runner_leaves_no_trace() -> None:
-    """A cache without layers, and one without a row for padding."""
+def test_a_refused_runner_leaves_the_model_unchanged() -> None:
+    """With a cache without layers, and with one without a free row for padding."""
     model = model_named("llama")
     with (
         KVCache("host", max_tokens=20, max_sequences=2) as empty,
@@ -437,8 +437,8 @@ def test_a_refused_runner_leaves_no_trace() -> None:
     assert model.config._attn_implementation == "eager"
 
 
-def test_layers_that_somebody_has_wrapped_are_not_compiled() -> None:
-    """What wraps them would not be called; nor is it lost, of layers or of the last norm."""
+def test_wrapped_layers_are_not_compiled() -> None:
+    """Compiled layers would not call the wrapper; it is kept, also on the last norm."""
     model = model_named("llama")
     layer, norm, prompt = decoder_layers(model)[1], model.model.norm, prompts_of((7,))[0]
 
@@ -466,7 +466,7 @@ def test_layers_that_somebody_has_wrapped_are_not_compiled() -> None:
 
 
 def test_results_come_in_the_order_of_the_chunks() -> None:
-    """Chunks are packed by kind, and some do not sample."""
+    """Although chunks are packed by kind, and some do not sample."""
     model = model_named("llama")
     prompts = prompts_of((6, 9, 12, 8))
     expected = [alone(model, prompt, 2) for prompt in prompts]
@@ -503,7 +503,7 @@ def test_results_come_in_the_order_of_the_chunks() -> None:
 
 
 def test_logits_processors_see_their_own_request() -> None:
-    """All its tokens and nobody else's; neighbours are not touched."""
+    """They get all tokens of their request and no others; other requests do not change."""
     model = model_named("llama")
     prompts = prompts_of((5, 8))
     expected = alone(model, prompts[1], 4)
@@ -527,14 +527,13 @@ def test_logits_processors_see_their_own_request() -> None:
 
 
 def test_an_empty_step_samples_nothing() -> None:
-    """And waits for nothing."""
     model = model_named("llama")
     with running(model, 64) as (runner, _):
         assert [] == list(runner.submit([]).result().token_ids)
 
 
 def test_buckets_cover_every_size_with_little_waste() -> None:
-    """Every batch and length has a bucket; wide ones waste at most an eighth."""
+    """Batches waste at most a quarter, token counts an eighth, and lengths a half."""
     for most in (1, 3, 8, 100, 256, 1000):
         widths = batch_buckets(most)
         assert widths == sorted(set(widths))
@@ -557,7 +556,6 @@ def test_buckets_cover_every_size_with_little_waste() -> None:
 
 
 def test_progress_can_be_silent(capsys) -> None:
-    """Servers log; they draw no bars."""
     with running(tiny_model("llama"), options=PADDED) as (runner, _):
         runner.warm_up()
     assert capsys.readouterr().err == ""

@@ -1,7 +1,7 @@
 """The graph runner on a GPU: graphs, compiled layers, and kernels that read rows in place.
 
-Numbers are judged by flash-attention's rule: an error against float32 of at most twice what plain
-attention has in the same dtype. Not covered: speed (bench_serve.py).
+As in flash-attention's tests, an error against float32 may be at most twice that of plain attention
+in the same dtype. Not covered: speed (bench_serve.py).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Served:
     def say(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, count: int
     ) -> list[list[int]]:
-        """Prompts in one step, then `count - 1` steps of decoding, one of them ahead."""
+        """Run prompts in one step and `count - 1` decoding steps, one of them ahead; the tokens."""
         rows = [self.cache.open() for _ in prompts]
         for slot, each in enumerate(prompts):
             self.runner.set_slot(slot, params, each)
@@ -137,7 +137,7 @@ class Served:
     scope="module", params=[None, "flash2", "torch"], ids=["preferred", "flash2", "torch"]
 )
 def served(request) -> Iterator[Served]:
-    """Compiled and captured, with each kernel for rows."""
+    """Compiled and captured, with each attention kernel."""
     made = Served(attention_backend=request.param)
     yield made
     made.close()
@@ -156,15 +156,15 @@ GREEDY = SamplingParams(temperature=0)
 
 
 def deficit(reference: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-    """By how much chosen tokens fall short of the likeliest ones, at worst; logits `[T, V]`."""
+    """The largest gap from the likeliest token to the chosen one, of logits `[T, V]`."""
     chosen = reference.gather(1, torch.tensor(tokens, device=reference.device)[:, None])[:, 0]
     return (reference.max(-1).values - chosen).max()
 
 
 def assert_likeliest(exact, plain, prompts, said) -> None:
-    """Every token is the likeliest after those before it, as far as half precision can tell.
+    """Check that each token is the likeliest after those before it, within half precision.
 
-    Equal tokens would be too much to ask: this model's logits nearly tie once in a while.
+    Equal tokens are too strict: some logits of this model nearly tie.
     """
     for start, tokens in zip(prompts, said, strict=True):
         ids = torch.tensor([[*start, *tokens[:-1]]], device="cuda")
@@ -175,10 +175,10 @@ def assert_likeliest(exact, plain, prompts, said) -> None:
 
 
 def test_logits_are_as_good_as_plain_attentions(served, exact, plain) -> None:
-    """Of the prompts' step and of graphs, along the tokens the runner said."""
+    """In the step of the prompts and in graphs, along the tokens of the runner."""
     count = 6
     served.logits.clear()
-    # One that wants log-probabilities is sampled outside the graph, from the graph's logits.
+    # A request with log-probabilities is sampled outside the graph, from the graph's logits.
     asking = SamplingParams(temperature=0, logprobs=0)
     said = served.say(PROMPTS, asking, count)
     ours = torch.stack(served.logits, 1).float()
@@ -189,7 +189,7 @@ def test_logits_are_as_good_as_plain_attentions(served, exact, plain) -> None:
             in_half = plain(ids, logits_to_keep=count).logits[0].float()
         bound = 2 * (in_half - reference).abs().max()
         assert (ours[at] - reference).abs().max() <= bound
-        # And so each token is the likeliest, or as good as that.
+        # Each token is the likeliest, within twice the bound.
         assert deficit(reference, tokens) <= 2 * bound
 
 
@@ -207,15 +207,15 @@ def test_pages_are_mapped_under_captured_graphs(served, exact, plain) -> None:
     assert_likeliest(exact, plain, prompts, said)
 
 
-def test_graphs_do_what_the_same_launches_do(served, uncaptured, exact, plain) -> None:
-    """Empty entries of a wide graph touch the scratch row alone, and neighbours nothing."""
+def test_graphs_are_as_good_as_the_same_launches(served, uncaptured, exact, plain) -> None:
+    """Unused entries of a wide graph do not change tokens."""
     for prompts in ([PROMPTS[2]], PROMPTS[:3], PROMPTS):
         for each in (served, uncaptured):
             assert_likeliest(exact, plain, prompts, each.say(prompts, GREEDY, 8))
 
 
-def test_prompts_arrive_beside_decoding(served, uncaptured, exact, plain) -> None:
-    """In chunks that fit no size: every step is a graph, and says what the same launches say."""
+def test_prompts_are_prefilled_beside_decoding(served, uncaptured, exact, plain) -> None:
+    """In chunks that match no bucket; no further graph is captured."""
     prompts = [prompt(each, seed=each) for each in (300, 41, 5, 611, 129, 64)]
     captured = list(served.runner.stepper.mixed_graphs.captured)
     for each in (served, uncaptured):
@@ -254,7 +254,7 @@ def _read(chunks: Sequence[Piece], pending, said: list[list[int]]) -> None:
 
 
 def test_padding_writes_nothing(served) -> None:
-    """A graph changes its tokens' places and no other byte that is mapped."""
+    """A graph changes the places of its tokens and no other mapped byte."""
     cache, model_layers = served.cache, range(LAYERS)
     rows = [cache.open() for _ in range(4)]
     cache.grow([(row, 400) for row in rows])
@@ -280,8 +280,8 @@ def test_padding_writes_nothing(served) -> None:
         row.close()
 
 
-def test_seeded_draws_repeat(served) -> None:
-    """Through graphs, with state on the device: the same again, and another with another seed."""
+def test_seeded_samples_repeat(served) -> None:
+    """Through graphs: equal seeds give equal tokens, another seed gives others."""
     for options in ({}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.1}):
         params = [
             SamplingParams(temperature=1.5, seed=seed, repetition_penalty=1.1, **options)
@@ -294,9 +294,9 @@ def test_seeded_draws_repeat(served) -> None:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_never_waits_for_the_device(served) -> None:
-    """Not in decoding, not with prompts, greedy or drawn; only `result` does."""
+    """Neither with prompts nor in decoding, greedy or sampled; only `result` waits."""
     drawn = SamplingParams(temperature=1.0, seed=0, top_p=0.9, frequency_penalty=0.1)
-    served.say(PROMPTS, drawn, 3)  # What is made at first use has been made.
+    served.say(PROMPTS, drawn, 3)  # Triggers initialisations at first use.
     row = served.cache.open()
     served.cache.grow([(row, 300)])
     ids = prompt(256)
@@ -319,7 +319,7 @@ def test_a_step_never_waits_for_the_device(served) -> None:
 
 
 def rounded_cache(model: LlamaForCausalLM) -> DynamicCache:
-    """Transformers' cache, of keys and values that torch has rounded."""
+    """Transformers' cache, with keys and values rounded by torch."""
     cache = DynamicCache(config=model.config)
     for layer in cache.layers:
         layer.update = _rounding(layer.update)
@@ -346,7 +346,7 @@ def narrow() -> Iterator[Served]:
 
 @torch.no_grad()
 def test_rows_in_eight_bits_are_captured(narrow, exact) -> None:
-    """Prompts and graphs: as far from float32 as rounding keys and values explains."""
+    """The error is at most three times that of rounding keys and values, in prompts and graphs."""
     count = 6
     narrow.logits.clear()
     said = narrow.say(PROMPTS, SamplingParams(temperature=0, logprobs=0), count)
@@ -361,14 +361,14 @@ def test_rows_in_eight_bits_are_captured(narrow, exact) -> None:
         assert (ours[at] - wanted).norm() / wanted.norm() <= 3 * explained + 0.03
 
 
-def test_rows_in_eight_bits_say_the_same_again(narrow) -> None:
-    """After others have used the memory: rows and scales of one are no other's."""
+def test_rows_in_eight_bits_are_reproducible(narrow) -> None:
+    """Also in memory that earlier sequences have used."""
     assert narrow.say(PROMPTS, GREEDY, 12) == narrow.say(PROMPTS, GREEDY, 12)
 
 
 @pytest.mark.parametrize("runner", ["eager", "graphs"])
-def test_engines_over_one_model_end_in_any_order(runner: str) -> None:
-    """Prompts longer than captured steps run through the model itself, and stay right."""
+def test_engines_over_one_model_close_in_any_order(runner: str) -> None:
+    """Prompts longer than captured steps run through the model, and tokens stay right."""
     model = make_model(torch.bfloat16, "sdpa")
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 2048, "budget_bytes": 2**28}
     options = RunnerOptions(compile_layers=False, max_graph_tokens=64, show_progress=False)

@@ -1,4 +1,4 @@
-"""Sampling: what transformers' processors would do, the right distribution, and independence.
+"""The sampler: filters as in transformers, the distribution, and independence of rows.
 
 Not covered: speed, and CUDA (tests/serve/test_runner_gpu.py).
 """
@@ -35,7 +35,7 @@ def sampler_of(*params: SamplingParams, **options) -> Sampler:
 
 
 def draws(params: SamplingParams, logits: torch.Tensor, count: int) -> torch.Tensor:
-    """`[count]` tokens: of as many slots as half of them, two from each."""
+    """Sample `[count]` tokens: two from each of `count / 2` slots."""
     seeds = range(params.seed, params.seed + count // 2)
     sampler = sampler_of(*[dataclasses.replace(params, seed=seed) for seed in seeds])
     slots = torch.arange(len(seeds))
@@ -47,7 +47,7 @@ def allowed(tokens: torch.Tensor) -> set[int]:
     return set(tokens.tolist())
 
 
-# ---- which tokens can come ----------------------------------------------------------------------
+# ---- filters and distribution -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def allowed(tokens: torch.Tensor) -> set[int]:
     ],
 )
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-def test_filters_let_through_what_transformers_does(params, processor, temperature) -> None:
-    """With enough draws of flattened logits, just the tokens that the processor keeps."""
+def test_filters_keep_the_tokens_that_transformers_keeps(params, processor, temperature) -> None:
+    """Over many draws, exactly the tokens that transformers' processor keeps."""
     logits = some_logits(spread=1.5)
     warped = hf.TemperatureLogitsWarper(temperature)(None, logits.clone())
     kept = set(torch.nonzero(processor(None, warped)[0] > -math.inf).flatten().tolist())
@@ -74,9 +74,9 @@ def test_filters_let_through_what_transformers_does(params, processor, temperatu
 
 
 def test_top_k_comes_before_top_p() -> None:
-    """Top-p counts the probability among the k, as transformers and vLLM do."""
+    """Top-p applies to the probabilities among the top k, as in transformers and vLLM."""
     logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1] + [1e-9] * (VOCABULARY - 4)]))
-    # Among the first two alone, 0.4 is 0.57: the second one is in at 0.56 no more.
+    # Among the first two alone, 0.4 becomes 0.57, so 0.56 excludes the second one.
     tokens = draws(SamplingParams(top_k=2, top_p=0.56, seed=0), logits, 200)
     assert {0} == allowed(tokens)
     tokens = draws(SamplingParams(top_k=2, top_p=0.58, seed=0), logits, 200)
@@ -85,7 +85,7 @@ def test_top_k_comes_before_top_p() -> None:
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.02}])
 def test_frequencies_are_the_probabilities(params) -> None:
-    """Chi-squared over many draws; the threshold is far out, and the seed fixed."""
+    """A chi-squared test over many draws, with a high threshold and a fixed seed."""
     logits = some_logits(seed=5, spread=1.0)
     one = SamplingParams(temperature=0.8, seed=3, **params)
     expected = logits / 0.8
@@ -108,7 +108,7 @@ def test_frequencies_are_the_probabilities(params) -> None:
 
 
 def test_noise_is_gumbel_noise() -> None:
-    """Its mean is Euler's constant, its variance pi^2 / 6, in rows and over rows."""
+    """Its mean is Euler's constant, its variance pi^2 / 6, within rows and across rows."""
     keys = row_keys(torch.arange(200), torch.zeros(200, dtype=torch.int64))
     noise = gumbel_noise(keys, torch.arange(4096)).double()
     assert torch.isfinite(noise).all()
@@ -123,8 +123,8 @@ def test_noise_is_gumbel_noise() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_penalties_follow_the_tokens(temperature) -> None:
-    """Repetition counts prompt and output, frequency and presence the output alone."""
+def test_penalties_count_prompt_and_output(temperature) -> None:
+    """Repetition counts prompt and output; frequency and presence count the output alone."""
     penalty = SamplingParams(
         temperature=temperature,
         top_k=1,  # So that the draw shows the adjusted maximum.
@@ -148,8 +148,8 @@ def test_penalties_follow_the_tokens(temperature) -> None:
     assert len(set(said)) > 3
 
 
-def test_prompts_may_hold_tokens_that_no_logits_are_of() -> None:
-    """An embedding may have more rows than the head; penalties concern what can be said."""
+def test_prompts_may_have_tokens_without_logits() -> None:
+    """An embedding may have more rows than the head; penalties ignore such tokens."""
     params = SamplingParams(temperature=0, repetition_penalty=1.5)
     sampler = sampler_of(params)
     sampler.set_slot(1, params, [VOCABULARY + 2, *PROMPT, VOCABULARY], [4])
@@ -162,8 +162,7 @@ def test_prompts_may_hold_tokens_that_no_logits_are_of() -> None:
         assert tokens[0] == tokens[1]
 
 
-def test_a_slot_forgets_the_request_before() -> None:
-    """Counts and bans are the new request's own."""
+def test_a_slot_forgets_its_earlier_request() -> None:
     penalty = SamplingParams(
         temperature=0, frequency_penalty=2.0, min_tokens=2, stop_token_ids=(1,), max_tokens=9
     )
@@ -178,7 +177,7 @@ def test_a_slot_forgets_the_request_before() -> None:
 
 
 def test_stop_tokens_wait_for_min_tokens() -> None:
-    """Neither greedy nor drawn; and slots with fewer of them beside are not touched."""
+    """Greedy or sampled; other slots in the batch are not affected."""
     logits = torch.zeros(3, VOCABULARY)
     logits[:, [1, 2]] = 50
     params = [
@@ -208,8 +207,8 @@ MIXED = [
 ]
 
 
-def test_tokens_do_not_depend_on_neighbours_or_places() -> None:
-    """Each alone by its shortest way, and all together in another order: the same tokens."""
+def test_tokens_do_not_depend_on_other_rows_or_order() -> None:
+    """Each alone, by its shortest path, has the same tokens as in a batch in another order."""
     steps = 12
     logits = [some_logits(len(MIXED), seed=100 + step) for step in range(steps)]
     alone = []
@@ -236,8 +235,8 @@ def test_tokens_do_not_depend_on_neighbours_or_places() -> None:
     "beside",
     [SamplingParams(top_k=7), SamplingParams(top_k=30, top_p=0.9), SamplingParams(top_p=0.9)],
 )
-def test_ties_fall_the_same_way_whoever_is_beside(beside: SamplingParams) -> None:
-    """Of equally likely tokens the first ones count; half precision is full of them."""
+def test_ties_do_not_depend_on_other_rows(beside: SamplingParams) -> None:
+    """The first of equally likely tokens counts; half precision has many ties."""
     mixed = [
         SamplingParams(temperature=0),
         SamplingParams(top_k=1, seed=1),
@@ -255,8 +254,7 @@ def test_ties_fall_the_same_way_whoever_is_beside(beside: SamplingParams) -> Non
         assert logits[:2].argmax(-1).tolist() == together[:2].tolist()
 
 
-def test_seeds_repeat_and_differ() -> None:
-    """The same seed says the same, another one something else."""
+def test_equal_seeds_give_equal_tokens() -> None:
     logits = torch.zeros(1, VOCABULARY)
     runs = [draws(SamplingParams(seed=seed), logits, 20).tolist() for seed in (4, 4, 5, -4)]
     assert runs[0] == runs[1]
@@ -264,8 +262,8 @@ def test_seeds_repeat_and_differ() -> None:
 
 
 @pytest.mark.parametrize("params", MIXED)
-def test_a_resumed_request_goes_on_as_it_would_have(params) -> None:
-    """After a preemption, in another slot, with what it had said."""
+def test_a_resumed_request_continues_with_the_same_tokens(params) -> None:
+    """After a preemption, in another slot, with its earlier output."""
     logits = [some_logits(seed=step) for step in range(10)]
     sampler = sampler_of(params)
     said = [int(sampler.sample(each, torch.tensor([0]), [0]).token_ids) for each in logits]
@@ -275,7 +273,7 @@ def test_a_resumed_request_goes_on_as_it_would_have(params) -> None:
 
 
 class Operators(TorchDispatchMode):
-    """The names of the operators that run."""
+    """Records the names of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +285,7 @@ class Operators(TorchDispatchMode):
 
 
 def test_a_slot_with_penalties_allocates_no_table() -> None:
-    """The token counts of all slots are there from the start."""
+    """The token counts of all slots are allocated at the start."""
     sampler = Sampler(8, VOCABULARY, "cpu")
     with Operators() as operators:
         sampler.set_slot(0, SamplingParams(repetition_penalty=1.5, seed=0), PROMPT, [4])
@@ -296,7 +294,7 @@ def test_a_slot_with_penalties_allocates_no_table() -> None:
 
 
 def test_token_counts_that_do_not_fit_name_the_option() -> None:
-    """At the start, and not when the first request with penalties comes."""
+    """When the sampler is made, not at the first request with penalties."""
     with pytest.raises(CapacityError, match=r"need 36\.38 TiB on cpu .*; lower max_num_seqs"):
         Sampler(7, 10**12, "cpu")
 
@@ -305,8 +303,8 @@ def test_token_counts_that_do_not_fit_name_the_option() -> None:
     ("top_k", "is_ordered"),
     [(0, False), (VOCABULARY, False), (VOCABULARY + 1, False), (VOCABULARY - 1, True)],
 )
-def test_the_vocabulary_is_only_ordered_for_a_part_of_it(top_k: int, is_ordered: bool) -> None:
-    """Whoever asks for as many tokens as there are asks for all; the draw is the same."""
+def test_top_k_of_the_whole_vocabulary_does_not_sort(top_k: int, is_ordered: bool) -> None:
+    """It has the tokens of a request without top-k."""
     logits = some_logits()
     every = sampler_of(SamplingParams(seed=4)).sample(logits, torch.tensor([0]), [0])
     sampler = sampler_of(SamplingParams(top_k=top_k, seed=4))
@@ -316,8 +314,8 @@ def test_the_vocabulary_is_only_ordered_for_a_part_of_it(top_k: int, is_ordered:
     assert sampled.token_ids.tolist() == every.token_ids.tolist()
 
 
-def test_the_host_list_only_saves_work() -> None:
-    """Without it the batch takes a way that serves every slot, and says the same."""
+def test_the_host_list_of_slots_is_optional() -> None:
+    """Without it, a path that serves all parameters gives the same tokens."""
     logits = some_logits(len(MIXED))
     order = torch.arange(len(MIXED))
     told = sampler_of(*MIXED).sample(logits, order, range(len(MIXED))).token_ids
@@ -329,7 +327,7 @@ def test_the_host_list_only_saves_work() -> None:
 
 
 def test_logprobs_are_of_the_models_logits() -> None:
-    """Before temperature and penalties; the widest wish decides for all."""
+    """Before temperature and penalties; all rows have as many as the request with most."""
     sampler = sampler_of(
         SamplingParams(temperature=2, repetition_penalty=1.5, logprobs=2, seed=0),
         SamplingParams(temperature=0, logprobs=4),
@@ -349,8 +347,8 @@ def test_logprobs_are_of_the_models_logits() -> None:
     assert (1, 0) == tuple(sampled.top_token_ids.shape)
 
 
-def test_of_equally_likely_tokens_the_first_are_reported() -> None:
-    """However many somebody beside wants; the one that is chosen greedily comes first."""
+def test_the_first_of_equally_likely_tokens_are_reported() -> None:
+    """Whatever other rows ask for; the greedy token is the first."""
     for seed in range(10):
         logits = some_logits(2, seed=seed).round()
         sampler = sampler_of(
@@ -365,15 +363,15 @@ def test_of_equally_likely_tokens_the_first_are_reported() -> None:
 
 
 def test_logits_are_not_changed() -> None:
-    """They may lie in a graph's buffer."""
+    """They may be in a graph's buffer."""
     logits = some_logits(len(MIXED))
     before = logits.clone()
     sampler_of(*MIXED).sample(logits, torch.arange(len(MIXED)))
     assert torch.equal(before, logits)
 
 
-def test_only_plain_greedy_slots_may_go_into_a_graph() -> None:
-    """Whatever has state, or wants to know more, goes through `sample`."""
+def test_only_plain_greedy_slots_are_sampled_in_graphs() -> None:
+    """Slots with state or log-probabilities use `sample`."""
     for params in (
         SamplingParams(),
         SamplingParams(temperature=0, logprobs=0),
@@ -385,7 +383,7 @@ def test_only_plain_greedy_slots_may_go_into_a_graph() -> None:
     assert sampler_of(plain).is_greedy([0])
 
 
-# ---- values at the edge --------------------------------------------------------------------
+# ---- extreme values ------------------------------------------------------------------------
 
 
 EDGES = [
@@ -404,8 +402,8 @@ EDGES = [
 
 
 @pytest.mark.parametrize("edge", EDGES, ids=str)
-def test_any_value_that_is_taken_can_be_sampled_with(edge) -> None:
-    """Tokens come that are in the vocabulary and not banned; other slots' are what they were."""
+def test_extreme_parameters_can_be_sampled_with(edge) -> None:
+    """Tokens are in the vocabulary and not banned; another slot's tokens do not change."""
     logits, slots = some_logits(2, spread=20.0), torch.arange(2)
     alone = sampler_of(SamplingParams(temperature=0))
     sampler = sampler_of(SamplingParams(temperature=0), SamplingParams(**{"seed": 0, **edge}))
@@ -416,15 +414,15 @@ def test_any_value_that_is_taken_can_be_sampled_with(edge) -> None:
         assert second not in edge.get("stop_token_ids", ())
 
 
-def test_the_smallest_temperature_takes_the_likeliest_token() -> None:
-    """As the limit that it is, and not what is left of scores beyond the range of float32."""
+def test_the_smallest_temperature_is_greedy() -> None:
+    """Although the scaled scores exceed the range of float32."""
     logits = some_logits(spread=20.0)
     tokens = draws(SamplingParams(temperature=5e-324, seed=0), logits, 50)
     assert {int(logits.argmax())} == allowed(tokens)
 
 
 def test_zeros_of_either_sign_are_equally_likely() -> None:
-    """The first one counts, as `argmax` has it."""
+    """The first one counts, as in `argmax`."""
     scores = torch.tensor([[-1.0, -0.0, 0.0, -0.0, -2.0]])
     values, ids = _likeliest(scores, 4)
     assert [[1, 2, 3, 0]] == ids.tolist()

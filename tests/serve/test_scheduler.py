@@ -1,7 +1,7 @@
-"""The scheduler's promises, over random traces on a naive model of the cache.
+"""The scheduler's invariants, over random traces on a simple model of the cache.
 
-The model counts pages and refuses what does not fit, so a plan that promises memory twice fails
-the test that ran it. What a real cache does with a plan is tested in test_engine*.py.
+The model counts pages and refuses a plan that does not fit, so a plan that promises memory twice
+fails. How a real cache carries out plans is tested in test_engine*.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECOMPUTING = PreemptionCosts(flops_per_s=1e30, mapping_s=0.0)
 
 
 class ModelView:
-    """Sequences as page counts; `page_tokens` tokens to a page."""
+    """A cache that stores only page counts; a page has `page_tokens` tokens."""
 
     page_bytes = 4096
 
@@ -95,7 +95,7 @@ class ModelView:
             lacking = self.lacking([(chunk.request, target)])
             self.resident[chunk.request.request_id] += lacking.get(chunk.request, 0)
         assert sum(self.resident.values()) <= self.total_pages, (
-            "the plan needs memory that is not there"
+            "the plan needs more memory than there is"
         )
 
     def forget(self, request_id: int) -> None:
@@ -111,7 +111,7 @@ def request_of(
     priority: int = 0,
     waits_for_host: bool = False,
 ) -> Request:
-    """A request of so many tokens, whichever they are."""
+    """A request with this many tokens, all equal."""
     processors = [lambda ids, scores: scores] if waits_for_host else []
     params = SamplingParams(logits_processors=processors)
     return Request(request_id, [0] * num_prompt_tokens, params, priority, max_total_tokens)
@@ -122,7 +122,7 @@ class Arrival:
     step: int
     num_prompt_tokens: int
     max_new_tokens: int
-    stops_after: int  # Tokens after which a stop token turns up.
+    stops_after: int  # Number of output tokens before a stop token.
     priority: int
     cancelled_at: int | None
     waits_for_host: bool
@@ -130,11 +130,11 @@ class Arrival:
 
 @dataclass
 class Life:
-    """What happened to one request."""
+    """The progress of one request."""
 
     arrival: Arrival
     computed: int = 0  # Contiguous tokens computed since its memory was last dropped.
-    tokens: int = 0  # Tokens that were read.
+    tokens: int = 0  # Tokens that the host has read, including the prompt.
     first_step: int | None = None
     ended: str = ""
     was_preempted: int = 0
@@ -194,7 +194,7 @@ class Trace:
         return plan
 
     def most_mixed_tokens(self) -> int | None:
-        """Tokens of the next step, as documented; None where there is no such bound."""
+        """The documented bound on tokens of the next step; None if there is none."""
         capacity, requests = self.scheduler, self.scheduler.requests.values()
         bound = capacity.max_num_mixed_tokens
         running = [each for each in requests if each.state is RequestState.RUNNING]
@@ -204,14 +204,14 @@ class Trace:
             return None
         if sum(prompts) > capacity.max_num_batched_tokens:
             return None
-        # Twice the bound is for a request of which more than the bound is half.
+        # Half of a longer request may exceed the bound, up to twice the bound.
         is_long = any(
             each.num_tokens > 2 * (bound - num_decodes) for each in requests if each.num_left != 1
         )
         return max((1 + is_long) * bound, num_decodes + (bound + 1) // 2)
 
     def give_up(self, plan: StepPlan) -> None:
-        """As the engine does when a growth fails: what was preempted stays so."""
+        """Undo a plan as the engine does when a growth fails: preempted requests stay preempted."""
         for request, method in plan.preempted:
             self.note_preempted(request.request_id, method)
         self.view.carry_out(StepPlan(plan.preempted, [], [], []))
@@ -248,17 +248,17 @@ class Trace:
     def check_chunk(self, chunk: PlannedChunk) -> None:
         life = self.lives[chunk.request.request_id]
         assert not life.ended
-        assert chunk.num_past_tokens == life.computed, "chunks are contiguous and in order"
+        assert chunk.num_past_tokens == life.computed, "a chunk does not follow the one before"
         assert chunk.num_new_tokens > 0
         life.computed += chunk.num_new_tokens
         known = life.tokens + life.unread
-        assert life.computed <= known, "nothing is computed before it exists"
+        assert life.computed <= known, "a chunk has tokens that do not exist yet"
         assert chunk.samples == (life.computed == known)
         if chunk.from_device:
             assert chunk.num_new_tokens == 1
             assert not life.arrival.waits_for_host
         else:
-            assert life.computed <= life.tokens, "the host gives only tokens that it has read"
+            assert life.computed <= life.tokens, "the host has not read a token of the chunk"
         life.unread += chunk.samples
 
     def read(self, chunk: PlannedChunk) -> None:
@@ -317,12 +317,12 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ModelView]:
 def test_every_request_ends(
     arrivals: list[Arrival], made: tuple[Scheduler, ModelView], failing: set[int]
 ) -> None:
-    """Whatever arrives, is cancelled or fails to grow: all others end, with the tokens they want.
+    """Whatever arrives, is cancelled or fails to grow; requests have the tokens that they want.
 
-    Token and page budgets, order and contiguity of chunks are asserted in every step on the way.
+    Each step also checks token and page budgets, and the order and contiguity of chunks.
     """
     trace = Trace(*made)
-    # Each token may cost a step, each preemption all tokens again; far more would be a livelock.
+    # A token may cost a step, and a preemption all tokens again; far more steps are a livelock.
     for step in range(20_000):
         for request_id, arrival in enumerate(arrivals):
             if arrival.step == step:
@@ -344,13 +344,10 @@ def test_every_request_ends(
 
 
 @given(arrivals=ARRIVALS, made=schedulers())
-def test_first_come_is_first_served_inside_a_priority(
+def test_requests_of_a_priority_begin_in_order(
     arrivals: list[Arrival], made: tuple[Scheduler, ModelView]
 ) -> None:
-    """Nobody begins before one who came as early, with the same priority and no longer a prompt.
-
-    Prompts are as long as the steps that they take beside decoding.
-    """
+    """Requests that arrive together begin in order of the mixed steps that their prompts take."""
     trace = Trace(*made)
     for request_id, arrival in enumerate(arrivals):
         trace.add(request_id, arrival)
@@ -365,8 +362,8 @@ def test_first_come_is_first_served_inside_a_priority(
 
 
 @pytest.mark.parametrize("priority", [0, 1, 3])
-def test_nobody_starves(priority: int) -> None:
-    """One late request against an endless stream of more urgent ones, for a single place."""
+def test_requests_of_low_priority_do_not_starve(priority: int) -> None:
+    """One slot, and an endless stream of more urgent requests."""
     trace = Trace(Scheduler(1, 64), ModelView(1000, 4))
     aging_steps = trace.scheduler.AGING_STEPS = 10
     urgent = Arrival(0, 8, 2, 2, 0, None, False)
@@ -377,12 +374,12 @@ def test_nobody_starves(priority: int) -> None:
         if trace.lives[0].ended:
             break
     assert trace.lives[0].ended
-    # Those who came in time to overtake it need two steps each, at a rate of one a step.
+    # Requests that arrive in time to overtake it need two steps each; one arrives per step.
     assert trace.num_steps <= 3 * (aging_steps * priority + 2)
 
 
 def _prompt_tokens(trace: Trace, prompts: dict[int, int]) -> dict[int, int]:
-    """What the next step computes of `prompts`, lengths by number."""
+    """The tokens of `prompts`, given by their lengths, that the next step computes."""
     chunks = trace.step().chunks
     return {
         each.request.request_id: each.num_new_tokens
@@ -392,7 +389,7 @@ def _prompt_tokens(trace: Trace, prompts: dict[int, int]) -> dict[int, int]:
 
 
 def test_short_prompts_overtake_long_ones() -> None:
-    """Who comes before a long prompt could be done goes first, also once it has begun."""
+    """Also long prompts that have begun, as long as these could not be done yet."""
     trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=10), ModelView(1000, 4))
     trace.add(0, Arrival(0, 4, 40, 99, 0, None, False))
     trace.step()
@@ -405,12 +402,12 @@ def test_short_prompts_overtake_long_ones() -> None:
     assert {4: 7} == _prompt_tokens(trace, prompts)
     trace.add(5, Arrival(0, 3, 20, 99, 0, None, False))
     assert {4: 5, 1: 2} == _prompt_tokens(trace, prompts)
-    assert {1: 16} == _prompt_tokens(trace, prompts), "the last came too late to overtake it"
+    assert {1: 16} == _prompt_tokens(trace, prompts), "a late request overtakes the long prompt"
     assert {1: 3, 5: 3} == _prompt_tokens(trace, prompts)
 
 
-def test_a_long_prompt_is_overtaken_for_as_many_steps_as_it_takes() -> None:
-    """Short ones that come all the time, and would fill every step."""
+def test_a_long_prompt_is_overtaken_for_a_bounded_time() -> None:
+    """By short prompts that arrive at every step, for as many steps as the long one takes."""
     trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=8), ModelView(1000, 4))
     trace.add(0, Arrival(0, 4, 99, 99, 0, None, False))
     trace.step()
@@ -421,12 +418,12 @@ def test_a_long_prompt_is_overtaken_for_as_many_steps_as_it_takes() -> None:
         if trace.lives[1].ended:
             break
     assert trace.lives[1].ended
-    # Those who overtake it came in three steps and take at most two each; then it goes on.
+    # Requests that overtake it arrive in three steps and take at most two each.
     assert trace.num_steps <= 1 + 3 * 2 + 3 + 2
 
 
-def test_who_cannot_begin_slows_nobody_down() -> None:
-    """A short prompt that is next, and has no slot, does not make a long one's parts small."""
+def test_a_request_without_a_slot_does_not_shrink_chunks() -> None:
+    """Although it is a short prompt that is next in the order."""
     trace = Trace(Scheduler(2, 64, max_num_mixed_tokens=10), ModelView(1000, 4))
     trace.add(0, Arrival(0, 4, 40, 99, 0, None, False))
     trace.step()
@@ -440,7 +437,7 @@ def test_who_cannot_begin_slows_nobody_down() -> None:
 
 @pytest.mark.parametrize("priority", [-1, 0])
 def test_urgent_requests_overtake_a_prompt_that_has_begun(priority: int) -> None:
-    """Others have what it leaves of a step."""
+    """The prompt gets the remaining tokens of the step."""
     trace = Trace(Scheduler(4, 16), ModelView(1000, 4))
     prompts = {0: 40, 1: 10}
     trace.add(0, Arrival(0, 40, 4, 99, 0, None, False))
@@ -450,8 +447,8 @@ def test_urgent_requests_overtake_a_prompt_that_has_begun(priority: int) -> None
     assert expected == _prompt_tokens(trace, prompts)
 
 
-def test_who_overtakes_leaves_the_memory_of_who_has_begun() -> None:
-    """Pages that a prompt in the middle will need are not given to who goes before it."""
+def test_overtaking_leaves_the_pages_of_begun_prompts() -> None:
+    """No request is preempted."""
     trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=10), ModelView(16, 4))
     trace.add(0, Arrival(0, 4, 8, 99, 0, None, False))
     trace.step()
@@ -465,15 +462,15 @@ def test_who_overtakes_leaves_the_memory_of_who_has_begun() -> None:
 
 
 class FourGroups(ModelView):
-    """Layers in four groups: a page of each holds the same tokens."""
+    """Layers in four groups: tokens of a page take a page in each group."""
 
     def pages(self, num_tokens: int) -> int:
         return 4 * super().pages(num_tokens)
 
 
 @pytest.mark.parametrize(("total_pages", "begins"), [(23, False), (26, False), (27, True)])
-def test_who_overtakes_leaves_the_pages_of_who_decodes(total_pages: int, begins: bool) -> None:
-    """Behind the prompt that is overtaken somebody lacks a page of each group in the same step."""
+def test_overtaking_leaves_the_pages_of_decoding_requests(total_pages: int, begins: bool) -> None:
+    """In this step a decoding request needs a page of each group."""
     trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=8), FourGroups(total_pages, 4))
     trace.add(0, Arrival(0, 3, 8, 99, 1, None, False))
     trace.step()
@@ -482,7 +479,7 @@ def test_who_overtakes_leaves_the_pages_of_who_decodes(total_pages: int, begins:
     trace.add(2, Arrival(0, 2, 4, 99, -1, None, False))
     chunks = {chunk.request.request_id: chunk for chunk in trace.step().chunks}
     assert {0: 1, 1: 5} == {each: chunks[each].num_new_tokens for each in (0, 1)}
-    assert 4 == chunks[0].num_past_tokens, "its fifth token begins a page"
+    assert 4 == chunks[0].num_past_tokens, "the fifth token must begin a page"
     assert begins == (2 in chunks)
 
 
@@ -495,7 +492,7 @@ def _rest(arrival: Arrival) -> dict[str, object]:
 
 
 def test_more_urgent_requests_begin_first() -> None:
-    """Of those that came together, the lowest number begins first."""
+    """Of the waiting requests, the one with the lowest priority number begins first."""
     trace = Trace(Scheduler(1, 64), ModelView(1000, 4))
     for request_id, priority in enumerate((1, 0, 2, -1)):
         trace.add(request_id, Arrival(0, 8, 2, 2, priority, None, False))
@@ -505,8 +502,8 @@ def test_more_urgent_requests_begin_first() -> None:
     assert [3, 1, 0, 2] == order
 
 
-def test_decoding_goes_on_beside_a_long_prompt() -> None:
-    """A prompt is computed in chunks; whoever decodes gets its token in each of those steps."""
+def test_decoding_continues_beside_a_long_prompt() -> None:
+    """Each step has a chunk of the prompt and a token of the decoding request."""
     trace = Trace(Scheduler(4, 16), ModelView(1000, 4))
     trace.add(0, Arrival(0, 4, 20, 99, 0, None, False))
     trace.step()
@@ -522,8 +519,8 @@ def test_decoding_goes_on_beside_a_long_prompt() -> None:
     assert [15] * 6 + [10] == sizes
 
 
-def test_prompts_get_on_however_many_decode() -> None:
-    """Where all tokens of a mixed step would be decoding, half of them are for prompts."""
+def test_prompts_continue_beside_many_decoding_requests() -> None:
+    """If decoding requests fill the bound of a mixed step, prompts get half of the bound on top."""
     trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=4), ModelView(1000, 4))
     for request_id in range(6):
         trace.add(request_id, Arrival(0, 4, 40, 99, 0, None, False))
@@ -537,7 +534,7 @@ def test_prompts_get_on_however_many_decode() -> None:
 
 
 def test_decoding_requests_count_in_a_mixed_step() -> None:
-    """A long prompt beside more decoding requests than the bound: half of the bound is added."""
+    """Beside more decoding requests than the bound, a long prompt gets half of the bound."""
     trace = Trace(Scheduler(16, 2048, max_num_mixed_tokens=8), ModelView(1000, 4))
     for request_id in range(12):
         trace.add(request_id, Arrival(0, 2, 60, 99, 0, None, False))
@@ -553,21 +550,21 @@ def test_decoding_requests_count_in_a_mixed_step() -> None:
         ([5], [5]),
         ([30], [15, 15]),
         ([30, 30], [15, 15, 15, 15]),
-        ([30, 30, 30], [63, 15, 12]),  # 90 tokens are more than 64, and then 27 are not.
+        ([30, 30, 30], [63, 15, 12]),  # 90 tokens exceed a step of 64, the remaining 27 do not.
         ([16], [8, 8]),
         ([20], [10, 10]),
         ([34], [17, 17]),
         ([36], [17, 17, 2]),  # Twice the bound at most, with the one that decodes.
         ([50], [17, 17, 16]),
-        ([3, 20], [8, 10, 5]),  # The rest of the bound is the next one's, and then half of that.
+        ([3, 20], [8, 10, 5]),  # The long one gets the rest of the bound, then half of its prompt.
         ([20, 3], [8, 10, 5]),  # Likewise: the shorter one goes first.
         ([4, 3, 2, 2], [8, 3]),
     ],
 )
 def test_long_prompts_are_computed_in_halves(prompts: list[int], expected: list[int]) -> None:
-    """Whoever is next; short ones share the bound.
+    """Short prompts share the bound of a mixed step.
 
-    But in whole steps while nobody decodes, or more are left than one whole step could take.
+    Steps are whole while no request decodes, or if more tokens are left than fit one whole step.
     """
     trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=9), ModelView(1000, 4))
     trace.add(0, Arrival(0, 60, 40, 99, 0, None, False))
@@ -591,10 +588,10 @@ def test_long_prompts_are_computed_in_halves(prompts: list[int], expected: list[
         (RECOMPUTING, 1000, PreemptionMethod.RECOMPUTE),
     ],
 )
-def test_the_last_gives_way_and_comes_back(
+def test_the_last_request_is_preempted_once(
     costs: PreemptionCosts, host_pages: int, method: PreemptionMethod
 ) -> None:
-    """Two that do not fit together: the later one is preempted once, and both end."""
+    """Two requests do not fit together: the later one is preempted, and both end."""
     trace = Trace(Scheduler(2, 64, costs=costs), ModelView(10, 4, host_pages))
     trace.add(0, Arrival(0, 12, 20, 99, 0, None, False))
     trace.add(1, Arrival(0, 12, 20, 99, 0, None, False))
@@ -610,8 +607,8 @@ def test_the_last_gives_way_and_comes_back(
     assert ["length", "length"] == [life.ended for life in trace.lives.values()]
 
 
-def test_prefix_that_is_cached_is_not_computed() -> None:
-    """A request begins where its cached prefix ends, at its last token at the latest."""
+def test_cached_prefixes_are_not_computed() -> None:
+    """A request computes at least its last token."""
     view = ModelView(1000, 4)
     view.prefixes = {0: 8, 1: 12}
     trace = Trace(Scheduler(2, 64), view)
@@ -623,9 +620,7 @@ def test_prefix_that_is_cached_is_not_computed() -> None:
     ]
 
 
-def test_fixed_chunks_do_not_depend_on_others() -> None:
-    """With `fixed_chunks` a prompt is cut at the same places, alone and in company."""
-
+def test_fixed_chunks_do_not_depend_on_other_requests() -> None:
     def cuts(num_others: int) -> list[int]:
         trace = Trace(Scheduler(4, 16, fixed_chunks=True), ModelView(1000, 4))
         for request_id in range(1, num_others + 1):
@@ -643,7 +638,7 @@ def test_fixed_chunks_do_not_depend_on_others() -> None:
     assert all(alone == cuts(num_others) for num_others in (1, 2, 3))
 
 
-def test_bounds_are_checked() -> None:
+def test_invalid_bounds_are_refused() -> None:
     """A step must have room for a token of every request."""
     with pytest.raises(ConfigError, match="max_num_seqs=8"):
         Scheduler(8, 7)
@@ -651,8 +646,8 @@ def test_bounds_are_checked() -> None:
         Scheduler(0, 7)
 
 
-def test_work_is_not_wasted_on_waiting_for_admission() -> None:
-    """Twelve equal requests, three places: each step decodes as many as there are places."""
+def test_ended_requests_are_replaced_at_once() -> None:
+    """With twelve equal requests and three slots, every decoding step is full."""
     trace = Trace(Scheduler(3, 64), ModelView(1000, 4))
     for request_id in range(12):
         trace.add(request_id, Arrival(0, 4, 5, 5, 0, None, False))
@@ -663,8 +658,8 @@ def test_work_is_not_wasted_on_waiting_for_admission() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 100, 8192])
-def test_costs_decide_by_bandwidth_against_arithmetic(num_tokens: int) -> None:
-    """On the machine that was measured, an 8B model's keys and values are worth moving."""
+def test_the_cost_model_compares_bandwidth_with_arithmetic(num_tokens: int) -> None:
+    """With the measured defaults, an 8B model swaps; a tiny one recomputes."""
     costs = PreemptionCosts()
     pages = -(-num_tokens // 16)
     assert PreemptionMethod.SWAP is costs.cheaper(max(16, num_tokens), pages, 2 << 20)
@@ -686,19 +681,19 @@ def _stepped(scheduler: Scheduler, view: ModelView) -> tuple[PlannedChunk, ...]:
     return plan.chunks
 
 
-def test_what_the_next_steps_take_is_known_from_the_last() -> None:
-    """Who decodes goes on for a few steps, to its end at most; a prompt with its next chunk."""
+def test_upcoming_has_the_next_tokens_of_running_requests() -> None:
+    """A few tokens of decoding requests, up to their limit, and the next chunk of a prompt."""
     scheduler, view = Scheduler(4, 16), ModelView(1000, 4)
     for request_id, (num_prompt, most) in enumerate([(4, 60), (3, 5), (30, 60)]):
         scheduler.add(request_of(request_id, num_prompt, most))
     chunks = _stepped(scheduler, view)
     assert [4, 3, 9] == [chunk.num_new_tokens for chunk in chunks]
-    # Beside two that decode a step has room for 14.
+    # Beside two decoding requests, a step has room for 14 tokens.
     assert ([(0, 7), (1, 5), (2, 23)], 0, False) == _upcoming(scheduler, chunks, view)
 
 
-def test_who_waits_for_a_full_step_or_a_slot_takes_its_next_chunk() -> None:
-    """Less what is cached, and what goes before; one look for each that comes to wait first."""
+def test_upcoming_has_the_first_waiting_requests_chunk() -> None:
+    """Without its cached prefix; a request is looked up once when it becomes the first."""
     scheduler, view = Scheduler(2, 16), ModelView(1000, 4)
     scheduler.add(request_of(0, 18, 60))
     scheduler.add(request_of(1, 30, 60))
@@ -712,8 +707,8 @@ def test_who_waits_for_a_full_step_or_a_slot_takes_its_next_chunk() -> None:
     assert ([(0, 21), (1, 33)], 12, True) == _upcoming(scheduler, chunks, view)
 
 
-def test_who_waits_for_memory_is_prepared_for() -> None:
-    """Nobody behind it may pass, so what it lacks has to go in any case."""
+def test_upcoming_has_a_request_that_waits_for_memory() -> None:
+    """No request behind it may pass, so its memory is needed in any case."""
     scheduler, view = Scheduler(3, 16), ModelView(10, 4)
     for request_id in range(2):
         scheduler.add(request_of(request_id, 15, 25))
@@ -725,8 +720,8 @@ def test_who_waits_for_memory_is_prepared_for() -> None:
     assert 14 == scheduler.upcoming(chunks, view)[1]
 
 
-def test_tokens_of_a_request_are_its_prompt_and_its_output() -> None:
-    """From any to any of them; all of a prompt that is a tuple is no copy."""
+def test_tokens_of_a_request_are_prompt_and_output() -> None:
+    """For any range; a whole prompt that is a tuple is not copied."""
     prompt = (3, 1, 4, 1)
     request = Request(0, prompt, SamplingParams(), output_token_ids=[5, 9, 2])
     for start in range(8):

@@ -1,4 +1,4 @@
-"""What an engine takes from the model where nobody says anything: lengths, ends, and refusals."""
+"""Defaults that an engine takes from the model: maximum length, end of sequence; and refusals."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _said(engine: Engine) -> list[int]:
     return list(engine.generate(PROMPT, GREEDY)[0].outputs[0].token_ids)
 
 
-def test_requests_are_as_long_as_the_model_was_made_for() -> None:
-    """Not twice that, as `generate` lets them; heads that differ by layer are no obstacle."""
+def test_max_tokens_defaults_to_the_models_positions() -> None:
+    """Not to twice as many, as in `generate`; the model's head dimension differs between layers."""
     config = families.tiny_config("gemma4_text")
     config.num_kv_shared_layers = 0
     torch.manual_seed(0)
@@ -45,8 +45,8 @@ def test_requests_are_as_long_as_the_model_was_made_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_position_embeddings", "n_positions"])
-def test_a_length_goes_by_several_names(name: str) -> None:
-    """And where none is stated, there is a default."""
+def test_default_max_tokens_knows_several_names(name: str) -> None:
+    """Without any of them, there is a default."""
 
     class Config:
         pass
@@ -60,8 +60,8 @@ def test_a_length_goes_by_several_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["config", "generation_config", "nowhere"])
-def test_requests_end_where_generate_would(where: str) -> None:
-    """The generation config decides, also where it names no end of sequence."""
+def test_the_generation_config_sets_the_end_of_sequence(where: str) -> None:
+    """Also if it has no end of sequence and the model's config has one."""
     model = copy.deepcopy(tiny_model("llama"))
     end = _alone(model)[4]
     if where == "config":
@@ -82,8 +82,7 @@ def test_requests_end_where_generate_would(where: str) -> None:
             assert 10 == len(output.outputs[0].token_ids)
 
 
-def test_a_model_without_a_generation_config_ends_where_its_config_says() -> None:
-    """There is nobody else to ask."""
+def test_the_config_sets_the_end_without_a_generation_config() -> None:
     model = copy.deepcopy(tiny_model("llama"))
     end = _alone(model)[4]
     model.config.eos_token_id = end
@@ -92,8 +91,7 @@ def test_a_model_without_a_generation_config_ends_where_its_config_says() -> Non
         assert end == _said(engine)[-1]
 
 
-def test_a_refused_model_leaves_no_pool_behind() -> None:
-    """The engine is not made, and says why in one sentence."""
+def test_a_model_that_attends_twice_is_refused() -> None:
     config = families.tiny_config("diffllama")
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(ConfigError, match=r"attends more than once in a pass.*VMKVCache"):

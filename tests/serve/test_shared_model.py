@@ -1,4 +1,4 @@
-"""Several users of one model: they end in any order, and each notices when the model changes."""
+"""Several users of one model: they close in any order, and notice changes of the model."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ RUNNERS = pytest.mark.parametrize(
 
 @pytest.fixture
 def model() -> Any:
-    """A model of the test's own, whose weights bfloat16 holds exactly."""
+    """A model of the test, whose weights are exact in bfloat16."""
     return copy.deepcopy(tiny_model("llama", "sdpa")).to(torch.bfloat16).to(torch.float32)
 
 
 @pytest.fixture
 def make(model: Any) -> Iterator[Callable[..., Engine]]:
-    """Makes engines over the model."""
+    """Make engines over the model."""
     engines: list[Engine] = []
 
     def engine(options: dict[str, Any]) -> Engine:
@@ -62,7 +62,7 @@ def make(model: Any) -> Iterator[Callable[..., Engine]]:
 
 
 def expected(model: Any) -> list[int]:
-    """What transformers says after the prompt, with an untouched copy."""
+    """The tokens of transformers after the prompt, with an untouched copy."""
     untouched = copy.deepcopy(model)
     untouched.set_attn_implementation("sdpa")
     ids = torch.tensor([PROMPT])
@@ -79,7 +79,7 @@ def said_by(engine: Engine) -> list[int]:
 
 
 def refused_by(engine: Engine, num_tokens: int = 0) -> ConfigError:
-    """The error of a request, which has so many tokens."""
+    """The error of a request, which has `num_tokens` output tokens."""
     handle = engine.add(PROMPT, GREEDY)
     while not handle.is_finished:
         engine.step()
@@ -90,10 +90,10 @@ def refused_by(engine: Engine, num_tokens: int = 0) -> ConfigError:
 
 
 @pytest.mark.parametrize("options", [EAGER, CAPTURED], ids=["eager", "captured"])
-def test_engines_over_one_model_end_in_any_order(
+def test_engines_over_one_model_close_in_any_order(
     model: Any, make: Callable[..., Engine], options: dict[str, Any]
 ) -> None:
-    """Closing the first leaves the second right, and the last restores what the first found."""
+    """The second one's tokens do not change, and the last one restores the model."""
     wanted = expected(model)
     first, second = make(EAGER), make(options)
     assert wanted == said_by(second)
@@ -109,10 +109,10 @@ def test_engines_over_one_model_end_in_any_order(
 
 @pytest.mark.filterwarnings("ignore:a KVCache was never closed")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_collected_engine_leaves_the_next_one_right(
+def test_a_collected_engine_does_not_affect_the_next_one(
     model: Any, make: Callable[..., Engine]
 ) -> None:
-    """A notebook's cell that is run twice."""
+    """As when a notebook's cell is run twice."""
     wanted = expected(model)
     engine = Engine(model, max_num_seqs=2, max_num_batched_tokens=32, max_tokens=100)
     engine = make(EAGER)
@@ -122,10 +122,10 @@ def test_a_collected_engine_leaves_the_next_one_right(
     assert "sdpa" == model.config._attn_implementation
 
 
-def test_caches_and_calls_over_one_model_end_in_any_order(
+def test_other_users_of_the_model_do_not_affect_an_engine(
     model: Any, make: Callable[..., Engine]
 ) -> None:
-    """A user that begins before an engine and ends before it; and a call while one lives."""
+    """A user that begins before the engine and ends before it, and calls of `vmkv.generate`."""
     wanted = expected(model)
     with attending_through(model, PACKED):
         engine = make(EAGER)
@@ -137,10 +137,8 @@ def test_caches_and_calls_over_one_model_end_in_any_order(
     assert wanted == said_by(engine)
 
 
-def test_models_that_share_a_configuration_share_its_users(
-    model: Any, make: Callable[..., Engine]
-) -> None:
-    """Their attention is one setting."""
+def test_models_may_share_a_configuration(model: Any, make: Callable[..., Engine]) -> None:
+    """Their attention implementation is one setting; closing one engine leaves it to the other."""
     wanted, other = expected(model), copy.deepcopy(model)
     other.config = model.config
     for module in other.modules():
@@ -151,8 +149,8 @@ def test_models_that_share_a_configuration_share_its_users(
     assert wanted == said_by(engine)
 
 
-def test_the_choice_of_the_models_user_stays(model: Any, make: Callable[..., Engine]) -> None:
-    """An implementation that is set while an engine lives is not undone at its end."""
+def test_an_attention_set_by_the_user_is_kept(model: Any, make: Callable[..., Engine]) -> None:
+    """Closing the engine does not undo it."""
     engine = make(EAGER)
     model.set_attn_implementation("eager")
     engine.close()
@@ -160,10 +158,10 @@ def test_the_choice_of_the_models_user_stays(model: Any, make: Callable[..., Eng
 
 
 @pytest.mark.parametrize("options", [EAGER, CAPTURED], ids=["eager", "captured"])
-def test_layers_are_compiled_for_one_engine_alone(
+def test_compiled_layers_exclude_a_second_engine(
     model: Any, make: Callable[..., Engine], options: dict[str, Any]
 ) -> None:
-    """A second one is refused, whichever came first, and the first stays right."""
+    """Whichever engine is the first; its tokens do not change."""
     wanted = expected(model)
     first = make(options)
     with pytest.raises(ConfigError, match="close what serves it first"):
@@ -179,7 +177,7 @@ def test_layers_are_compiled_for_one_engine_alone(
 @pytest.mark.filterwarnings("ignore:a KVCache was never closed")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_collected_engine_leaves_no_compiled_layers(model: Any) -> None:
-    """The model runs as before, and can be compiled again."""
+    """The model is restored and can be compiled again."""
     attributes = [set(vars(each)) for each in model.modules()]
     for _ in range(2):
         engine = Engine(
@@ -195,10 +193,10 @@ def test_a_collected_engine_leaves_no_compiled_layers(model: Any) -> None:
 
 
 @RUNNERS
-def test_another_attention_is_noticed(
+def test_a_change_of_attention_is_noticed(
     model: Any, make: Callable[..., Engine], options: dict[str, Any]
 ) -> None:
-    """The request ends with an error that says what to call, and the engine goes on after that."""
+    """The request's error says what to call, and then the engine serves again."""
     wanted, engine = expected(model), make(options)
     serving = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
@@ -221,7 +219,7 @@ def test_another_attention_is_noticed(
 def test_training_mode_is_noticed(
     model: Any, make: Callable[..., Engine], options: dict[str, Any], part: str
 ) -> None:
-    """Of the model or of a part of it, which the error names."""
+    """The error names the module in training mode."""
     wanted, engine = expected(model), make(options)
     model.get_submodule(part).train()
     assert f"{part} is in training mode" in str(refused_by(engine))
@@ -233,7 +231,7 @@ def test_training_mode_is_noticed(
 def test_a_conversion_is_noticed(
     model: Any, make: Callable[..., Engine], options: dict[str, Any]
 ) -> None:
-    """Steps run again once the model is back; captured and compiled ones need a new engine."""
+    """Eager engines serve once the model is converted back; others must be made anew."""
     wanted, engine = expected(model), make(options)
     model.to(torch.bfloat16)
     assert "bfloat16" in str(refused_by(engine))
@@ -241,7 +239,7 @@ def test_a_conversion_is_noticed(
     if options is EAGER:
         assert wanted == said_by(engine)
         return
-    # The prompt is no captured step.
+    # The step of the prompt is not captured.
     assert "moved" in str(refused_by(engine, num_tokens=int(options is CAPTURED)))
     engine.close()
     assert wanted == said_by(make(options))
@@ -251,12 +249,12 @@ def test_a_conversion_is_noticed(
 def test_tokens_of_steps_before_a_change_are_kept(
     model: Any, make: Callable[..., Engine], options: dict[str, Any]
 ) -> None:
-    """A step that was launched before the change was checked then, and its token is right."""
+    """A step is checked when it is launched, so its tokens are right."""
     wanted, engine = expected(model), make(options)
     handle = engine.add(PROMPT, GREEDY)
     for _ in range(3):
         engine.step()
-    model.layers_are_training = None  # An attribute of the user's own changes nothing.
+    model.layers_are_training = None  # Other attributes are not checked.
     engine.step()
     model.model.layers[1].train()
     while not handle.is_finished:
@@ -269,7 +267,6 @@ def test_tokens_of_steps_before_a_change_are_kept(
 
 
 def test_a_layer_that_does_not_attend_is_noticed(model: Any, make: Callable[..., Engine]) -> None:
-    """Also where the configuration says nothing of it."""
     wanted, engine = expected(model), make(EAGER)
     attention = model.model.layers[1].self_attn
     attention.forward = lambda hidden_states, **_: (hidden_states, None)
@@ -278,10 +275,10 @@ def test_a_layer_that_does_not_attend_is_noticed(model: Any, make: Callable[...,
     assert wanted == said_by(engine)
 
 
-def test_an_error_of_a_part_that_was_converted_is_explained(
+def test_the_error_of_a_converted_module_is_explained(
     model: Any, make: Callable[..., Engine]
 ) -> None:
-    """A part between the parameters that each step looks at fails in the model."""
+    """Steps do not check this module; it fails in the model."""
     wanted, engine = expected(model), make(EAGER)
     model.model.layers[1].mlp.to(torch.bfloat16)
     assert "model.layers.1.mlp" in str(refused_by(engine))
@@ -290,8 +287,8 @@ def test_an_error_of_a_part_that_was_converted_is_explained(
 
 
 @pytest.mark.parametrize("change", ["train", "attention"])
-def test_ragged_generation_notices_a_change_on_the_way(model: Any, change: str) -> None:
-    """No token is returned, and the next call is right."""
+def test_ragged_generation_notices_a_change_between_steps(model: Any, change: str) -> None:
+    """It returns no tokens, and the next call is right."""
     wanted = expected(model)
 
     def processor(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -309,8 +306,8 @@ def test_ragged_generation_notices_a_change_on_the_way(model: Any, change: str) 
     assert wanted == vmkv.generate(model, [PROMPT], max_new_tokens=8)[0][len(PROMPT) :]
 
 
-def test_captured_generation_leaves_a_changed_model_to_itself(model: Any) -> None:
-    """A step of a model that has changed is no replay: the model computes it, as it is then."""
+def test_captured_generation_does_not_replay_a_changed_model(model: Any) -> None:
+    """The changed model computes the step itself."""
     wanted, ids = expected(model), torch.tensor([PROMPT])
     cache, changes = VMKVCache(model.config), list[Callable[[], Any]]()
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8}
@@ -339,7 +336,7 @@ def test_captured_generation_leaves_a_changed_model_to_itself(model: Any) -> Non
 
 
 def test_a_proof_counts_the_calls_of_each_layer(model: Any) -> None:
-    """A step that calls the attention of a layer more often than that is refused."""
+    """A step with more attention calls of a layer is refused."""
     assert (0, 1) == prove(model).calls
 
     def twice(*args: Any, **kwargs: Any) -> Any:
@@ -354,8 +351,7 @@ def test_a_proof_counts_the_calls_of_each_layer(model: Any) -> None:
             AttentionInterface.register("vmkv", vmkv_attention)
 
 
-def test_a_stepper_of_its_own_counts_each_layer_once(model: Any) -> None:
-    """What is expected without a proof."""
+def test_a_stepper_without_a_proof_expects_one_call_per_layer(model: Any) -> None:
     with Engine(model, max_num_seqs=2, max_num_batched_tokens=32, max_tokens=100) as engine:
         stepper = Stepper(model, [engine.cache], 2)
         assert (0, 1) == stepper.calls

@@ -1,4 +1,4 @@
-"""Replicas on a Ray of their own, for tests that need it."""
+"""Replicas on a local Ray instance, for tests that need it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vmkv.units import MiB
 
 
 def tiny_engine(observer: Any) -> Engine:
-    """An engine on the host backend, in whatever process calls this."""
+    """An engine on the host backend, in the calling process."""
     import torch
 
     torch.set_num_threads(1)
@@ -39,12 +39,12 @@ def tiny_engine(observer: Any) -> Engine:
 
 @dataclass(frozen=True)
 class Running:
-    """Two replicas behind a server of ours.
+    """Replicas behind a server.
 
     Attributes:
-        url: The server's.
-        handle: Ray's, to the replicas.
-        engine: All of them, as one.
+        url: The server's address.
+        handle: Ray's handle to the replicas.
+        engine: The replicas as one engine.
     """
 
     url: str
@@ -52,7 +52,7 @@ class Running:
     engine: Any
 
     def reports(self) -> dict[str, Any]:
-        """What each replica says of itself."""
+        """The report of each replica."""
         response = self.handle.broadcast("report")
         found = response.results(timeout_s=60, return_exceptions=True)
         return {each.replica: each for each in found if hasattr(each, "replica")}
@@ -70,19 +70,19 @@ class Running:
         }
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Until a condition holds; every look is a round trip to the replicas."""
+        """Wait until a condition holds; each check makes a round trip to the replicas."""
         deadline_s = time.monotonic() + 120
         while not condition():
-            assert time.monotonic() < deadline_s, f"waited in vain for {what}"
+            assert time.monotonic() < deadline_s, f"waited 120 s for {what}"
 
     def complete(self, prompt: list[int], **options: Any) -> httpx.Response:
-        """A completion, as a client asks for it; greedy."""
+        """Request a greedy completion."""
         body = {"model": "tiny", "prompt": prompt, "temperature": 0, **options}
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free TCP port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -90,7 +90,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def ray_url() -> Iterator[str]:
-    """Ray on this machine, as small as it can be: the address of its proxy."""
+    """Start a small Ray on this machine; the address of its HTTP proxy."""
     ray = pytest.importorskip("ray")
     serve = pytest.importorskip("ray.serve")
     with pytest.MonkeyPatch.context() as patch:
@@ -98,7 +98,7 @@ def ray_url() -> Iterator[str]:
         patch.setenv("OMP_NUM_THREADS", "1")
         ray.init(
             address="local",
-            num_cpus=8,  # In its books: replicas want one each.
+            num_cpus=8,  # Only for Ray's accounting: each replica claims one.
             object_store_memory=100 * MiB,
             include_dashboard=False,
             log_to_driver=False,
@@ -135,7 +135,7 @@ def running(ray_url: str) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def composed(ray_url: str) -> Running:
-    """One replica, two under load, and the server behind Ray's proxy."""
+    """One replica that scales to two under load, behind a server and Ray's proxy."""
     from ray import serve
 
     from vmkv.serve.replicas.deployment import engine_deployment, openai_application

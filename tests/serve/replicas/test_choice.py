@@ -1,7 +1,7 @@
-"""Who gets a request: whoever holds most of it, unless that one has too much to do.
+"""Ranking of replicas by held prefix and load, and what a router remembers of its requests.
 
-Pure logic, without Ray, an engine, or a clock. Not covered: whether what replicas tell is true
-(`test_prefixes.py`), and whether Ray does what it is told (`test_replicas.py`).
+Without Ray, an engine, or a clock. Not covered: whether replicas report correctly
+(`test_prefixes.py`), and whether Ray follows the ranking (`test_replicas.py`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ CANDIDATES = st.lists(
 
 
 @given(CANDIDATES)
-def test_everybody_has_a_place(candidates: list[Candidate]) -> None:
-    """A request is never left without a replica, however much all have to do."""
+def test_the_ranking_has_every_replica(candidates: list[Candidate]) -> None:
     assert sorted(ranked(candidates, 100, ROUTING)) == list(range(len(candidates)))
 
 
 @given(CANDIDATES, st.integers(1, 100))
-def test_nobody_who_may_take_it_holds_more(candidates: list[Candidate], num_tokens: int) -> None:
-    """The first may take more, where anybody may; nobody else who may holds a longer beginning."""
+def test_the_longest_held_prefix_is_first(candidates: list[Candidate], num_tokens: int) -> None:
+    """Among replicas below the limits; if there are none, the least loaded replica is first."""
     first = candidates[ranked(candidates, num_tokens, ROUTING)[0]]
     least = min(each.load for each in candidates)
     free = [each for each in candidates if each.load < 20 and each.load <= least + 4]
@@ -45,8 +44,8 @@ def test_nobody_who_may_take_it_holds_more(candidates: list[Candidate], num_toke
         assert first.held_tokens == longest
 
 
-def test_a_replica_that_holds_more_is_passed_over_when_it_has_too_much_to_do() -> None:
-    """Far above the least loaded, or over the limit; not before."""
+def test_a_busy_replica_is_passed_over_despite_its_prefix() -> None:
+    """At `max_load`, or more than `max_ahead` above the least loaded replica."""
     holder, other = Candidate(90, 4, 9), Candidate(0, 0, 0)
     assert ranked([other, holder], 100, ROUTING) == [1, 0]
     assert ranked([other, replace(holder, load=5)], 100, ROUTING) == [0, 1]
@@ -54,41 +53,38 @@ def test_a_replica_that_holds_more_is_passed_over_when_it_has_too_much_to_do() -
     assert ranked(both_busy, 100, ROUTING) == [0, 1]
 
 
-def test_equals_share_by_load() -> None:
-    """Those who hold as much."""
+def test_replicas_with_equal_prefixes_are_ranked_by_load() -> None:
+    """Among equal loads, the replica that got fewer new tokens is first."""
     equals = [Candidate(64, 2, 1), Candidate(64, 1, 9), Candidate(64, 1, 3)]
     assert ranked(equals, 100, ROUTING) == [2, 1, 0]
 
 
-def test_what_nobody_holds_goes_where_the_least_is_held() -> None:
-    """So that each replica's memory is for other prefixes, and all of them get as many."""
-    nobody = [Candidate(0, 0, 900), Candidate(0, 3, 700), Candidate(0, 1, 700)]
-    assert ranked(nobody, 100, ROUTING) == [2, 1, 0]
+def test_an_unknown_prompt_goes_to_the_replica_with_fewest_new_tokens() -> None:
+    unheld = [Candidate(0, 0, 900), Candidate(0, 3, 700), Candidate(0, 1, 700)]
+    assert ranked(unheld, 100, ROUTING) == [2, 1, 0]
 
 
-def test_a_beginning_that_all_prompts_share_does_not_decide() -> None:
-    """Where it is a small part of the prompt."""
+def test_a_prefix_that_is_a_small_share_of_the_prompt_is_ignored() -> None:
     holder, other = Candidate(16, 1, 0), Candidate(0, 0, 0)
     assert ranked([holder, other], 1000, ROUTING) == [1, 0]
     assert ranked([holder, other], 64, ROUTING) == [0, 1]
 
 
-def test_nobody_is_nobody() -> None:
-    """An empty deployment has no order."""
+def test_no_replicas_have_an_empty_ranking() -> None:
     assert ranked([], 10, ROUTING) == []
 
 
 @pytest.mark.parametrize(
     "wrong", [{"max_load": 0}, {"max_ahead": -1}, {"least_share": 2}, {"told_every_s": None}]
 )
-def test_impossible_routing_is_refused(wrong: dict) -> None:
-    """With the name of what is wrong."""
+def test_invalid_routing_options_are_refused(wrong: dict) -> None:
+    """The error names the option."""
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Routing(**wrong)
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock whose time is set by the test."""
 
     now_s = 0.0
 
@@ -98,41 +94,39 @@ class Clock:
 
 @pytest.fixture
 def clock() -> Clock:
-    """A clock."""
     return Clock()
 
 
 @pytest.fixture
 def assignments(clock: Clock) -> Assignments:
-    """Of a router that sees two replicas, which tell within three seconds."""
+    """A router's assignments to two replicas, which report within three seconds."""
     made = Assignments(settle_s=3, clock=clock)
     made.see(["a", "b"])
     return made
 
 
-def test_what_was_sent_is_expected_until_it_must_have_been_told(
+def test_prefixes_of_a_request_are_expected_until_settle_s_after_its_end(
     assignments: Assignments, clock: Clock
 ) -> None:
-    """From the moment it is sent, for some time after its end; and no longer: that is history."""
+    """Afterwards the replica's report decides."""
     assignments.assign("r1", "a", [b"x", b"y"])
     assert assignments.expects("a", b"y")
     assert not assignments.expects("b", b"y")
     clock.now_s = 100
     assignments.assign("r2", "b", [])
-    assert assignments.expects("a", b"y")  # Under way.
+    assert assignments.expects("a", b"y")  # It is running.
     assignments.end("r1")
     clock.now_s = 102
     assignments.assign("r3", "b", [])
-    assert assignments.expects("a", b"y")  # It may not have told yet.
+    assert assignments.expects("a", b"y")  # The replica may not have reported yet.
     clock.now_s = 104
     assignments.assign("r4", "b", [])
     assert not assignments.expects("a", b"y")
 
 
-def test_two_requests_expect_what_they_share_as_long_as_one_of_them(
+def test_a_prefix_of_two_requests_is_expected_until_both_end(
     assignments: Assignments, clock: Clock
 ) -> None:
-    """The end of one is not the end of the other."""
     assignments.assign("r1", "a", [b"x"])
     assignments.assign("r2", "a", [b"x"])
     assignments.end("r1")
@@ -141,8 +135,7 @@ def test_two_requests_expect_what_they_share_as_long_as_one_of_them(
     assert assignments.expects("a", b"x")
 
 
-def test_a_request_that_is_sent_elsewhere_moves(assignments: Assignments) -> None:
-    """Its load, its beginning, and who is counted as having got it."""
+def test_a_reassigned_request_moves_its_load_and_prefixes(assignments: Assignments) -> None:
     assignments.assign("r1", "a", [b"x"], 50)
     assignments.assign("r1", "b", [b"x"], 40)
     assert (assignments.load("a"), assignments.load("b")) == (0, 1)
@@ -154,8 +147,8 @@ def test_a_request_that_is_sent_elsewhere_moves(assignments: Assignments) -> Non
     assert assignments.replica_of("r1") is None
 
 
-def test_a_replica_that_is_gone_takes_what_it_held_with_it(assignments: Assignments) -> None:
-    """And what ends there later is nobody's."""
+def test_the_assignments_of_a_removed_replica_are_forgotten(assignments: Assignments) -> None:
+    """Later ends of its requests are ignored."""
     assignments.assign("r1", "a", [b"x"])
     assignments.see(["b", "c"])
     assert not assignments.expects("a", b"x")
@@ -165,18 +158,17 @@ def test_a_replica_that_is_gone_takes_what_it_held_with_it(assignments: Assignme
     assert assignments.load("a") == 0
 
 
-def test_a_new_replica_need_not_catch_up(assignments: Assignments) -> None:
-    """It begins as if it had been sent what the one was that got least: it is not flooded."""
+def test_a_new_replica_starts_with_the_fewest_new_tokens(assignments: Assignments) -> None:
+    """Otherwise it would get all new prompts at once."""
     assignments.assign("r1", "a", [], 500)
     assignments.assign("r2", "b", [], 300)
     assignments.see(["a", "b", "c"])
     assert assignments.new_tokens("c") == 300
 
 
-def test_a_request_whose_end_nobody_tells_is_forgotten(
+def test_a_request_without_an_end_is_forgotten_after_ten_minutes(
     assignments: Assignments, clock: Clock
 ) -> None:
-    """It counts as load for ten minutes, not for ever."""
     assignments.assign("r1", "a", [b"x"])
     clock.now_s = 601
     assignments.assign("r2", "b", [])
@@ -186,10 +178,11 @@ def test_a_request_whose_end_nobody_tells_is_forgotten(
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_requests_with_few_prefixes_go_where_their_prefix_is(seed: int, num_replicas: int) -> None:
-    """200 requests over 20 prefixes, eight at a time: prefixes stay together, replicas get as many.
+def test_requests_go_to_the_replica_with_their_prefix(seed: int, num_replicas: int) -> None:
+    """90% of repeated prefixes hit, and replicas get similar numbers of requests.
 
-    What replicas tell is never heard here: what was sent is known to be there.
+    200 requests with 20 prefixes, eight at a time. Replicas do not report here; the router expects
+    the prefixes of the requests that it has sent.
     """
     rng = random.Random(seed)
     names = "abcd"[:num_replicas]

@@ -1,7 +1,7 @@
-"""Several replicas are asked as one engine is: what runs again, and what ends in words.
+"""`ReplicatedEngine` hides the loss of a replica if it can, and translates errors.
 
-Ray's errors are its own; whoever raises them here is a handle of the test's, so that a replica can
-be lost at any point. Not covered: that Ray raises them (`test_replicas.py`).
+A fake handle raises Ray's errors, so that a replica can be lost at any point. Not covered: that Ray
+raises them (`test_replicas.py`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.ray
 
 
 def output_of(text: str) -> RequestOutput:
-    """As a replica sends it: without the prompt."""
+    """An output as a replica sends it: without the prompt."""
     return RequestOutput(0, None, (), [CompletionOutput(0, [], text)])
 
 
 class Response:
-    """What a call of a replica gives: some outputs, then an error or none."""
+    """The response to a call of a replica: some outputs, then an error or none."""
 
     def __init__(self, outputs: Sequence[Any], error: Exception | None, hangs: bool = False):
         self._outputs, self._error, self._hangs = list(map(output_of, outputs)), error, hangs
@@ -55,7 +55,7 @@ class Response:
 
 
 class Handle:
-    """To replicas that answer as they are told."""
+    """A handle whose calls return the given responses in order."""
 
     def __init__(self, *responses: Response):
         self.responses = list(responses)
@@ -84,7 +84,7 @@ def engine_of(handle: Handle) -> Any:
 
 
 async def outputs_of(engine: Any, found: list[Any]) -> None:
-    """Their texts; each says whose prompt it continues."""
+    """Append the texts of a stream's outputs to `found`; check that each output has the prompt."""
     async for each in engine.stream([1], SamplingParams()):
         assert each.prompt_token_ids == [1]
         found.append(each.outputs[0].text)
@@ -98,8 +98,8 @@ DEATHS = [
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_a_request_of_which_nothing_was_given_runs_again(death: Callable[[], Exception]) -> None:
-    """Twice; whoever asks sees one answer."""
+def test_a_request_without_outputs_is_run_again(death: Callable[[], Exception]) -> None:
+    """Up to twice; the caller gets the outputs of the last run."""
 
     async def main() -> None:
         handle = Handle(Response([], death()), Response([], death()), Response(["x", "y"], None))
@@ -112,10 +112,8 @@ def test_a_request_of_which_nothing_was_given_runs_again(death: Callable[[], Exc
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_a_request_of_which_something_was_given_ends_in_words(
-    death: Callable[[], Exception],
-) -> None:
-    """It is not given again."""
+def test_a_request_with_outputs_is_not_run_again(death: Callable[[], Exception]) -> None:
+    """It ends with `LostError`."""
 
     async def main() -> None:
         handle = Handle(Response(["x"], death()))
@@ -127,8 +125,8 @@ def test_a_request_of_which_something_was_given_ends_in_words(
     asyncio.run(main())
 
 
-def test_a_request_that_ends_every_replica_is_given_up() -> None:
-    """Before there are none left."""
+def test_a_request_is_tried_three_times() -> None:
+    """It may be the request that kills the replicas."""
 
     async def main() -> None:
         handle = Handle(*[Response([], ray_exceptions.ActorDiedError()) for _ in range(9)])
@@ -140,7 +138,7 @@ def test_a_request_that_ends_every_replica_is_given_up() -> None:
 
 
 def remote(error: Exception) -> Exception:
-    """An error as it comes out of a replica."""
+    """An error as Ray raises it for a replica's error."""
     return ray_exceptions.RayTaskError("stream", "a traceback", error).as_instanceof_cause()
 
 
@@ -161,8 +159,8 @@ def remote(error: Exception) -> Exception:
         ),
     ],
 )
-def test_errors_are_ours(error: Callable[[], Exception], kind: type[Exception], words: str) -> None:
-    """A replica's as it was raised there, Ray's by whose turn it is; neither runs again."""
+def test_replica_errors(error: Callable[[], Exception], kind: type[Exception], words: str) -> None:
+    """An engine's error is raised as it is, Ray's as one of vmkv; neither causes another run."""
 
     async def main() -> None:
         handle = Handle(Response([], error()))
@@ -173,9 +171,7 @@ def test_errors_are_ours(error: Callable[[], Exception], kind: type[Exception], 
     asyncio.run(main())
 
 
-def test_who_leaves_cancels_the_request() -> None:
-    """At the replica, at once."""
-
+def test_closing_a_stream_cancels_its_request() -> None:
     async def main() -> None:
         response = Response(["x"], None, hangs=True)
         stream = engine_of(Handle(response)).stream([1], SamplingParams())
@@ -186,9 +182,7 @@ def test_who_leaves_cancels_the_request() -> None:
     asyncio.run(main())
 
 
-def test_the_end_waits_for_what_is_under_way_or_ends_it_in_words() -> None:
-    """And takes nobody new."""
-
+def test_shutdown_drains_or_ends_requests_and_refuses_new_ones() -> None:
     async def main() -> None:
         response = Response(["x"], None, hangs=True)
         engine = engine_of(Handle(response, response))
@@ -208,9 +202,7 @@ def test_the_end_waits_for_what_is_under_way_or_ends_it_in_words() -> None:
     asyncio.run(main())
 
 
-def test_health_says_that_no_replica_is_there() -> None:
-    """As soon as they were asked."""
-
+def test_failure_says_that_no_replica_is_there() -> None:
     async def main() -> None:
         async with engine_of(Handle()) as engine:
             while engine.failure is None:

@@ -1,4 +1,4 @@
-"""One page shows what every replica counts, and says whose it is."""
+"""The metrics page of a server with replicas has every replica's metrics, labelled by replica."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vmkv.serve.server import ServerOptions, create_app
 
 
 def counted(num_requests: int) -> bytes:
-    """What a replica shows that has answered so many."""
+    """The metrics page of a replica that has answered `num_requests`."""
     metrics = Metrics()
     metrics.bind_pages(4096)
     for at in range(num_requests):
@@ -25,7 +25,7 @@ def counted(num_requests: int) -> bytes:
 
 
 def samples(page: bytes) -> dict[tuple[str, str | None, str | None], float]:
-    """By name, replica and bucket."""
+    """The samples of a page, by name, replica and bucket."""
     return {
         (each.name, each.labels.get("replica"), each.labels.get("le")): each.value
         for family in text_string_to_metric_families(page.decode())
@@ -33,8 +33,8 @@ def samples(page: bytes) -> dict[tuple[str, str | None, str | None], float]:
     }
 
 
-def test_every_replica_is_shown() -> None:
-    """Counters and histograms; each family once, with its type."""
+def test_the_page_has_the_metrics_of_every_replica() -> None:
+    """Each family has one header."""
     metrics = ReplicaMetrics()
     metrics.take({"a": counted(2), "b": counted(5)})
     found = samples(metrics.text())
@@ -46,8 +46,7 @@ def test_every_replica_is_shown() -> None:
     assert page.count("# TYPE vmkv_request_seconds histogram") == 1
 
 
-def test_a_replica_that_is_gone_is_shown_no_more() -> None:
-    """Prometheus is told what is, and knows what was."""
+def test_a_removed_replica_is_not_on_the_page() -> None:
     metrics = ReplicaMetrics()
     metrics.take({"a": counted(2), "b": counted(5)})
     metrics.take({"b": counted(6)})
@@ -56,10 +55,8 @@ def test_a_replica_that_is_gone_is_shown_no_more() -> None:
     assert found["vmkv_prompt_tokens_total", "b", None] == 60
 
 
-def test_those_who_read_the_page_see_all_replicas_together(
-    make_engine: Callable[..., Engine],
-) -> None:
-    """`vmkv top` is of a server, however many engines it has; their pages are of one size."""
+def test_top_adds_up_the_replicas(make_engine: Callable[..., Engine]) -> None:
+    """The page size, which is the same for all replicas, is not added up."""
     metrics = ReplicaMetrics()
     metrics.take({"a": counted(2), "b": counted(5)})
     engine = AsyncEngine(make_engine(tiny_llama(), tokenizer=tiny_tokenizer()))

@@ -1,6 +1,6 @@
-"""What a replica tells of its prefix index is what can be begun with there, and little of it.
+"""A replica's report has the named prefixes that its index finds, and is bounded.
 
-Not covered: how it travels, which is Ray's and tested with it.
+Not covered: how Ray transports it.
 """
 
 from __future__ import annotations
@@ -22,32 +22,31 @@ from vmkv.serve.replicas.prefixes import MARKED_LENGTHS, HeldPrefixes, names_of,
 
 
 def cache_of(index: PrefixIndex) -> Any:
-    """As much of a cache as is looked at."""
+    """The parts of a cache that `HeldPrefixes` reads."""
     return SimpleNamespace(prefixes=index, pool=SimpleNamespace(lock=contextlib.nullcontext()))
 
 
 def held_tokens(prompt: list[int], told: frozenset[bytes]) -> int:
-    """How much of a prompt somebody believes to be held who was told this."""
+    """The length of a prompt's longest prefix in a report."""
     return max((tokens for tokens, name in names_of(prompt) if name in told), default=0)
 
 
 def tell(index: PrefixIndex, **options: int) -> frozenset[bytes]:
-    """What is told of an index."""
+    """The names in the report of an index."""
     prefixes = HeldPrefixes(**options)
     prefixes.on(Idle(), cache_of(index))
     return told_names(prefixes.stats)
 
 
-def test_lengths_that_have_a_name_are_an_eighth_apart() -> None:
-    """Every block where there are few, and never more than an eighth of a beginning missed."""
+def test_named_lengths_are_at_most_an_eighth_apart() -> None:
+    """Up to 16 blocks, every length has a name."""
     assert MARKED_LENGTHS[:20] == (*range(1, 17), 18, 20, 22, 24)
     assert all(b - a <= max(1, a // 8) for a, b in itertools.pairwise(MARKED_LENGTHS))
     assert len([each for each in MARKED_LENGTHS if each * BLOCK_TOKENS <= 8192]) == 56
 
 
 @given(num_tokens=st.integers(0, 700))
-def test_names_are_of_beginnings(num_tokens: int) -> None:
-    """A name stands for all tokens up to its length, and for no other tokens."""
+def test_a_name_identifies_all_tokens_of_a_prefix(num_tokens: int) -> None:
     prompt = list(range(num_tokens))
     names = names_of(prompt)
     assert [tokens // BLOCK_TOKENS for tokens, _ in names] == [
@@ -60,8 +59,7 @@ def test_names_are_of_beginnings(num_tokens: int) -> None:
         assert names_of(other)[-1][1] != name
 
 
-def test_names_of_one_tenant_are_not_anothers() -> None:
-    """So that what is told of one tenant's prompt is expected of no other's."""
+def test_names_differ_by_tenant() -> None:
     index, prompt = PrefixIndex(), list(range(64))
     index.record(0, prompt, "a")
     told = tell(index)
@@ -83,8 +81,8 @@ def test_names_of_one_tenant_are_not_anothers() -> None:
         max_size=12,
     )
 )
-def test_what_is_told_is_what_the_index_finds(steps: list[tuple]) -> None:
-    """After anything that happens to an index, up to the lengths that have names."""
+def test_the_report_has_what_the_index_finds(steps: list[tuple]) -> None:
+    """After any changes of the index, at the lengths that have names."""
     index = PrefixIndex()
     for what, row, *arguments in steps:
         if what == "record":
@@ -101,8 +99,7 @@ def test_what_is_told_is_what_the_index_finds(steps: list[tuple]) -> None:
         assert named == {each for each in found if each // BLOCK_TOKENS in MARKED_LENGTHS}
 
 
-def test_where_too_much_is_held_the_longest_is_left_out() -> None:
-    """What is told is bounded, and nothing that is not held is told."""
+def test_a_full_report_leaves_out_the_longest_prefixes() -> None:
     index = PrefixIndex()
     prompts = [[text * 10_000 + at for at in range(640)] for text in range(8)]
     for row, prompt in enumerate(prompts):
@@ -113,13 +110,12 @@ def test_where_too_much_is_held_the_longest_is_left_out() -> None:
     assert {held_tokens(prompt, tell(index)) for prompt in prompts} == {640}
 
 
-def test_nothing_is_told_before_the_first_look() -> None:
-    """Nor is it an error to ask, or to be told nothing."""
+def test_the_report_is_empty_before_the_first_scan() -> None:
     assert told_names(HeldPrefixes().stats) == told_names({}) == frozenset()
 
 
-def test_looks_are_rare_while_steps_are_many() -> None:
-    """A step looks only where the last look is too old; falling idle always does."""
+def test_steps_scan_once_per_interval() -> None:
+    """An idle engine always scans."""
     index, prefixes = PrefixIndex(), HeldPrefixes(interval_s=3600)
     cache = cache_of(index)
     prefixes.on(StepRecord(0.0), cache)
@@ -130,10 +126,10 @@ def test_looks_are_rare_while_steps_are_many() -> None:
     assert held_tokens(list(range(64)), told_names(prefixes.stats)) == 64
 
 
-def test_an_engine_tells_what_it_will_not_compute_again(
+def test_an_engine_reports_the_prefixes_that_requests_hit(
     make_engine: Callable[..., Engine],
 ) -> None:
-    """What was told after a request is what the next one finds; an eviction takes it back."""
+    """After an eviction it does not report them."""
     prefixes = HeldPrefixes()
     engine = make_engine(observer=prefixes, watermark_bytes=None)
     prompt = [at % 50 for at in range(70)]
@@ -149,7 +145,6 @@ def test_an_engine_tells_what_it_will_not_compute_again(
 
 
 @pytest.mark.parametrize("wrong", [["a"], [None], [1 << 70]])
-def test_what_is_no_token_has_no_hash(wrong: list) -> None:
-    """An error of the caller's, as everywhere."""
+def test_hashing_invalid_tokens_is_a_value_error(wrong: list) -> None:
     with pytest.raises(ValueError, match="token ids must be integers"):
         list(block_hashes(wrong * BLOCK_TOKENS))

@@ -1,4 +1,4 @@
-"""What a replica sends, and when it says that it serves nobody. Without Ray."""
+"""A replica's outputs, reports and health, without Ray."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MakeEngine = Callable[..., Engine]
 
 @contextlib.asynccontextmanager
 async def replica_of(engine: Engine, **options: Any) -> AsyncIterator[EngineReplica]:
-    """A replica of this engine; ends with it."""
+    """A replica of this engine; it is shut down at the end."""
     replica = EngineReplica(lambda _: contextlib.nullcontext(engine), "one", **options)
     yield replica
     await replica._engine.shutdown()
 
 
-def test_a_prompt_is_sent_once(make_engine: MakeEngine) -> None:
-    """However many outputs there are: what comes after the first does not grow with it."""
+def test_only_the_first_output_has_the_prompt(make_engine: MakeEngine) -> None:
+    """The size of later outputs does not depend on the prompt."""
     prompt = [3 + at % 50 for at in range(1000)]
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
@@ -47,8 +47,7 @@ def test_a_prompt_is_sent_once(make_engine: MakeEngine) -> None:
     asyncio.run(main())
 
 
-def test_two_replicas_tell_tenants_apart(make_engine: MakeEngine) -> None:
-    """Each tells of a prompt for the tenant that sent it, and computes it for every other one."""
+def test_replicas_report_and_hit_prefixes_per_tenant(make_engine: MakeEngine) -> None:
     prompt, params = list(range(3, 67)), SamplingParams(max_tokens=1)
 
     def held_tokens(replica: EngineReplica, tenant: str) -> int:
@@ -74,7 +73,7 @@ def test_two_replicas_tell_tenants_apart(make_engine: MakeEngine) -> None:
 
 
 def test_a_replica_that_hangs_is_unhealthy(make_engine: MakeEngine) -> None:
-    """So that another is started in its place; one that has nothing to do is not."""
+    """Ray then replaces it; an idle replica is healthy."""
     engine = make_engine()
     is_inside, may_go_on = threading.Event(), threading.Event()
     submit = engine._runner.submit

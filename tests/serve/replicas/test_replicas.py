@@ -1,4 +1,4 @@
-"""Replicas on Ray, behind the server: answers, routing, deaths, metrics.
+"""Replicas on Ray, behind the server: answers, routing, failures, metrics.
 
 A real Ray with two engines on the host backend, on this machine; skipped where Ray is not
 installed. Not covered: GPUs, several machines, and a Ray that loses its head node.
@@ -29,13 +29,13 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 def prompts(num_prefixes: int, num_tokens: int, seed: int) -> list[list[int]]:
-    """Prompts that have nothing in common."""
+    """Random prompts without common prefixes."""
     rng = random.Random(seed)
     return [[rng.randrange(10, 300) for _ in range(num_tokens)] for _ in range(num_prefixes)]
 
 
 def test_answers_are_those_of_one_engine(running: Running) -> None:
-    """Whole and streamed, with the same tokens."""
+    """Whole and streamed answers have the same tokens."""
     [prompt] = prompts(1, 40, seed=1)
     app = create_app(
         AsyncEngine(tiny_engine(None)), tiny_tokenizer(), ServerOptions("tiny", MAX_TOKENS)
@@ -53,8 +53,8 @@ def test_answers_are_those_of_one_engine(running: Running) -> None:
     assert "".join(texts) == alone.json()["choices"][0]["text"]
 
 
-def test_requests_go_where_their_beginning_is(running: Running) -> None:
-    """Each of six prefixes is computed once; both replicas have as many of them."""
+def test_requests_are_routed_to_their_prefix(running: Running) -> None:
+    """Each of six prefixes is computed once; both replicas get half of the requests."""
     before = running.counted("vmkv_requests_total")
     prefixes = prompts(6, 160, seed=2)
     num_cached = []
@@ -67,8 +67,8 @@ def test_requests_go_where_their_beginning_is(running: Running) -> None:
     assert sorted(after[each] - before[each] for each in after) == [12, 12]
 
 
-def test_keys_share_no_prefix(running: Running) -> None:
-    """A request finds what was sent with its own key and salt, on whichever replica that is."""
+def test_prefixes_are_not_shared_between_keys(running: Running) -> None:
+    """A request hits the prefixes of its own key and salt, whichever replica holds them."""
     from vmkv.serve.replicas.client import ReplicatedEngine
     from vmkv.serve.replicas.metrics import ReplicaMetrics
 
@@ -90,8 +90,8 @@ def test_keys_share_no_prefix(running: Running) -> None:
     assert found == [0] * 4 + [160] * 4
 
 
-def test_what_is_told_and_not_what_was_sent_decides(running: Running) -> None:
-    """Who has sent nothing yet finds sixteen beginnings where they are, once that was told."""
+def test_another_router_learns_prefixes_from_reports(running: Running) -> None:
+    """A router that has sent nothing finds sixteen prefixes once replicas have reported them."""
     import ray
     from ray import serve
 
@@ -118,12 +118,12 @@ def test_what_is_told_and_not_what_was_sent_decides(running: Running) -> None:
         found = [ray.get(stranger.cached_tokens.remote([*each, 10])) for each in order]
         return found == [64] * 16
 
-    running.until(all_found, "all that is held to be told")
+    running.until(all_found, "the reports of all prefixes")
     ray.kill(stranger)
 
 
-def test_errors_are_worded_as_where_they_came_from(running: Running) -> None:
-    """What an engine refuses is refused in its words, through Ray and through HTTP."""
+def test_errors_of_an_engine_keep_their_message(running: Running) -> None:
+    """Through Ray and HTTP."""
     refused = running.complete([10, 11], max_tokens=100_000)
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "context_length_exceeded"
@@ -137,7 +137,7 @@ def test_errors_are_worded_as_where_they_came_from(running: Running) -> None:
 
 
 def test_a_client_that_leaves_ends_its_request(running: Running) -> None:
-    """In the replica too: nothing is computed for nobody."""
+    """Its replica counts the request as cancelled."""
     before = running.counted("vmkv_requests_total", finish_reason="cancelled")
     body = {"model": "tiny", "prompt": [10, 11, 12], "max_tokens": 4000, "stream": True}
     with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as response:
@@ -150,8 +150,8 @@ def test_a_client_that_leaves_ends_its_request(running: Running) -> None:
     running.until(cancelled, "the request's end")
 
 
-def test_metrics_say_which_replica(running: Running) -> None:
-    """Of all that are there, a few seconds late."""
+def test_metrics_are_labelled_by_replica(running: Running) -> None:
+    """Reports arrive a few seconds late."""
     names = set(running.reports())
     assert len(names) == 2
 
@@ -166,8 +166,8 @@ def test_metrics_say_which_replica(running: Running) -> None:
     )
 
 
-def test_a_replica_that_dies_under_load_loses_no_request(running: Running) -> None:
-    """What was under way there runs again, or ends in words; and then there are two again."""
+def test_killing_a_replica_under_load_loses_no_whole_answer(running: Running) -> None:
+    """Whole answers are computed again, streams end with an error, and Ray adds a replica."""
     import ray
 
     before = set(running.reports())
@@ -191,7 +191,7 @@ def test_a_replica_that_dies_under_load_loses_no_request(running: Running) -> No
         if text.startswith("data: "):
             assert text.endswith("data: [DONE]\n\n")
             assert '"finish_reason":"length"' in text or '"code":"replica_lost"' in text
-    # Whole answers were never begun for their clients: all of them came.
+    # No part of a whole answer had been sent: all of them were computed again.
     assert len(whole) == sum(prompt[0] % 2 for prompt in prompts(48, 40, seed=4))
 
     def is_back() -> bool:
@@ -202,8 +202,8 @@ def test_a_replica_that_dies_under_load_loses_no_request(running: Running) -> No
     assert {running.complete([10, at], max_tokens=1).status_code for at in range(20)} == {200}
 
 
-def test_replicas_are_composed_behind_the_proxy_of_ray(composed: Running) -> None:
-    """Answers, streams as they come, errors as the server words them, metrics."""
+def test_replicas_behind_the_proxy_of_ray(composed: Running) -> None:
+    """Answers, errors, routes and streams work; a client that leaves cancels its request."""
     [prompt] = prompts(1, 40, seed=5)
     assert composed.complete(prompt, max_tokens=5).json()["usage"]["completion_tokens"] == 5
     assert composed.complete([], max_tokens=5).status_code == 400
@@ -211,7 +211,7 @@ def test_replicas_are_composed_behind_the_proxy_of_ray(composed: Running) -> Non
     assert httpx.get(f"{composed.url}/health").json()["status"] == "ok"
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 4000, "stream": True}
     with httpx.stream("POST", f"{composed.url}/v1/completions", json=body, timeout=60) as response:
-        assert next(response.iter_lines()).startswith("data: {")  # Long before the last.
+        assert next(response.iter_lines()).startswith("data: {")  # The stream is not buffered.
 
     def is_cancelled() -> bool:
         return sum(composed.counted("vmkv_requests_total", finish_reason="cancelled").values()) == 1
@@ -219,8 +219,7 @@ def test_replicas_are_composed_behind_the_proxy_of_ray(composed: Running) -> Non
     composed.until(is_cancelled, "the request's end")
 
 
-def test_replicas_come_with_the_queue(composed: Running) -> None:
-    """Ray's autoscaling, by the requests that a replica has."""
+def test_ray_adds_a_replica_under_load(composed: Running) -> None:
     assert len(composed.reports()) == 1
     body = {"model": "tiny", "prompt": [10], "max_tokens": 4000, "stream": True, "ignore_eos": True}
     is_over = threading.Event()

@@ -1,6 +1,6 @@
-"""What a client is told whose request was lost half-way: an answer in one piece comes all the same.
+"""An answer in one piece is computed again if its request was lost; a stream ends with an error.
 
-A real engine, of which some requests are lost after their first output. Without Ray.
+The engine is real and loses some requests after their first output. Without Ray.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vmkv.serve.server import ServerOptions, create_app
 
 
 class LosingEngine(AsyncEngine):
-    """Loses the next requests, as many as it is told to, after their first output."""
+    """Loses the next `num_to_lose` requests after their first output."""
 
     num_to_lose = 0
     num_streams = 0
@@ -41,7 +41,7 @@ Ask = Callable[..., tuple[httpx.Response, int]]
 
 @pytest.fixture
 def ask(make_engine: Callable[..., Engine]) -> Iterator[Ask]:
-    """Asks for a completion of eight tokens, lost so often: the answer, and how often it ran."""
+    """Request a completion that is lost `num_lost` times; the answer and the number of runs."""
     engine = LosingEngine(make_engine(tiny_llama(), tokenizer=tiny_tokenizer()))
     app = create_app(engine, tiny_tokenizer(), ServerOptions("tiny", 128))
     with serving(app) as (url, _):
@@ -56,8 +56,8 @@ def ask(make_engine: Callable[..., Engine]) -> Iterator[Ask]:
         yield completion
 
 
-def test_an_answer_in_one_piece_is_computed_again(ask: Ask) -> None:
-    """As if nothing had happened: nobody has seen the first try."""
+def test_a_lost_whole_answer_is_computed_again(ask: Ask) -> None:
+    """It equals the answer of an undisturbed run."""
     undisturbed, _ = ask(0)
     again, num_streams = ask(1)
     assert num_streams == 2
@@ -66,8 +66,7 @@ def test_an_answer_in_one_piece_is_computed_again(ask: Ask) -> None:
     assert again.json()["usage"]["completion_tokens"] == 8
 
 
-def test_an_answer_that_is_lost_again_ends_in_words(ask: Ask) -> None:
-    """With a status that says whose turn it is, and when."""
+def test_a_whole_answer_that_is_lost_twice_is_503(ask: Ask) -> None:
     lost, num_streams = ask(2)
     assert num_streams == 2
     assert lost.status_code == 503
@@ -75,8 +74,8 @@ def test_an_answer_that_is_lost_again_ends_in_words(ask: Ask) -> None:
     assert lost.json()["error"]["code"] == "replica_lost"
 
 
-def test_a_stream_that_had_begun_ends_in_words(ask: Ask) -> None:
-    """As its last event but the end; what was sent is not sent again."""
+def test_a_lost_stream_ends_with_an_error_event(ask: Ask) -> None:
+    """Its request is not run again."""
     lost, num_streams = ask(1, stream=True)
     assert num_streams == 1
     assert lost.status_code == 200

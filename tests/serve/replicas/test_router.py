@@ -1,7 +1,7 @@
-"""Ray's router asks the choice what it should ask: what is told, what was sent, who has how much.
+"""`PrefixRouter` ranks replicas by their reports, the requests that it has sent, and their queues.
 
-With Ray's own classes of routers and requests, but no cluster. Not covered: what Ray makes of the
-ranks (`test_replicas.py`).
+With Ray's classes of routers and requests, but no cluster. Not covered: how Ray uses the ranks
+(`test_replicas.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPT = list(range(10, 110))
 
 
 def told(*prompts: list[int], tenant: str | None = None) -> dict[str, Any]:
-    """What a replica tells that holds these."""
+    """The report of a replica that holds these prompts."""
     index, prefixes = PrefixIndex(), HeldPrefixes()
     for row, prompt in enumerate(prompts):
         index.record(row, prompt, tenant)
@@ -36,7 +36,7 @@ def told(*prompts: list[int], tenant: str | None = None) -> dict[str, Any]:
 
 @dataclass
 class Replica:
-    """As much of one as a router looks at."""
+    """The parts of a replica that a router reads."""
 
     name: str
     routing_stats: dict[str, Any] = field(default_factory=dict)
@@ -47,14 +47,14 @@ class Replica:
 
 
 def request(name: str, *arguments: Any, method: str = "stream", **options: Any) -> Any:
-    """A call that waits for a replica."""
+    """A call that is waiting for a replica."""
     metadata = SimpleNamespace(internal_request_id=name, call_method=method)
     return SimpleNamespace(args=list(arguments), kwargs=options, metadata=metadata)
 
 
 @pytest.fixture
 def router() -> Any:
-    """A router whose replicas say nothing of their queues."""
+    """A router to replicas whose queue lengths are unknown."""
     from vmkv.serve.replicas.router import PrefixRouter
 
     made = PrefixRouter.__new__(PrefixRouter)
@@ -64,14 +64,14 @@ def router() -> Any:
 
 
 def chosen(router: Any, replicas: list[Replica], pending: Any) -> str:
-    """Who is first in rank; every other has a rank too."""
+    """The first replica in rank; every replica must be ranked once."""
     ranks = asyncio.run(router.choose_replicas(replicas, pending))
     assert sorted(each.name for [each] in ranks) == sorted(each.name for each in replicas)
     return ranks[0][0].name
 
 
-def test_who_tells_of_the_longest_beginning_is_first(router: Any) -> None:
-    """Whatever was sent, and also once something else is told."""
+def test_the_replica_that_reports_the_longest_prefix_is_first(router: Any) -> None:
+    """A new report changes the order."""
     replicas = [Replica("a", told(PROMPT[:48])), Replica("b", told(PROMPT[:64])), Replica("c")]
     assert chosen(router, replicas, request("r1", PROMPT)) == "b"
     router.on_request_completed(None, "r1")
@@ -79,8 +79,8 @@ def test_who_tells_of_the_longest_beginning_is_first(router: Any) -> None:
     assert chosen(router, replicas, request("r2", PROMPT)) == "a"
 
 
-def test_what_was_just_sent_is_expected(router: Any) -> None:
-    """Before anybody has told of it."""
+def test_prefixes_of_sent_requests_are_expected(router: Any) -> None:
+    """Before a replica has reported them."""
     replicas = [Replica("a"), Replica("b")]
     first = chosen(router, replicas, request("r1", PROMPT))
     other = chosen(router, replicas, request("r2", PROMPT[::-1]))
@@ -88,8 +88,8 @@ def test_what_was_just_sent_is_expected(router: Any) -> None:
     assert chosen(router, replicas, request("r3", [*PROMPT, 7])) == first
 
 
-def test_a_prefix_of_one_tenant_attracts_no_other(router: Any) -> None:
-    """Neither one that a replica tells, nor one that was just sent there."""
+def test_prefixes_of_other_tenants_do_not_count(router: Any) -> None:
+    """Neither reported prefixes, nor those of requests that were just sent."""
     replicas = [Replica("a"), Replica("b", told(PROMPT, tenant="alice"))]
     assert chosen(router, replicas, request("r1", PROMPT, tenant="bob")) == "a"
     assert chosen(router, replicas, request("r2", PROMPT, tenant="alice")) == "b"
@@ -98,8 +98,8 @@ def test_a_prefix_of_one_tenant_attracts_no_other(router: Any) -> None:
         assert chosen(router, others, request(f"s{at}", PROMPT, tenant=tenant)) == expected
 
 
-def test_the_replica_that_ray_took_instead_is_the_one_that_is_expected(router: Any) -> None:
-    """Because the first had no place."""
+def test_the_replica_that_ray_chose_is_expected_to_hold_the_prefix(router: Any) -> None:
+    """Ray may choose another one than the first in rank."""
     replicas = [Replica("a"), Replica("b")]
     pending = request("r1", PROMPT)
     first = chosen(router, replicas, pending)
@@ -108,8 +108,8 @@ def test_the_replica_that_ray_took_instead_is_the_one_that_is_expected(router: A
     assert chosen(router, replicas, request("r2", [*PROMPT, 7])) == second
 
 
-def test_queues_that_replicas_say_are_believed(router: Any) -> None:
-    """Others send to them as well."""
+def test_known_queue_lengths_count_as_load(router: Any) -> None:
+    """They include requests of other routers."""
     replicas = [Replica("a", told(PROMPT)), Replica("b")]
     queues = {"a": 3, "b": 0}
     router._replica_queue_len_cache.get = lambda replica_id: queues[replica_id.unique_id]
@@ -129,6 +129,6 @@ def test_queues_that_replicas_say_are_believed(router: Any) -> None:
         None,
     ],
 )
-def test_every_call_finds_a_replica(router: Any, pending: Any) -> None:
-    """A router that fails leaves a request waiting for ever; what is wrong the engine says."""
+def test_malformed_calls_are_routed(router: Any, pending: Any) -> None:
+    """The engine reports their error; one in the router would leave the call waiting for ever."""
     assert chosen(router, [Replica("a"), Replica("b")], pending) in "ab"

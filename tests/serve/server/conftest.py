@@ -1,4 +1,4 @@
-"""Servers around a real engine on the host backend, which leave its books balanced."""
+"""Servers around a real engine on the host backend; each must release everything when it ends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session", autouse=True)
 def one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Every client loads the authorities that it trusts, which takes longer than most tests."""
+    """Give clients one CA certificate: loading all of them takes longer than most tests."""
     end = "-----END CERTIFICATE-----\n"
     path = tmp_path_factory.mktemp("authority") / "one.pem"
     path.write_text(Path(certifi.where()).read_text().partition(end)[0] + end)
@@ -51,15 +51,15 @@ def one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Running:
-    """A server that runs.
+    """A running server.
 
     Attributes:
         url: Its address.
         app: The application.
         engine: The engine behind it.
-        watch: What the engine did.
+        watch: Records the engine's events.
         model: The model.
-        server: What serves it.
+        server: The HTTP server.
         clients: Closes every client before the server ends.
     """
 
@@ -73,7 +73,7 @@ class Running:
 
     @property
     def service(self) -> Service:
-        """What the routes share."""
+        """The state that the routes share."""
         return self.app.state.service
 
     @property
@@ -87,17 +87,17 @@ class Running:
         self.server.should_exit = True
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Until a condition on the server's state holds; every look is a round trip."""
+        """Wait until a condition on the server's state holds; each check makes one request."""
         with httpx.Client() as client:
             deadline_s = time.monotonic() + 60
             while not condition():
                 assert 200 == client.get(f"{self.url}/health").status_code
-                assert time.monotonic() < deadline_s, "waited in vain"
+                assert time.monotonic() < deadline_s, "the condition did not hold within 60 s"
 
     def post(
         self, body: dict[str, Any] | bytes, path: str = "/v1/completions", **headers: str
     ) -> httpx.Response:
-        """The answer to a request; `body` as JSON, or as it goes over the wire."""
+        """Send a request; `body` is converted to JSON unless it is bytes."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **headers}
         return httpx.post(self.url + path, content=data, headers=headers, timeout=60)
@@ -106,7 +106,7 @@ class Running:
     def streaming(
         self, body: dict[str, Any] = LONG, path: str = "/v1/completions"
     ) -> Iterator[Iterator[str]]:
-        """The lines of a stream that has begun, without empty ones."""
+        """Open a stream, check its first event, and yield its other non-empty lines."""
         body = body | {"stream": True}
         with httpx.stream("POST", self.url + path, json=body, timeout=60) as answer:
             assert 200 == answer.status_code
@@ -116,14 +116,14 @@ class Running:
 
     @contextlib.contextmanager
     def sent(self, data: bytes | dict[str, Any]) -> Iterator[socket.socket]:
-        """A connection over which `data` was sent, or a request of it; it is closed at the end."""
+        """Open a connection, send bytes or a request over it, and close it at the end."""
         with socket.create_connection(self.address, timeout=60) as client:
             client.sendall(data if isinstance(data, bytes) else wire(data))
             yield client
 
     @contextlib.contextmanager
     def failing(self, error: Exception) -> Iterator[threading.Event]:
-        """While this lasts and the event is set, as it is first, the model raises `error`."""
+        """Make the model raise `error` while the yielded event is set; it is set at first."""
         fails = threading.Event()
         fails.set()
 
@@ -138,7 +138,7 @@ class Running:
             hook.remove()
 
     def client(self, **options: Any) -> Any:
-        """OpenAI's client, one of its own, that never tries twice."""
+        """An OpenAI client that does not retry."""
         openai = pytest.importorskip("openai")
         options = {"api_key": "none", "max_retries": 0, "timeout": 60, **options}
         return self.clients.enter_context(openai.OpenAI(base_url=f"{self.url}/v1", **options))
@@ -148,7 +148,7 @@ class Running:
 def running(
     limits: Limits | None = None, *, drain_timeout_s: float = 20, **options: Any
 ) -> Iterator[Running]:
-    """A server, and afterwards an engine with nothing left in it."""
+    """Run a server; afterwards check that it has released everything."""
     watch, metrics = Watch(), Metrics()
     engine = Engine(
         tiny_llama(),
@@ -157,7 +157,7 @@ def running(
         max_num_batched_tokens=256,
         max_tokens=MAX_TOKENS,
         budget_bytes=64 * MiB,
-        observer=Observers([metrics, watch]),  # In order: what is awaited has been counted.
+        observer=Observers([metrics, watch]),  # In this order: Watch reports after Metrics.
     )
     metrics.bind_pages(engine.cache.pool.page_bytes)
     app = create_app(
@@ -174,12 +174,12 @@ def running(
             engine.cache.check()
     service = app.state.service
     assert service.gate.num_inside == service.gate.num_waiting == 0
-    # A request that failed leaves frames, and they the views they saw, until they are collected.
-    for _ in range(3):  # What finalisers let go of is found by the next.
+    # A failed request leaves frames that refer to views until they are collected.
+    for _ in range(3):  # Finalisers release objects that the next collection finds.
         gc.collect()
     engine.cache.pool.reclaimer.free_idle_reservations()
     usage = engine.cache.pool.backend.usage()
-    assert BackendUsage() == usage, f"the server left something behind: {holders_of_views()}"
+    assert BackendUsage() == usage, f"the server did not release everything: {holders_of_views()}"
 
 
 @pytest.fixture(scope="module")
@@ -191,5 +191,5 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture
 def run_server() -> Callable[..., contextlib.AbstractContextManager[Running]]:
-    """Runs a server with limits of the test's own."""
+    """Return a context manager that runs a server with given limits."""
     return running

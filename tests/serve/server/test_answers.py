@@ -1,6 +1,6 @@
-"""What the server answers is what the model says, whole and in pieces, to OpenAI's own client.
+"""Answers to OpenAI's client equal the model's output, whole and streamed.
 
-Sampling itself is tested where it is done; here, that each option arrives.
+The sampler has tests of its own; here, options are shown to have an effect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "extra_body": {"ign
 
 
 def expected_tokens(server: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """What transformers makes of a prompt, alone."""
+    """Tokens that transformers generates for a prompt alone."""
     with torch.no_grad():
         output = server.model.generate(
             torch.tensor([prompt]),
@@ -31,22 +31,21 @@ def expected_tokens(server: Any, prompt: list[int], num_tokens: int) -> list[int
 
 
 def expected_text(server: Any, prompt: str, num_tokens: int, **options: Any) -> str:
-    """Likewise, as text."""
+    """The text of `expected_tokens`."""
     tokens = tiny_tokenizer()(prompt, **options)["input_ids"]
     return tiny_tokenizer().decode(
         expected_tokens(server, tokens, num_tokens), skip_special_tokens=True
     )
 
 
-def test_models(server) -> None:
-    """The one model, by list and by name."""
+def test_models_are_listed_and_found_by_name(server) -> None:
     client = server.client()
     assert ["tiny"] == [model.id for model in client.models.list()]
     assert "tiny" == client.models.retrieve("tiny").id
 
 
 def test_completion(server) -> None:
-    """The text transformers would have generated, and its token counts."""
+    """A completion has the text that transformers generates, and its token counts."""
     answer = server.client().completions.create(prompt=TEXT[0], max_tokens=20, **GREEDY)
     assert expected_text(server, TEXT[0], 20) == answer.choices[0].text
     assert "length" == answer.choices[0].finish_reason
@@ -60,7 +59,7 @@ def test_completion(server) -> None:
 
 
 def test_completion_of_tokens(server) -> None:
-    """A prompt may be tokens, and several prompts are answered in their order."""
+    """A prompt may be token ids; several prompts are answered in order."""
     prompts = [tiny_tokenizer()(text)["input_ids"] for text in TEXT]
     client = server.client()
     one = client.completions.create(prompt=prompts[0], max_tokens=8, **GREEDY)
@@ -74,7 +73,7 @@ def test_completion_of_tokens(server) -> None:
 
 
 def test_streamed_completion(server) -> None:
-    """The pieces together are the whole, and the last one says why it ended."""
+    """The chunks concatenate to the whole text; the last one has the finish reason."""
     pieces = list(
         server.client().completions.create(
             prompt=TEXT[1],
@@ -84,7 +83,7 @@ def test_streamed_completion(server) -> None:
             **GREEDY,
         )
     )
-    assert len(pieces) > 5, "the text came in one piece"
+    assert len(pieces) > 5, "the text came in one chunk"
     *texts, usage = pieces
     assert expected_text(server, TEXT[1], 20) == "".join(p.choices[0].text for p in texts)
     assert ["length"] == [p.choices[0].finish_reason for p in texts if p.choices[0].finish_reason]
@@ -94,22 +93,22 @@ def test_streamed_completion(server) -> None:
     assert 1 == len({p.id for p in pieces})
 
 
-def test_streamed_prompts_and_samples_keep_apart(server) -> None:
-    """Each choice's pieces carry its number, however they are interleaved."""
+def test_streamed_chunks_carry_the_index_of_their_choice(server) -> None:
+    """Prompts and samples may be interleaved in a stream."""
     texts: dict[int, str] = {}
     for piece in server.client().completions.create(
         prompt=TEXT[:3], n=2, max_tokens=12, stream=True, **GREEDY
     ):
         (choice,) = piece.choices
         texts[choice.index] = texts.get(choice.index, "") + choice.text
-    # Greedy: both samples of a prompt say the same.
+    # Greedy: both samples of a prompt are equal.
     assert [expected_text(server, text, 12) for text in TEXT[:3] for _ in range(2)] == [
         texts[at] for at in range(6)
     ]
 
 
 def test_chat(server) -> None:
-    """The prompt is what the tokenizer's template makes of the messages."""
+    """The prompt of a chat is the messages as rendered by the tokenizer's template."""
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "What is a page?"}]},
@@ -129,7 +128,7 @@ def test_chat(server) -> None:
 
 
 def test_logprobs(server) -> None:
-    """Both forms of log-probabilities, and the most likely tokens in them."""
+    """Completions and chats return log-probabilities and the most likely tokens."""
     client = server.client()
     answer = client.completions.create(prompt=TEXT[0], max_tokens=5, logprobs=3, **GREEDY)
     found = answer.choices[0].logprobs
@@ -161,8 +160,8 @@ def test_logprobs(server) -> None:
     assert 4 == len(with_none.choices[0].logprobs.content)
 
 
-def test_parts_of_characters_have_bytes() -> None:
-    """Every token's bytes, put together, are the text again; and no two tokens look the same."""
+def test_every_token_has_bytes_and_a_text_of_its_own() -> None:
+    """The bytes of a text's tokens concatenate to the text, also for parts of characters."""
     text = "5 € for a 日本 page 🙂"
     tokens = Tokens(tiny_tokenizer())
     found = [tokens[each] for each in tiny_tokenizer()(text)["input_ids"]]
@@ -173,7 +172,7 @@ def test_parts_of_characters_have_bytes() -> None:
 
 
 def test_streamed_logprobs_are_complete(server) -> None:
-    """Every token's log-probability is sent once, with the piece it belongs to or a later one."""
+    """Each token's log-probability is sent once, with the token's chunk or a later one."""
     pieces = list(
         server.client().completions.create(
             prompt=TEXT[0], max_tokens=12, logprobs=1, stream=True, **GREEDY
@@ -187,7 +186,7 @@ def test_streamed_logprobs_are_complete(server) -> None:
 
 
 def test_stop_strings(server) -> None:
-    """Text ends before a stop string, whole and streamed alike."""
+    """Text ends before a stop string, in whole answers and streams."""
     text = expected_text(server, TEXT[0], 30)
     stop = text[10:13]
     before = text[: text.index(stop)]
@@ -200,8 +199,8 @@ def test_stop_strings(server) -> None:
     assert before == "".join(p.choices[0].text for p in pieces)
 
 
-def test_seeds_repeat_and_differ(server) -> None:
-    """The same seed says the same; samples of one request differ."""
+def test_a_seed_determines_the_samples(server) -> None:
+    """Equal seeds give equal texts; the samples of one request differ."""
     client = server.client()
 
     def sample(seed: int) -> list[str]:
@@ -225,8 +224,8 @@ def test_seeds_repeat_and_differ(server) -> None:
     ],
     ids=["top_p", "top_k", "min_p"],
 )
-def test_filters_arrive(server, option: dict[str, Any]) -> None:
-    """Each of them, at its tightest, leaves the likeliest token only."""
+def test_sampling_filters_have_an_effect(server, option: dict[str, Any]) -> None:
+    """At its tightest setting, each filter leaves only the most likely token."""
     extra = {"ignore_eos": True, **option.get("extra_body", {})}
     answer = server.client().completions.create(
         **{"model": "tiny", "prompt": TEXT[2], "max_tokens": 10, "temperature": 1.0}
@@ -236,8 +235,8 @@ def test_filters_arrive(server, option: dict[str, Any]) -> None:
     assert expected_text(server, TEXT[2], 10) == answer.choices[0].text
 
 
-def test_penalties_arrive(server) -> None:
-    """Each of them changes a text that repeats itself."""
+def test_penalties_have_an_effect(server) -> None:
+    """Each penalty changes a repetitive text."""
     plain = server.client().completions.create(prompt=TEXT[3], max_tokens=40, **GREEDY)
     for name, value in (
         ("presence_penalty", 2.0),

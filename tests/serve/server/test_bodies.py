@@ -1,4 +1,4 @@
-"""The values of a body are counted before it is parsed."""
+"""The values of a JSON body are counted before the body is parsed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ documents = st.recursive(
 
 
 def counted(document: Any) -> int:
-    """Commas, and eight times lists, objects and keys."""
+    """Count commas, and eight for each list, object and key."""
     if isinstance(document, dict):
         inner, num_nested = list(document.values()), 1 + len(document)
     elif isinstance(document, list):
@@ -34,8 +34,8 @@ def counted(document: Any) -> int:
 
 
 @given(document=documents, pad=st.integers(0, 3), piece=st.integers(1, 9))
-def test_values_are_counted_as_a_parser_would(document: Any, pad: int, piece: int) -> None:
-    """Not those within texts, wherever the pieces end that it looks at."""
+def test_the_count_matches_the_parsed_document(document: Any, pad: int, piece: int) -> None:
+    """Characters within strings do not count, wherever the body is split into pieces."""
     body = json.dumps(document, ensure_ascii=bool(pad % 2), indent=pad or None).encode()
     num_values = 1 + counted(document)
     with pytest.MonkeyPatch.context() as patch:
@@ -47,8 +47,8 @@ def test_values_are_counted_as_a_parser_would(document: Any, pad: int, piece: in
 
 
 @given(body=st.binary(max_size=60) | st.text(st.sampled_from('"\\[{,:')).map(str.encode))
-def test_what_is_no_json_is_counted_to_its_end(body: bytes) -> None:
-    """No error but the one for too many, and an end."""
+def test_counting_invalid_json_ends(body: bytes) -> None:
+    """Counting raises no error but `ApiError` for too many values."""
     asyncio.run(check_structure(body, 1000))
     for limit in (1, 3):
         with contextlib.suppress(ApiError):
@@ -56,7 +56,7 @@ def test_what_is_no_json_is_counted_to_its_end(body: bytes) -> None:
 
 
 def test_other_tasks_run_while_a_large_body_is_counted() -> None:
-    """A turn of the event loop for each piece."""
+    """Counting yields to the event loop after each piece."""
 
     async def scenario() -> int:
         counting = asyncio.ensure_future(check_structure(b"x" * (1 << 22), 10))

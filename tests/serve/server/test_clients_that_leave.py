@@ -1,7 +1,4 @@
-"""Clients that leave, or stay and never read, cost nothing for longer than they must.
-
-And an engine that fails: the client is told, the others go on.
-"""
+"""Requests of clients that leave or do not read are cancelled; engine failures are answered."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from vmkv.serve.server.guard import Gate
 
 
 def wait_for_cancellations(server: Any, count: int) -> None:
-    """Until so many requests have been cancelled, and no sequence is left of them."""
+    """Wait for `count` cancelled requests, and check that each ended before its last tokens."""
 
     def cancelled() -> list[Any]:
         return [each for each in server.watch.finished if each.finish_reason == "cancelled"]
@@ -33,8 +30,7 @@ def wait_for_cancellations(server: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_leaving_a_stream_frees_the_request(run_server, path: str) -> None:
-    """A client that closes its connection in the middle."""
+def test_closing_a_stream_cancels_the_request(run_server, path: str) -> None:
     body = dict(LONG)
     if "chat" in path:
         body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
@@ -44,16 +40,15 @@ def test_leaving_a_stream_frees_the_request(run_server, path: str) -> None:
         wait_for_cancellations(server, 1)
 
 
-def test_leaving_an_answer_frees_the_request(run_server) -> None:
-    """A client that does not wait for the whole."""
+def test_closing_the_connection_of_a_whole_answer_cancels_it(run_server) -> None:
     with run_server() as server:
         with server.sent(LONG | {"n": 2}):
             server.watch.wait(lambda: server.watch.num_first_tokens >= 1, "the first token")
         wait_for_cancellations(server, 1)
 
 
-def test_a_client_that_never_reads(run_server) -> None:
-    """It stalls nobody else, and after a time it is treated as gone."""
+def test_a_client_that_does_not_read_is_cancelled(run_server) -> None:
+    """Other clients are served meanwhile; after `send_timeout_s` the request is cancelled."""
     with run_server(Limits(send_timeout_s=0.5)) as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(server.address)
@@ -67,8 +62,8 @@ def test_a_client_that_never_reads(run_server) -> None:
         wait_for_cancellations(server, 1)
 
 
-def test_draining_refuses(run_server) -> None:
-    """New requests get 503 and health says so; what is under way goes on to its end."""
+def test_draining_finishes_streams_and_refuses_requests(run_server) -> None:
+    """New requests and health get 503; a stream that is running ends with all its tokens."""
     with run_server() as server, httpx.Client(base_url=server.url) as kept:
         assert "ok" == kept.get("/health").json()["status"]
         with server.streaming(LONG | {"max_tokens": 200}) as lines:
@@ -87,7 +82,7 @@ def test_draining_refuses(run_server) -> None:
 
 
 def end_by_interrupts(server: Any) -> None:
-    """Ctrl+C, twice."""
+    """Interrupt the server twice, as Ctrl+C does."""
     for _ in range(2):
         server.server.handle_exit(signal.SIGINT, None)
 
@@ -97,8 +92,8 @@ def end_by_interrupts(server: Any) -> None:
     [(0.1, lambda server: server.stop()), (60, end_by_interrupts)],
     ids=["time to drain is over", "two interrupts"],
 )
-def test_a_stream_that_is_cut_says_so(run_server, drain_timeout_s: float, end: Any) -> None:
-    """Its last event is an error; who waits for an answer, or for a turn, gets an error too."""
+def test_a_cut_off_request_gets_an_error(run_server, drain_timeout_s: float, end: Any) -> None:
+    """The stream's last event is an error; running and queued requests get 503."""
     with run_server(Limits(max_concurrent=2, max_queued=1), drain_timeout_s=drain_timeout_s) as (
         server
     ):
@@ -112,7 +107,7 @@ def test_a_stream_that_is_cut_says_so(run_server, drain_timeout_s: float, end: A
             for thread in waiting:
                 thread.start()
             server.until(lambda: server.service.gate.num_waiting == 1)
-            # Whoever is inside may still become tokens.
+            # An admitted request may still be in the tokenizer.
             server.watch.wait(lambda: len(server.watch.added) == 2, "the second request")
             end(server)
             *_, error, done = lines
@@ -127,21 +122,21 @@ def test_a_stream_that_is_cut_says_so(run_server, drain_timeout_s: float, end: A
 
 
 def test_a_failing_model_is_500(run_server) -> None:
-    """The client reads an error of OpenAI's shape; the next request is served."""
+    """The error has OpenAI's shape and hides internals; the next request is served."""
     with run_server() as server, server.failing(RuntimeError("the model is broken")) as fails:
         answer = server.post(PLAIN)
         assert 500 == answer.status_code
         error = answer.json()["error"]
         assert ("server_error", "internal_error") == (error["type"], error["code"])
         assert "RuntimeError" in error["message"]
-        assert "broken" not in error["message"], "a stranger reads our internals"
+        assert "broken" not in error["message"], "the answer reveals internals"
         assert 500 == server.post(PLAIN | {"stream": True}).status_code
         fails.clear()
         assert 200 == server.post(PLAIN).status_code
 
 
-def test_an_engine_that_has_lost_a_part_is_503(run_server) -> None:
-    """It is started anew: the request may be sent again, in a while; at once and in a stream."""
+def test_a_lost_rank_is_503(run_server) -> None:
+    """The answer, whole or streamed, asks the client to retry: the engine is restarted."""
     lost = RankError("rank 1 has ended: its disk is gone")
     with run_server() as server, server.failing(lost):
         for change in ({}, {"stream": True}):
@@ -151,11 +146,11 @@ def test_an_engine_that_has_lost_a_part_is_503(run_server) -> None:
             error = answer.json()["error"]
             assert ("server_error", "engine_stopped") == (error["type"], error["code"])
             assert "try again" in error["message"]
-            assert "disk" not in error["message"], "a stranger reads our internals"
+            assert "disk" not in error["message"], "the answer reveals internals"
 
 
-def test_a_failure_in_mid_stream_is_an_event(run_server) -> None:
-    """The status is gone by then: the error comes as an event, and the stream ends."""
+def test_a_failure_within_a_stream_is_an_event(run_server) -> None:
+    """The status is already sent: the error is an event, and the stream ends."""
     with run_server() as server, server.failing(RuntimeError("the model is broken")) as fails:
         fails.clear()
         with server.streaming() as lines:
@@ -165,8 +160,8 @@ def test_a_failure_in_mid_stream_is_an_event(run_server) -> None:
         assert "data: [DONE]" == done
 
 
-def test_the_gate_loses_no_place() -> None:
-    """Whoever leaves, waiting or inside or just called in, its place goes to the next."""
+def test_the_gate_passes_on_the_places_of_cancelled_requests() -> None:
+    """A request may be cancelled while it waits, runs, or has just been admitted."""
 
     async def scenario() -> None:
         gate = Gate(max_concurrent=1, max_queued=3)
@@ -192,7 +187,7 @@ def test_the_gate_loses_no_place() -> None:
         await settle()
         assert 2 == gate.num_waiting
         may_leave["a"].set()
-        await asyncio.sleep(0)  # c has been called in and does not know yet.
+        await asyncio.sleep(0)  # c has been admitted, but has not run yet.
         tasks["c"].cancel()
         await settle()
         assert entered[-1] == "d"

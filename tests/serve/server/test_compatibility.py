@@ -1,4 +1,4 @@
-"""What clients of OpenAI and of vLLM send and ask besides prompts."""
+"""Options and routes that clients of OpenAI and vLLM use, besides prompts and sampling."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ HELLO = [{"role": "user", "content": "What is a page?"}]
 
 
 def ask(server: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request."""
+    """Send a request that must succeed; return the answer's JSON."""
     answer = httpx.post(server.url + path, json=body, timeout=60)
     assert 200 == answer.status_code, answer.text
     return answer.json()
 
 
 def text_of(server: Any, prompt: str, **options: Any) -> str:
-    """What a completion of `prompt` says."""
+    """The text of a completion of `prompt`."""
     return ask(server, "/v1/completions", PLAIN | {"prompt": prompt, **options})["choices"][0][
         "text"
     ]
 
 
 def chat_of(server: Any, **options: Any) -> str:
-    """What a chat says."""
+    """The content of a chat's answer."""
     answer = ask(server, "/v1/chat/completions", CHAT | {"messages": HELLO} | options)
     return answer["choices"][0]["message"]["content"]
 
 
-def test_of_two_names_for_one_limit_the_newer_counts(server) -> None:
-    """Clients that do not know which one a server knows send both."""
+def test_max_completion_tokens_overrides_max_tokens(server) -> None:
+    """Some clients send both, for servers that know only one."""
     body = CHAT | {"messages": HELLO, "max_tokens": 9, "max_completion_tokens": 3}
     assert 3 == ask(server, "/v1/chat/completions", body)["usage"]["completion_tokens"]
 
 
-def test_a_chat_can_go_on_with_its_last_message(server) -> None:
-    """And then no other message begins, unless that is what was asked for."""
+def test_continue_final_message_continues_the_last_message(server) -> None:
+    """It excludes `add_generation_prompt=True`."""
     begun = [*HELLO, {"role": "assistant", "content": "A page is"}]
     prompt = "<user>What is a page?\n<assistant>A page is"
     expected = text_of(server, prompt, add_special_tokens=False)
@@ -56,16 +56,14 @@ def test_a_chat_can_go_on_with_its_last_message(server) -> None:
     )
 
 
-def test_a_chat_can_have_the_tokenizers_special_tokens(server) -> None:
-    """By default a template writes them itself."""
+def test_add_special_tokens_applies_to_chats(server) -> None:
     prompt = "<user>What is a page?\n<assistant>"
     for adds in (True, False):
         expected = text_of(server, prompt, add_special_tokens=adds)
         assert expected == chat_of(server, add_special_tokens=adds)
 
 
-def test_every_chunk_can_carry_the_counts_so_far(server) -> None:
-    """As vLLM's clients ask for them."""
+def test_continuous_usage_stats_are_in_every_chunk(server) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = PLAIN | {"stream": True, "stream_options": options}
     answer = server.post(body)
@@ -76,8 +74,8 @@ def test_every_chunk_can_carry_the_counts_so_far(server) -> None:
     assert [4, 4] == counts[-2:]
 
 
-def test_text_becomes_tokens(server) -> None:
-    """As `/tokenize` of vLLM does it, of a prompt and of a chat."""
+def test_tokenize_matches_vllm(server) -> None:
+    """`/tokenize` returns the tokens of a prompt or of a chat."""
     ids = tiny_tokenizer()(TEXT[0])["input_ids"]
     found = ask(server, "/tokenize", {"model": "tiny", "prompt": TEXT[0]})
     assert {"count": len(ids), "max_model_len": 4096, "tokens": ids, "token_strs": None} == found
@@ -91,15 +89,15 @@ def test_text_becomes_tokens(server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/version"])
-def test_heads_are_answered(server, path: str) -> None:
-    """Load balancers ask for no more."""
+def test_head_requests_are_answered(server, path: str) -> None:
+    """Load balancers send HEAD."""
     answer = httpx.head(server.url + path)
     assert (200, b"") == (answer.status_code, answer.content)
     assert 200 == httpx.get(server.url + path).status_code
 
 
-def test_the_documentation_knows_what_is_to_be_sent(server) -> None:
-    """Every reference in it leads somewhere."""
+def test_openapi_describes_the_bodies(server) -> None:
+    """Each route refers to its form, and every reference resolves."""
     text = httpx.get(f"{server.url}/openapi.json").text
     described = json.loads(text)
     schemas = described["components"]["schemas"]
@@ -114,8 +112,8 @@ def test_the_documentation_knows_what_is_to_be_sent(server) -> None:
     assert references <= schemas.keys()
 
 
-def test_pages_of_other_origins_may_ask_where_they_are_named(run_server) -> None:
-    """A browser asks first, without a key, and reads errors too."""
+def test_cors_allows_the_configured_origins(run_server) -> None:
+    """Preflight requests need no key; errors carry the header, too."""
     origin = {"Origin": "https://example.com"}
     asking = origin | {
         "Access-Control-Request-Method": "POST",

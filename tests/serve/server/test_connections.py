@@ -1,4 +1,4 @@
-"""Connections that say nothing, or too little at a time, are closed."""
+"""Idle, slow and excess connections are closed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENCE_S = 60
 
 
 def read_to_end(client: socket.socket) -> bytes:
-    """Whatever the server sends before it closes the connection."""
+    """Read until the server closes the connection."""
     found = b""
     with contextlib.suppress(ConnectionResetError):
         while data := client.recv(4096):
@@ -26,7 +26,7 @@ def read_to_end(client: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-"])
 def test_a_connection_without_a_request_is_closed(run_server, sent: bytes) -> None:
-    """After a time: a new one, and one whose last request was answered."""
+    """The time limit holds for a new connection and after an answer."""
     with run_server(Limits(head_timeout_s=0.2)) as server:
         with server.sent(sent) as client:
             assert b"" == read_to_end(client)
@@ -36,8 +36,7 @@ def test_a_connection_without_a_request_is_closed(run_server, sent: bytes) -> No
             assert 1 == answer.count(b"HTTP/1.1")
 
 
-def test_the_time_for_a_head_is_for_heads(run_server) -> None:
-    """An answer may take longer."""
+def test_the_head_timeout_does_not_bound_answers(run_server) -> None:
     with run_server(Limits(head_timeout_s=0.1)) as server, server.streaming() as lines:
         for line in lines:
             assert "choices" in line
@@ -45,16 +44,16 @@ def test_the_time_for_a_head_is_for_heads(run_server) -> None:
                 break
 
 
-def test_more_connections_than_may_be_are_told(run_server) -> None:
-    """503, at once, and not when somebody has left."""
+def test_a_connection_beyond_the_limit_gets_503(run_server) -> None:
+    """At once: it does not wait for another connection to close."""
     with run_server(Limits(max_connections=1)) as server:
         with server.streaming(), server.sent(HEALTH + b"\r\n") as client:
             assert read_to_end(client).startswith(b"HTTP/1.1 503 ")
         assert 200 == httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code
 
 
-def test_a_body_in_tiny_pieces_is_refused(run_server) -> None:
-    """Each piece costs the same, whatever it holds."""
+def test_a_body_in_many_tiny_chunks_is_refused(run_server) -> None:
+    """Each chunk costs the same whatever its size; the same number of larger chunks is served."""
     tiny_pieces = HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 2000
     with run_server() as server, server.sent(tiny_pieces) as client:
         assert client.makefile("rb").readline().startswith(b"HTTP/1.1 400 ")
@@ -68,8 +67,7 @@ def test_a_body_in_tiny_pieces_is_refused(run_server) -> None:
         assert 200 == answer.status_code
 
 
-def test_a_head_without_an_end_is_refused(run_server) -> None:
-    """Beyond 16 KiB."""
+def test_a_head_longer_than_16_kib_is_refused(run_server) -> None:
     with run_server() as server, server.sent(HEALTH) as client:
         with contextlib.suppress(OSError):
             client.sendall(b"X: " + b"x" * 17 * 1024)
@@ -77,8 +75,7 @@ def test_a_head_without_an_end_is_refused(run_server) -> None:
         assert 200 == httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code
 
 
-def test_what_comes_after_an_answer_is_not_kept_up(run_server) -> None:
-    """A body that nobody wants, after its refusal, neither holds the connection nor is logged."""
+def test_a_body_after_its_answer_closes_the_connection(run_server) -> None:
     chunked = HEALTH + b"Transfer-Encoding: chunked\r\n\r\n"
     with run_server() as server, server.sent(chunked) as client:
         assert client.recv(100).startswith(b"HTTP/1.1 200 ")

@@ -1,6 +1,6 @@
-"""What a stranger sends harms the stranger alone, and is refused before it is worked for.
+"""Hostile requests are refused before they cost work, and do not delay other clients.
 
-Nothing here looks at a clock: what takes long is held back by the test, while others are served.
+No clock is read: a test holds a slow function back while other requests are served.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ PATIENCE_S = 60
 
 
 def message_of(answer: httpx.Response) -> str:
-    """What a refusal says."""
+    """The message of an answer with status 400."""
     assert 400 == answer.status_code, answer.text
     return answer.json()["error"]["message"]
 
 
 class Held:
-    """A function that does its work only when it may.
+    """Wraps a function; selected calls block until `may_go` is set.
 
     Attributes:
-        calls: What it was called with.
+        calls: The last argument of each call.
     """
 
     def __init__(self, real: Callable[..., Any], is_held: Callable[..., bool]):
@@ -51,7 +51,7 @@ class Held:
 
 @pytest.fixture
 def held_encoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    """Prompts that mention a tortoise become tokens only when they may."""
+    """Block the tokenizer on prompts that contain "tortoise"."""
     held = Held(Prompts._encode_prompt, lambda _, prompt: "tortoise" in prompt.text)
     monkeypatch.setattr(Prompts, "_encode_prompt", lambda *arguments: held(*arguments))
     yield held
@@ -63,8 +63,8 @@ def held_encoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 @pytest.mark.parametrize("name", ["top_k", "min_tokens", "max_tokens", "seed", "n", "priority"])
 @pytest.mark.parametrize("value", [2**31, 2**63 - 1, 2**63, 2**64, 10**30, -(2**63) - 1, 10**4000])
-def test_integers_of_any_size_are_served_or_refused(server, name: str, value: int) -> None:
-    """And whoever comes next is served."""
+def test_integers_of_any_size_get_200_or_400(server, name: str, value: int) -> None:
+    """The next request is served."""
     answer = server.post(PLAIN | {name: value})
     assert answer.status_code in ((200,) if name == "top_k" and 0 < value < 2**63 else (200, 400))
     if answer.status_code == 400:
@@ -81,16 +81,16 @@ def test_integers_of_any_size_are_served_or_refused(server, name: str, value: in
         ({"stop_token_ids": [5] * 129}, "at most 128 items"),
     ],
 )
-def test_what_each_token_would_pay_for_is_limited(
+def test_stop_strings_and_stop_tokens_are_limited(
     server, change: dict[str, Any], complaint: str
 ) -> None:
-    """As OpenAI does with stop texts."""
+    """Each generated token is compared with all of them."""
     assert complaint in message_of(server.post(PLAIN | change))
 
 
 # ---- bodies -------------------------------------------------------------------------------------
 
-#: Bodies of a mebibyte with one sort of thing in them, and what is said of them.
+#: Bodies of about a mebibyte, each with many values of one kind.
 ENDLESS = {
     "numbers": b'{"model":"tiny","prompt":[' + b"0.5," * (1 << 18) + b"0.5]}",
     "token ids": b'{"model":"tiny","prompt":[' + b"5," * (1 << 19) + b"5]}",
@@ -106,8 +106,8 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_an_endless_body_is_not_parsed(server, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Counting what is in it costs next to nothing, and parsing it would stop every stream."""
+def test_too_many_values_are_not_parsed(server, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Counting the values is cheap; parsing them would block every stream."""
     monkeypatch.setattr(schema, "from_json", lambda body: pytest.fail("it was parsed"))
     complaint = message_of(server.post(ENDLESS[name]))
     assert "more than 131072 values" in complaint
@@ -127,10 +127,10 @@ def test_an_endless_body_is_not_parsed(server, monkeypatch: pytest.MonkeyPatch, 
         ("/tokenize", {"prompt": None, "messages": [1] * 20_000}),
     ],
 )
-def test_a_wrong_body_is_one_error(
+def test_validation_stops_early(
     server, monkeypatch: pytest.MonkeyPatch, path: str, change: dict[str, Any]
 ) -> None:
-    """Not one for each of its elements: they take a thousand times as long to find and to word."""
+    """Collecting an error per element would take a thousand times as long."""
     found: list[int] = []
     explained = schema._explained
 
@@ -142,14 +142,14 @@ def test_a_wrong_body_is_one_error(
     body = {**(CHAT if "chat" in path else PLAIN), **change}
     body = body if path != "/tokenize" else change
     assert len(message_of(server.post(body, path))) < 200
-    assert [True] == [each <= 8 for each in found], "more than one per form of a value"
+    assert [True] == [each <= 8 for each in found], "more than one error per form of a value"
 
 
 @pytest.mark.parametrize("depth", [150, 500, 100_000])
-def test_nested_json_is_refused_in_a_line(
+def test_nested_json_gets_a_short_error(
     server, caplog: pytest.LogCaptureFixture, depth: int
 ) -> None:
-    """Wherever it stands; what a template can bear is served."""
+    """A depth that templates can handle is served."""
     nested = "[" * depth + "]" * depth
     with caplog.at_level(logging.DEBUG, "vmkv"):
         for where in (
@@ -172,10 +172,9 @@ def test_nested_json_is_refused_in_a_line(
         "{{ raise_exception('no') }}",
     ],
 )
-def test_a_template_that_fails_is_the_messages_fault(
+def test_a_failing_chat_template_is_400(
     run_server, caplog: pytest.LogCaptureFixture, template: str
 ) -> None:
-    """400, whatever it raises."""
     with run_server(chat_template=template) as server:
         assert "template refuses" in message_of(server.post(CHAT, "/v1/chat/completions"))
     assert "Traceback" not in caplog.text
@@ -184,11 +183,11 @@ def test_a_template_that_fails_is_the_messages_fault(
 def test_an_unexpected_error_is_logged_once_and_briefly(
     run_server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However deep it was raised."""
+    """The log stays short however deep the traceback is."""
 
     def fail(*_: Any, depth: int = 900) -> None:
         if not depth:
-            raise LookupError("nobody expects this")
+            raise LookupError("an unexpected error")
         fail(depth=depth - 1)
 
     with run_server() as server:
@@ -204,10 +203,9 @@ def test_an_unexpected_error_is_logged_once_and_briefly(
 # ---- prompts ------------------------------------------------------------------------------------
 
 
-def test_a_prompt_that_must_be_too_long_is_refused_by_its_characters(
+def test_a_prompt_with_too_many_characters_is_not_tokenised(
     run_server, held_encoding: Held
 ) -> None:
-    """No tokenizer is asked."""
     with run_server(Limits(max_prompt_tokens=100)) as server:
         text = "the page " * 1000
         assert "more than 100 tokens" in message_of(server.post(PLAIN | {"prompt": text}))
@@ -222,8 +220,8 @@ def test_a_prompt_that_must_be_too_long_is_refused_by_its_characters(
 
 
 @pytest.mark.parametrize("num_tokens", [99, 100, 101, 300])
-def test_the_limit_of_a_prompt_is_exact(run_server, num_tokens: int) -> None:
-    """As a text and as tokens."""
+def test_max_prompt_tokens_is_exact(run_server, num_tokens: int) -> None:
+    """For text and for token ids."""
     with run_server(Limits(max_prompt_tokens=100)) as server:
         text = tiny_tokenizer().decode([5] * num_tokens)
         assert num_tokens == len(tiny_tokenizer()(text)["input_ids"])
@@ -236,8 +234,8 @@ def test_the_limit_of_a_prompt_is_exact(run_server, num_tokens: int) -> None:
                 assert "this server takes 100" in error["message"]
 
 
-def test_a_prompt_becomes_tokens_when_its_turn_comes(run_server, held_encoding: Held) -> None:
-    """Not while it waits, nor if its client leaves, nor if there is no place to wait in."""
+def test_only_admitted_prompts_are_tokenised(run_server, held_encoding: Held) -> None:
+    """A queued prompt whose client leaves is not tokenised, nor one that finds the queue full."""
     with run_server(Limits(max_concurrent=1, max_queued=1)) as server:
         gate = server.service.gate
         with server.streaming():
@@ -257,7 +255,7 @@ def test_a_prompt_becomes_tokens_when_its_turn_comes(run_server, held_encoding: 
 def test_short_prompts_do_not_wait_for_long_ones(
     run_server, held_encoding: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is a long one worked for whose client left while it waited for another."""
+    """A long prompt that waits for another is not tokenised once its client has left."""
     monkeypatch.setattr(prompts, "_LONG_CHARS", 1000)
     long = "a " * 500
     with run_server() as server:
@@ -277,8 +275,8 @@ def test_short_prompts_do_not_wait_for_long_ones(
 # ---- priorities ---------------------------------------------------------------------------------
 
 
-def test_priorities_are_for_servers_that_allow_them(run_server) -> None:
-    """Where nobody may be first, nobody is kept waiting; where some may, by so many levels."""
+def test_priorities_are_bounded_by_max_priority(run_server) -> None:
+    """By default only priority 0 is allowed."""
     with run_server() as server:
         assert 200 == server.post(PLAIN | {"priority": 0}).status_code
         assert "--max-priority" in message_of(server.post(PLAIN | {"priority": -1}))
@@ -292,8 +290,8 @@ def test_priorities_are_for_servers_that_allow_them(run_server) -> None:
 # ---- an engine that cannot serve ----------------------------------------------------------------
 
 
-def test_health_says_when_the_engines_thread_has_ended(run_server) -> None:
-    """And whoever asks is told, not kept waiting."""
+def test_health_fails_when_the_engines_thread_has_ended(run_server) -> None:
+    """Requests get 503, too."""
     with run_server() as server:
         engine = server.engine
 

@@ -1,4 +1,4 @@
-"""Large answers stop nobody: they are encoded and sent in slices, and bounded."""
+"""Large answers are bounded, and encoded in slices that do not block the event loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "tempe
 
 
 class Count:
-    """Log-probabilities that were encoded since the event loop's last turn."""
+    """Log-probabilities encoded since the last turn of the event loop; the most; the turns."""
 
     now = 0
     largest = 0
@@ -32,7 +32,7 @@ class Count:
 
 
 class Counted(dict[int, float]):
-    """Log-probabilities that count when they are encoded."""
+    """Log-probabilities that update a `Count` when they are encoded."""
 
     count: Count
 
@@ -42,7 +42,7 @@ class Counted(dict[int, float]):
 
 
 class StandIn:
-    """An engine whose outputs are given; a client that reads slowly gets much in one of them."""
+    """An engine with given outputs, which may be large, as for a client that reads slowly."""
 
     failure = None
 
@@ -110,14 +110,14 @@ async def _ask(engine: StandIn, path: str, body: dict[str, Any], limits: Limits)
 def ask(
     engine: StandIn, body: dict[str, Any], limits: Limits | None = None
 ) -> tuple[httpx.Response, Any]:
-    """The answer, and the form of it."""
+    """Send a request; return the answer and the form that encodes it."""
     path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
     form = (CompletionForm if "prompt" in body else ChatForm)(Tokens(tiny_tokenizer()))
     return asyncio.run(_ask(engine, path, body, limits or Limits())), form
 
 
 def logprobs_of(body: dict[str, Any], number: int | None) -> dict[str, Any]:
-    """The request with log-probabilities."""
+    """Add log-probabilities to a request."""
     if "prompt" in body or number is None:
         return body | {"logprobs": number}
     return body | {"logprobs": True, "top_logprobs": number}
@@ -126,10 +126,10 @@ def logprobs_of(body: dict[str, Any], number: int | None) -> dict[str, Any]:
 @pytest.mark.parametrize("body", [COMPLETION, CHAT], ids=["completion", "chat"])
 @pytest.mark.parametrize("logprobs", [None, NUM_LOGPROBS])
 @pytest.mark.parametrize("num_tokens", [[0], [3], [1, 0, 2], [1, 500, 2]], ids=str)
-def test_whole_answers_are_what_one_piece_would_be(
+def test_a_sliced_answer_equals_an_answer_encoded_at_once(
     body: dict[str, Any], logprobs: int | None, num_tokens: list[int]
 ) -> None:
-    """To the byte, whatever the slices are."""
+    """Byte for byte."""
     engine = StandIn(num_tokens)
     answer, form = ask(engine, logprobs_of(body, logprobs) | {"n": 3})
     assert 200 == answer.status_code
@@ -146,7 +146,7 @@ def test_whole_answers_are_what_one_piece_would_be(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", [COMPLETION, CHAT], ids=["completion", "chat"])
 def test_other_tasks_run_between_slices(body: dict[str, Any], stream: bool) -> None:
-    """However much comes in one output."""
+    """No turn of the event loop encodes more than a slice, however large an output is."""
     engine = StandIn([1000, 1, 1, 700])
     answer, _ = ask(engine, logprobs_of(body, NUM_LOGPROBS) | {"n": 4, "stream": stream})
     assert 200 == answer.status_code
@@ -162,7 +162,7 @@ def test_other_tasks_run_between_slices(body: dict[str, Any], stream: bool) -> N
 
 @pytest.mark.parametrize("body", [COMPLETION, CHAT], ids=["completion", "chat"])
 def test_log_probabilities_of_an_answer_are_bounded(body: dict[str, Any]) -> None:
-    """Before the engine hears of it; the error says what to change."""
+    """The request does not reach the engine; the error says which options to lower."""
     engine = StandIn([3])
     limits = Limits(max_answer_logprobs=100_000)
     for options in ({"n": 128}, {"n": 100, "max_tokens": 48}, {"n": 2}):
@@ -185,7 +185,7 @@ def test_log_probabilities_of_an_answer_are_bounded(body: dict[str, Any]) -> Non
 
 
 def test_large_bodies_are_sent_in_pieces() -> None:
-    """What was sent is freed."""
+    """Parts are removed from the queue as they are sent."""
     parts = deque([b"a", bytearray(b"b" * (3 << 20)), b"c"])
 
     async def run() -> list[bytes]:

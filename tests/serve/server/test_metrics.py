@@ -1,7 +1,4 @@
-"""What a scrape of a running server says, and what `vmkv top` makes of it.
-
-Times are not looked at, only that they are there.
-"""
+"""Metrics of a running server, and how `vmkv top` shows them. Times are not compared."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from vmkv.cli.top import Scrape, scrape, view
 BODY = {"model": "tiny", "prompt": "A row", "max_tokens": 10, "temperature": 0, "ignore_eos": True}
 
 
-def test_a_scrape_counts_what_was_done(run_server) -> None:
-    """Requests, tokens, times, pages, driver calls: the counts are exact."""
+def test_counters_are_exact(run_server) -> None:
     with run_server() as server:
         for _ in range(3):
             assert 200 == server.post(BODY).status_code
@@ -47,8 +43,8 @@ def test_a_scrape_counts_what_was_done(run_server) -> None:
         assert found.value("page_bytes") == server.engine.cache.pool.page_bytes
 
 
-def test_top_shows_it(run_server) -> None:
-    """One view, by command; a second one with rates."""
+def test_top_shows_counters_and_rates(run_server) -> None:
+    """`vmkv top --once` prints one view; a second scrape adds rates."""
     with run_server() as server:
         out = io.StringIO()
         assert 0 == main(["top", server.url, "--once"], out)
@@ -71,7 +67,7 @@ def test_top_shows_it(run_server) -> None:
 
 
 def test_quantiles_are_interpolated() -> None:
-    """As Prometheus' histogram_quantile: within the bucket, and the last bound at the end."""
+    """As by Prometheus's `histogram_quantile`; the last finite bound is the maximum."""
     found = Scrape(0.0)
     for bound, total in (("1.0", 0), ("2.0", 10), ("4.0", 20), ("+Inf", 22)):
         found.samples["vmkv_x_bucket", frozenset({("le", bound)})] = total
@@ -81,8 +77,7 @@ def test_quantiles_are_interpolated() -> None:
     assert found.quantile("y", 0.5) is None
 
 
-def test_a_common_prefix_is_counted(run_server) -> None:
-    """Requests that begin alike share memory, and the counts say so."""
+def test_prefix_hits_are_counted(run_server) -> None:
     prompt = [5 + number % 200 for number in range(600)]
     with run_server() as server:
         for tail in (7, 8, 9):
@@ -91,7 +86,7 @@ def test_a_common_prefix_is_counted(run_server) -> None:
             assert 200 == answer.status_code
         cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached >= 512
-        # What the cache says is as of its last look, and that is when the engine falls idle.
+        # Metrics read the cache's counters when the engine falls idle.
         server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
         found = scrape(server.url)
         assert found.value("prompt_tokens_cached_total") >= 2 * 512

@@ -1,4 +1,4 @@
-"""What the server refuses, with which status, and in words that help."""
+"""Requests and options that the server refuses, with their status and message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vmkv.serve.server.run import open_socket
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
-    """The error of an answer, of OpenAI's shape."""
+    """The error of an answer, which must have OpenAI's shape."""
     body = answer.json()
     assert ["error"] == list(body)
     assert {"message", "type", "param", "code"} == set(body["error"])
@@ -53,10 +53,10 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ({"max_tokns": 3}, "max_tokns", "unknown parameter 'max_tokns'"),
     ],
 )
-def test_completions_that_cannot_be(
+def test_invalid_completions_are_400(
     server, change: dict[str, Any], param: str, message: str
 ) -> None:
-    """400, the parameter at fault, and what is wrong with it."""
+    """The error names the parameter."""
     answer = server.post(PLAIN | change)
     assert 400 == answer.status_code
     error = error_of(answer)
@@ -85,8 +85,7 @@ def test_completions_that_cannot_be(
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may not set"),
     ],
 )
-def test_chats_that_cannot_be(server, change: dict[str, Any], param: str, message: str) -> None:
-    """Likewise."""
+def test_invalid_chats_are_400(server, change: dict[str, Any], param: str, message: str) -> None:
     answer = server.post(CHAT | change, "/v1/chat/completions")
     assert 400 == answer.status_code, answer.text
     error = error_of(answer)
@@ -94,8 +93,8 @@ def test_chats_that_cannot_be(server, change: dict[str, Any], param: str, messag
     assert message in error["message"]
 
 
-def test_what_asks_for_nothing_is_accepted(server) -> None:
-    """Clients send defaults, nulls and names that change nothing."""
+def test_unsupported_options_with_their_default_are_accepted(server) -> None:
+    """Clients send defaults and nulls for options that they do not use."""
     idle = {"user": "me", "metadata": {"a": "b"}, "store": False, "echo": False, "suffix": None}
     idle |= {"best_of": 1, "logit_bias": {}, "seed": None, "stop": None, "n": None}
     assert 200 == server.post(PLAIN | idle).status_code
@@ -118,16 +117,16 @@ def test_what_asks_for_nothing_is_accepted(server) -> None:
     ],
     ids=["broken", "empty", "list", "text", "no utf-8", "surrogate", "deep", "nan", "huge"],
 )
-def test_bodies_that_are_no_request(server, body: bytes, message: str) -> None:
-    """400, whatever was sent; and the server goes on."""
+def test_malformed_bodies_are_400(server, body: bytes, message: str) -> None:
+    """The server stays healthy."""
     answer = server.post(body)
     assert 400 == answer.status_code, answer.text
     assert message in error_of(answer)["message"]
     assert 200 == httpx.get(f"{server.url}/health").status_code
 
 
-def test_wrong_names(server) -> None:
-    """404 for a model and a route that are not there, 405 for a wrong method."""
+def test_unknown_models_routes_and_methods(server) -> None:
+    """404 for an unknown model or route, 405 for a wrong method."""
     openai = pytest.importorskip("openai")
     url = server.url
     other = httpx.post(f"{url}/v1/completions", json=PLAIN | {"model": "gpt-4"})
@@ -143,8 +142,8 @@ def test_wrong_names(server) -> None:
     assert "GET /v1/completions" in error_of(wrong)["message"]
 
 
-def test_limits_have_their_statuses(run_server) -> None:
-    """413 for a body, however it comes."""
+def test_a_body_that_is_too_large_is_413(run_server) -> None:
+    """With a declared length, and in chunks."""
     limits = Limits(max_body_bytes=2000)
     with run_server(limits) as server:
         url = f"{server.url}/v1/completions"
@@ -156,11 +155,10 @@ def test_limits_have_their_statuses(run_server) -> None:
         chunked = httpx.post(url, content=pieces, headers=headers)
         assert (413, "request_too_large") == (chunked.status_code, error_of(chunked)["code"])
         assert 200 == httpx.post(url, json=PLAIN).status_code
-        assert 1 == len(server.watch.added), "what was refused reached the engine"
+        assert 1 == len(server.watch.added), "a refused request reached the engine"
 
 
-def test_a_body_that_does_not_come_is_408(run_server) -> None:
-    """However soon its head was there."""
+def test_an_unfinished_body_is_408(run_server) -> None:
     slow = (
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         b'Content-Length: 100\r\n\r\n{"model": '
@@ -170,8 +168,8 @@ def test_a_body_that_does_not_come_is_408(run_server) -> None:
         assert [] == server.watch.added
 
 
-def test_keys(run_server) -> None:
-    """With API keys only those who have one may ask; health and metrics are open."""
+def test_api_keys_are_required(run_server) -> None:
+    """Health, metrics, version and documentation are open by default."""
     openai = pytest.importorskip("openai")
     with run_server(api_keys=["first", "second"]) as server:
         for key in ("first", "second"):
@@ -191,7 +189,7 @@ def test_keys(run_server) -> None:
 
 
 def test_keys_are_compared_as_utf8(run_server) -> None:
-    """As files and the environment have them; what is no text at all is just wrong."""
+    """A header that is not UTF-8 is compared, too, and does not fail."""
     keys = ["schlüssel", "鍵", "\udcff"]
     with run_server(api_keys=keys) as server:
         for key in ("schlüssel".encode(), "鍵".encode(), b"\xff"):
@@ -202,8 +200,7 @@ def test_keys_are_compared_as_utf8(run_server) -> None:
             assert 401 == httpx.get(f"{server.url}/v1/models", headers=headers).status_code
 
 
-def test_everything_but_health_can_need_a_key(run_server) -> None:
-    """For servers whose counts and documentation are nobody else's business."""
+def test_protects_everything_but_health(run_server) -> None:
     with run_server(api_keys=["key"], protects_everything=True) as server:
         assert 200 == httpx.get(f"{server.url}/health").status_code
         for path in ("metrics", "version", "docs", "redoc", "openapi.json"):
@@ -212,8 +209,7 @@ def test_everything_but_health_can_need_a_key(run_server) -> None:
             assert 200 == httpx.get(f"{server.url}/{path}", headers=headers).status_code
 
 
-def test_limits_and_addresses_are_checked() -> None:
-    """Before anything is loaded."""
+def test_invalid_limits_and_addresses_are_config_errors() -> None:
     with pytest.raises(ConfigError, match="max_concurrent=0"):
         Limits(max_concurrent=0)
     with pytest.raises(ConfigError, match="send_timeout_s"):

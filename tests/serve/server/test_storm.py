@@ -1,6 +1,6 @@
-"""Two hundred clients, a thousand requests of every kind, good and bad, patient and not.
+"""200 clients send 1000 requests: valid, invalid, and some that disconnect early.
 
-Every one ends in an answer or a clear error, and nothing is left behind (the fixture's checks).
+Each ends in an answer or a known error, and the fixture checks that everything is released.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORDS = " ".join(TEXT).split()
 
 pytestmark = [
     pytest.mark.slow,
-    # The client library leaves its generators to the collector where a stream is left early.
+    # OpenAI's client leaves the generator of an abandoned stream to the garbage collector.
     pytest.mark.filterwarnings(
         "ignore:Exception ignored in. <async_generator:pytest.PytestUnraisableExceptionWarning"
     ),
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 def random_request(generator: random.Random) -> dict[str, Any]:
-    """Something a client might ask for, or might better not."""
+    """A random request, sometimes invalid."""
     request: dict[str, Any] = {
         "model": "tiny",
         "prompt": " ".join(generator.choices(WORDS, k=generator.randint(1, 40))),
@@ -67,7 +67,7 @@ def random_request(generator: random.Random) -> dict[str, Any]:
 
 
 async def one(client: Any, generator: random.Random) -> str:
-    """Send one request, perhaps leave early; what came of it."""
+    """Send one request, perhaps disconnect early; return the outcome."""
     import openai
 
     request = random_request(generator)
@@ -96,12 +96,12 @@ async def one(client: Any, generator: random.Random) -> str:
         assert all(choice.finish_reason in ("stop", "length") for choice in answer.choices)
         return "answered"
     except openai.APIStatusError as error:
-        # Only an error of OpenAI's shape has a type of its own.
-        return str(error.status_code) if error.type else f"{error.status_code} in no known shape"
+        # Only an error of OpenAI's shape has a `type`.
+        return str(error.status_code) if error.type else f"{error.status_code} of unknown shape"
 
 
 def test_a_thousand_requests(run_server) -> None:
-    """Everybody is dealt with, most are answered, and one more is served."""
+    """Each request ends as expected; the server then answers another one."""
     openai = pytest.importorskip("openai")
 
     async def client(server: Any, number: int) -> Counter[str]:
@@ -118,8 +118,8 @@ def test_a_thousand_requests(run_server) -> None:
         return found
 
     with run_server(Limits(max_concurrent=64, max_queued=1000, max_priority=3)) as server:
-        # Streams that were left are finalised by who collects garbage, and are to be by the loop
-        # that they are of: else what fails in it keeps frames of the engine's thread.
+        # A collection in the engine's thread would finalise abandoned streams there, and their
+        # errors would keep that thread's frames. The streams belong to the loop of this thread.
         gc.disable()
         try:
             found = asyncio.run(everybody(server))

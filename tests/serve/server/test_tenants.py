@@ -16,7 +16,7 @@ PROMPT = " ".join(TEXT) * 4
 
 
 def cached(server: Any, key: str, path: str = "completions", **options: Any) -> int:
-    """How much of a prompt is reported as cached to a client with this key."""
+    """The number of cached prompt tokens that an answer reports to a client with this key."""
     prompt: dict[str, Any] = {"prompt": PROMPT}
     if path == "chat/completions":
         prompt = {"messages": [{"role": "user", "content": PROMPT}]}
@@ -27,8 +27,8 @@ def cached(server: Any, key: str, path: str = "completions", **options: Any) -> 
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_a_key_finds_what_it_has_sent(run_server: Any, path: str) -> None:
-    """Nobody learns from `cached_tokens` what was sent with another key or another salt."""
+def test_prefixes_are_cached_per_key_and_salt(run_server: Any, path: str) -> None:
+    """`cached_tokens` does not reveal prompts of another key or salt."""
     with run_server(api_keys=KEYS) as server:
         askers = [(key, salt) for key in KEYS for salt in (None, "salt", "pepper")]
         for is_known in (False, True):
@@ -37,8 +37,7 @@ def test_a_key_finds_what_it_has_sent(run_server: Any, path: str) -> None:
                 assert is_known == bool(found), (key, salt)
 
 
-def test_keys_can_share_their_prefixes(run_server: Any) -> None:
-    """Then salts alone separate."""
+def test_share_prefixes_leaves_salts_apart(run_server: Any) -> None:
     with run_server(api_keys=KEYS, share_prefixes=True) as server:
         assert 0 == cached(server, ALICE)
         assert cached(server, BOB)
@@ -46,8 +45,8 @@ def test_keys_can_share_their_prefixes(run_server: Any) -> None:
         assert cached(server, BOB, cache_salt="salt")
 
 
-def test_salts_need_no_keys(server: Any) -> None:
-    """A server without keys has one tenant for each salt; an empty one is refused, as by vLLM."""
+def test_salts_separate_prefixes_without_keys(server: Any) -> None:
+    """An empty or malformed salt is refused, as by vLLM."""
     salt = secrets.token_hex()
     assert [0, 0] == [cached(server, "any", cache_salt=salt + each) for each in "ab"]
     assert cached(server, "any", cache_salt=salt + "a")
@@ -57,7 +56,7 @@ def test_salts_need_no_keys(server: Any) -> None:
 
 
 def test_a_tenant_is_a_digest() -> None:
-    """Different for each pair of key and salt; no key goes beyond the server's front."""
+    """Each pair of key and salt has its own tenant, which does not contain the key."""
     keys = ApiKeys(KEYS)
     digests = [keys.digest_of(f"Bearer {key}".encode()) for key in KEYS]
     pairs = [(digest, salt) for digest in (b"", *digests) for salt in (None, "a", "b", "\ud800")]

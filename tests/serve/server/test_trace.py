@@ -1,4 +1,4 @@
-"""A trace opens in a browser whatever became of the process that wrote it."""
+"""A trace opens in a browser, also if its process ended early or could not write it all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vmkv.units import MiB
 
 
 def run_engine(trace: ChromeTrace, num_requests: int = 3) -> None:
-    """Some requests, observed."""
+    """Run some requests on an engine with this trace."""
     engine = Engine(
         tiny_llama(),
         tokenizer=tiny_tokenizer(),
@@ -36,8 +36,7 @@ def run_engine(trace: ChromeTrace, num_requests: int = 3) -> None:
         engine.close()
 
 
-def test_steps_and_requests_are_drawn(tmp_path: Path) -> None:
-    """Bars for each step and its parts, one for each request, curves for memory."""
+def test_a_trace_has_steps_requests_and_memory(tmp_path: Path) -> None:
     trace = ChromeTrace(tmp_path / "trace.json")
     run_engine(trace)
     trace.close()
@@ -62,8 +61,8 @@ def test_steps_and_requests_are_drawn(tmp_path: Path) -> None:
     assert [each for each in events if each["ph"] == "C" and each["name"] == "memory_bytes"]
 
 
-def test_an_unfinished_trace_opens(tmp_path: Path) -> None:
-    """What has reached the file is an array without its end, as the format allows."""
+def test_an_unfinished_trace_is_readable(tmp_path: Path) -> None:
+    """The file is a JSON array without its closing bracket, which the format allows."""
     trace = ChromeTrace(tmp_path / "trace.json")
     run_engine(trace)
     text = (tmp_path / "trace.json").read_text()
@@ -72,8 +71,8 @@ def test_an_unfinished_trace_opens(tmp_path: Path) -> None:
     trace.close()
 
 
-def test_a_trace_ends_at_its_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is complete then, and the engine goes on."""
+def test_a_trace_ends_at_max_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The file is complete then, and the engine continues."""
     trace = ChromeTrace(tmp_path / "trace.json", max_bytes=2000)
     with caplog.at_level(logging.WARNING):
         run_engine(trace)
@@ -83,8 +82,7 @@ def test_a_trace_ends_at_its_size(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     trace.close()
 
 
-def test_a_full_disk_ends_the_trace_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """The engine's requests are served all the same."""
+def test_a_full_disk_ends_the_trace_but_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     trace = ChromeTrace("/dev/full")
     with caplog.at_level(logging.WARNING):
         run_engine(trace, num_requests=40)
@@ -93,7 +91,6 @@ def test_a_full_disk_ends_the_trace_alone(caplog: pytest.LogCaptureFixture) -> N
     assert "No space left" in caplog.text
 
 
-def test_a_trace_needs_its_folder(tmp_path: Path) -> None:
-    """Said before anything is loaded."""
+def test_a_trace_in_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write a trace to"):
         ChromeTrace(tmp_path / "nowhere" / "trace.json")
