@@ -234,8 +234,10 @@ def test_close_waits_for_the_device(make_cache: MakeCache, host: HostBackend) ->
     cache = make_cache()
     cache.open().append(40)
     host.hold_fences()
+    passed = host.last_passed_fence
     cache.close()
     assert 0 == host.usage().num_mappings
+    assert host.last_passed_fence > passed
     host.pass_fences()
 
 

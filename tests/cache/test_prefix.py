@@ -187,9 +187,10 @@ def test_parked_row_that_holds_much_more_is_aliased_instead(cache: KVCache) -> N
 def test_parked_row_whose_boundary_is_shared_is_aliased_instead(cache: KVCache) -> None:
     """After an adoption the first append would have to copy."""
     source = _say(cache, range(64))
-    fork = source.fork()
+    fork, parked = source.fork(), source.row
     source.close()
     hit = cache.open(prompt=[*range(40), 999])
+    assert parked != hit.row
     append(hit, [999])
     assert_holds(hit, [*range(32), 999])
     assert_holds(fork, range(64))

@@ -8,9 +8,18 @@ import pytest
 import torch
 from helpers.stamps import append, assert_holds
 
-from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError
+from vmkv import (
+    ClosedError,
+    ConfigError,
+    ExtentPool,
+    HostBackend,
+    KVCache,
+    OutOfPagesError,
+    Sequence,
+)
 from vmkv.core.backend import MemoryLocation
 from vmkv.core.cache.cost import CostModel
+from vmkv.core.memory.page_table import Mapping
 from vmkv.units import KiB, MiB
 
 PAGE = 4 * KiB
@@ -29,6 +38,11 @@ def cache(host: HostBackend, make_cache: MakeCache) -> KVCache:
 
 def _host_bytes(cache: KVCache) -> int:
     return cache.pool.stats(MemoryLocation.HOST).resident_bytes
+
+
+def _mappings(sequence: Sequence) -> list[Mapping]:
+    groups = sequence.cache.groups
+    return [each for group in groups for each in group.table.rows[sequence.row].mappings]
 
 
 # ---- out and in ---------------------------------------------------------------------------
@@ -227,7 +241,10 @@ def test_spill_leaves_written_and_shared_extents(cache: KVCache) -> None:
     assert 0 == sequence.spill(10 * PAGE)
     append(sequence, range(3, 64))
     fork = sequence.fork(64)
-    assert 0 == sequence.spill(PAGE) or not sequence.cache.groups[0].table.rows[0].shared_end_page
+    shared = [each.extent for each in _mappings(sequence) if each.extent.is_shared]
+    assert shared
+    sequence.spill(10 * PAGE)
+    assert shared == [each.extent for each in _mappings(sequence) if each.extent.is_shared]
     assert_holds(fork, range(64))
 
 

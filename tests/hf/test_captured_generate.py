@@ -316,13 +316,9 @@ def test_a_captured_step_stores_the_same_fp8_bytes_as_an_eager_step(
     tokens = generate(plain, inputs, expected)
     assert tokens.tolist() == generate(model, inputs, actual).tolist()
     assert NEW_TOKENS - 1 == capture.num_steps
-    first = (0, 0)  # Keys and values.
-    for layer in first:
-        for theirs, ours in (
-            (expected.layers[layer].keys, actual.layers[layer].keys),
-            (expected.layers[layer].values, actual.layers[layer].values),
-        ):
-            assert torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8))
+    for name in ("keys", "values"):
+        theirs, ours = (getattr(each.layers[0], name) for each in (expected, actual))
+        assert torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8))
 
 
 # ---- arguments of the caller ------------------------------------------------------------------

@@ -88,7 +88,9 @@ def test_acquisition_waits_for_a_closed_table(host: HostBackend, make_pool: Make
     table = table_of(pool, 2)
     host.hold_fences()
     pool.reclaimer.close_soon(table.close_behind)
+    passed = host.last_passed_fence
     pool.disown(pool.acquire_or_evict([2]))
+    assert host.last_passed_fence > passed
 
 
 @pytest.mark.parametrize("again", [lambda pool: pool.trim(), lambda pool: pool.make_room(PAGE)])

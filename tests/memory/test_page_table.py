@@ -94,8 +94,10 @@ def test_close_waits_for_the_device(host: HostBackend, make_pool: MakePool) -> N
     table = PageTable(pool, num_rows=1, row_pages=8)
     _map(table, 0, 2)
     host.hold_fences()
+    passed = host.last_passed_fence
     table.close(lambda: False)
     assert 0 == host.usage().num_mappings
+    assert host.last_passed_fence > passed
     assert host.record_fence().has_passed() is False  # The device is still busy.
     host.pass_fences()
 

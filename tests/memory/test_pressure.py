@@ -179,7 +179,9 @@ def test_make_room_waits_for_retired_memory_before_it_evicts(
     rows.live = {0}
     host.hold_fences()
     rows._retire(0, 2)
+    passed = host.last_passed_fence
     pool.make_room(2 * PAGE)
+    assert host.last_passed_fence > passed
     host.pass_fences()
     assert [2, 4] == rows.num_pages
 
