@@ -40,7 +40,7 @@ QUESTIONS = {
     ),
     "fp8": (
         "Which city is the capital of Japan?",
-        "What is the boiling point of water?",
+        "Explain what a cache is in one sentence.",
         "Which ocean is the largest?",
         "Who painted the Mona Lisa?",
     ),
