@@ -169,14 +169,6 @@ class Detokenizer:
         self._taken = text[: max(0, len(text) - num_waiting)]
 
 
-def detokenizer_of(
-    tokenizer: Any, prompt_token_ids: Sequence[int], params: SamplingParams
-) -> Detokenizer | None:
-    """Return a detokenizer, or None if no text can be had or is wanted."""
-    has_text = tokenizer is not None and params.detokenize
-    return Detokenizer(tokenizer, prompt_token_ids, params) if has_text else None
-
-
 def _without_incomplete(text: str) -> str:
     """Remove trailing replacement characters that may still become a character."""
     num_replaced = len(text) - len(text.rstrip(_REPLACEMENT))

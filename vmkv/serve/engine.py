@@ -27,12 +27,11 @@ from ..errors import CapacityError, ClosedError, ConfigError, DriverError
 from ..interrupts import uninterrupted
 from ..options import EngineOptions
 from ..units import GiB, format_bytes
-from .detokenize import detokenizer_of
 from .memory_view import MemoryView, open_rows, pool_beside
 from .observer import EngineObserver, FirstToken, Idle, RequestAdded, RequestRecord
 from .params import SamplingParams
 from .prompts import check_tenant, check_text, end_tokens, packed_prompt, resolve, vocabulary_sizes
-from .request import FinishReason, Request, RequestHandle, RequestOutput
+from .request import FinishReason, Request, RequestHandle, RequestOutput, detokenizer_of
 from .runner import make_runner
 from .scheduler import PreemptionCosts, Scheduler
 from .step_loop import Ended, Sampled, StepLoop

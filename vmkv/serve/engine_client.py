@@ -19,11 +19,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ClosedError
-from .detokenize import detokenizer_of
 from .engine_loop import FAILED_STEPS_MAX, Add, Cancel, Command, Finish, News, Stop, Update
 from .params import SamplingParams
 from .prompts import check_tenant, check_text, token_ids_of
-from .request import FinishReason, Request, RequestHandle, RequestOutput
+from .request import FinishReason, Request, RequestHandle, RequestOutput, detokenizer_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

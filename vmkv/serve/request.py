@@ -268,3 +268,11 @@ def _completion(index: int, request: Request) -> CompletionOutput:
         finish_reason=reason,
         stop_reason=request.stop_reason if reason is not None else None,
     )
+
+
+def detokenizer_of(
+    tokenizer: Any, prompt_token_ids: Sequence[int], params: SamplingParams
+) -> Detokenizer | None:
+    """Return a detokenizer, or None if no text can be had or is wanted."""
+    has_text = tokenizer is not None and params.detokenize
+    return Detokenizer(tokenizer, prompt_token_ids, params) if has_text else None
