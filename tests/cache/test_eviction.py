@@ -53,9 +53,8 @@ def test_least_recently_used_row_is_evicted_first(make_cache: MakeCache) -> None
         tokens.close()
     live = cache.open(row=3)
     append(live, range(5000, 5000 + 4 * 8))
-    assert [64, 80, 80] == [
-        _found(cache, each) for each in said
-    ]  # Of 16 + 4 pages the 4 were evicted.
+    # Of 16 + 4 pages the 4 were evicted.
+    assert [64, 80, 80] == [_found(cache, each) for each in said]
     assert [16, 20, 20] == [cache.groups[0].table.rows[row].num_pages for row in range(3)]
     append(live, range(5100, 5100 + 4 * 16))
     assert [0, 80, 80] == [_found(cache, each) for each in said]

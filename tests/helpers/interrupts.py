@@ -80,9 +80,8 @@ def interrupted(
         if num_calls >= 0:
             return None
         caller: FrameType | None = frame
-        while (
-            caller is not None and caller.f_trace is None
-        ):  # Trace the callers after this call returns.
+        # Trace the callers after this call returns.
+        while caller is not None and caller.f_trace is None:
             if is_counted(caller.f_code):
                 caller.f_trace, caller.f_trace_opcodes = trace_opcode, True
             caller = caller.f_back

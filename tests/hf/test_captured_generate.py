@@ -502,9 +502,8 @@ def test_a_model_whose_proof_fails_runs_eagerly_with_one_warning(
     model, capture = captured()
     layer = model.model.layers[1].mlp
     before = layer.forward
-    layer.forward = lambda hidden: (
-        before(hidden) + hidden.mean(1, keepdim=True)
-    )  # Mixes tokens of a batch.
+    # Mixes tokens of a batch.
+    layer.forward = lambda hidden: before(hidden) + hidden.mean(1, keepdim=True)
     plain = copy.deepcopy(tiny_model("llama"))
     other = plain.model.layers[1].mlp
     original = other.forward

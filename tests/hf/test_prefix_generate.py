@@ -134,9 +134,8 @@ def test_sharing_saves_memory(name: str, new_cache: NewCache) -> None:
     """The system prompt is resident once, because its extents are mapped into each row."""
     model = tiny_model(name)
     expected = [_alone(model, prompt) for prompt in PROMPTS]
-    cost = vmkv.CostModel(
-        map_us=0.0, unmap_us=0.0
-    )  # Makes aliases of one page cheaper than copies.
+    # Makes aliases of one page cheaper than copies.
+    cost = vmkv.CostModel(map_us=0.0, unmap_us=0.0)
     most = {}
     for prefix_caching in (True, False):
         cache = new_cache(model)
@@ -190,9 +189,8 @@ def test_repeated_calls_compute_the_system_prompt_once(name: str, new_cache: New
         with _passes(model) as sizes:
             assert expected == _generate(model, prompts, cache=cache)
         num_passes, num_found = len(sizes) - (NEW_TOKENS - 1), 4 * SHARED_TOKENS
-        if (
-            cache.has_windows and num_passes == 2
-        ):  # The windows have passed the end of the system prompt.
+        if cache.has_windows and num_passes == 2:
+            # The windows have passed the end of the system prompt.
             num_found = 3 * SHARED_TOKENS
         else:
             assert num_passes == 1

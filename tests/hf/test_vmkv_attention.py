@@ -430,9 +430,8 @@ def test_overlays_fall_back_to_the_right_numbers(
             assert mask.ndim == 4
             out[attention] = forward(model, ids, cache, mask)
             plain = forward(model, ids, dynamic_cache(model.config))
-        assert not torch.allclose(
-            out[attention], plain, atol=1e-2
-        )  # The overlay changes the output.
+        # The overlay changes the output.
+        assert not torch.allclose(out[attention], plain, atol=1e-2)
     torch.testing.assert_close(out["vmkv"], out["eager"], rtol=1e-4, atol=1e-4)
     assert not spy.batches
 

@@ -79,6 +79,19 @@ def test_a_backend_can_be_interrupted_at_any_offset() -> None:
             break
 
 
+def test_copies_and_fills_can_be_interrupted_at_any_offset() -> None:
+    """The lock of the books is released: a long copy may be interrupted between its parts."""
+    host = HostBackend(PAGE)
+    at, handle = host.address_reserve(PAGE), host.mem_create(PAGE)
+    host.execute([MapOp(at, PAGE, handle), AccessOp(at, PAGE, Access.READ_WRITE)])
+    for use in (lambda: host.fill(at, 64, 1, 0), lambda: host.copy(at, Address(at + 64), 64, 0)):
+        for offset in itertools.count():
+            is_sent, _ = interrupted(use, offset, names={"fill", "copy_many", "_submit"})
+            assert not host._lock.locked(), f"after SIGINT at offset {offset}"
+            if not is_sent:
+                break
+
+
 def test_an_exception_within_a_batch_leaves_the_books_true(monkeypatch: pytest.MonkeyPatch) -> None:
     """No mapping is booked that the driver was not given."""
     state = FaultyCache(HostBackend(PAGE), window_tokens=40)  # type: ignore[arg-type]

@@ -91,11 +91,8 @@ def _serve_and_stop_a_rank() -> None:
         handle = engine.add([5, 6, 7], SamplingParams(max_tokens=190))
         for _ in range(5):
             engine.step()
-        for group in (
-            dist.group.WORLD,
-            engine._ranks._agreement,
-            engine._ranks._control,
-        ):  # The start needs the longer time limit.
+        # The start needs the longer time limit.
+        for group in (dist.group.WORLD, engine._ranks._agreement, engine._ranks._control):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
         (other,) = multiprocessing.active_children()
         os.kill(other.pid, signal.SIGSTOP)

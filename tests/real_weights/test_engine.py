@@ -78,9 +78,8 @@ def test_requests_that_are_swapped_out(real: Any, prompts: list[list[int]]) -> N
         budget_bytes=7 * MiB * real.stored_bytes // 4,
         host_budget_bytes=32 * MiB,
         prefix_caching=False,
-        preemption_costs=PreemptionCosts(
-            flops_per_s=1.0
-        ),  # Makes swapping cheaper than recomputation.
+        # Makes swapping cheaper than recomputation.
+        preemption_costs=PreemptionCosts(flops_per_s=1.0),
     ) as engine:
         assert expected == _tokens(engine, prompts)
         assert engine.cache.stats().sharing.swapped_in_bytes > 0

@@ -219,13 +219,21 @@ class ReleasesSlowly(HostBackend):
         super().mem_release(handle)
 
 
+SlowRelease = tuple[ReleasesSlowly, Watch, Engine]
+
+
+@pytest.fixture
+def slow_release(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> SlowRelease:
+    monkeypatch.setattr(engine_module, "_SLICE_BYTES", 4 * KiB)
+    backend, watch = ReleasesSlowly(4 * KiB), Watch()
+    return backend, watch, make_engine(backend=backend, observer=watch, watermark_bytes=0)
+
+
 def test_a_request_interrupts_the_release_of_memory(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    slow_release: SlowRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest is released after the request."""
-    monkeypatch.setattr(engine_module, "_SLICE_BYTES", 8 * KiB)
-    backend, watch = ReleasesSlowly(4 * KiB), Watch()
-    engine = make_engine(backend=backend, observer=watch, watermark_bytes=0)
+    backend, watch, engine = slow_release
     bytes_at_start = []
 
     async def main() -> None:
@@ -267,13 +275,9 @@ def test_a_request_interrupts_the_release_of_memory(
     assert bytes_at_start[0] > 80 * KiB
 
 
-def test_other_commands_do_not_end_the_release_of_memory(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_commands_do_not_end_the_release_of_memory(slow_release: SlowRelease) -> None:
     """After a command without a request, the release continues."""
-    monkeypatch.setattr(engine_module, "_SLICE_BYTES", 8 * KiB)
-    backend, watch = ReleasesSlowly(4 * KiB), Watch()
-    engine = make_engine(backend=backend, observer=watch, watermark_bytes=0)
+    backend, watch, engine = slow_release
 
     async def main() -> None:
         it = AsyncEngine(engine)
@@ -286,13 +290,9 @@ def test_other_commands_do_not_end_the_release_of_memory(
     run(main())
 
 
-def test_shutdown_does_not_wait_for_the_release_of_memory(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shutdown_does_not_wait_for_the_release_of_memory(slow_release: SlowRelease) -> None:
     """Closing the engine releases everything anyway."""
-    monkeypatch.setattr(engine_module, "_SLICE_BYTES", 4 * KiB)
-    backend, watch = ReleasesSlowly(4 * KiB), Watch()
-    engine = make_engine(backend=backend, observer=watch, watermark_bytes=0)
+    backend, watch, engine = slow_release
 
     async def main() -> None:
         it = AsyncEngine(engine)
