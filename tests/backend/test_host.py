@@ -159,27 +159,55 @@ _SET_ACCESS = ctypes.CFUNCTYPE(
 )
 
 
-def test_host_keeps_its_books_when_the_kernel_refuses_an_unmap(host: HostBackend) -> None:
-    """Of three unmaps the second fails: the first is gone, the others are still booked."""
+@pytest.fixture
+def released(host: HostBackend) -> list[UnmapOp]:
+    """The unmaps of three pages side by side, whose handles are released."""
     page = host.granularity_bytes
     address = host.address_reserve(3 * page)
-    for at in range(3):
+    ops = [UnmapOp(Address(address + at * page), page) for at in range(3)]
+    for op in ops:
         handle = host.mem_create(page)
-        host.mem_map(Address(address + at * page), page, handle)
+        host.mem_map(op.address, page, handle)
         host.mem_release(handle)
+    return ops
+
+
+def test_host_keeps_its_books_when_the_kernel_refuses_an_unmap(
+    host: HostBackend, released: list[UnmapOp]
+) -> None:
+    """Of three unmaps the second fails: the first is gone, the others are still booked."""
+    ops, (address, page) = released, released[0]
     real_calls = host._native_calls
     real_unmap = _UNMAP(real_calls.unmap)
     stubborn = _UNMAP(
         lambda at, size: errno.ENOMEM if at == address + page else real_unmap(at, size)
     )
     host._native_calls = real_calls._replace(unmap=ctypes.cast(stubborn, ctypes.c_void_p).value)
-    ops = [UnmapOp(Address(address + at * page), page) for at in range(3)]
     with pytest.raises(HostDriverError) as caught:
         host.execute(ops)
     host._native_calls = real_calls
     assert (1, True) == (caught.value.num_done, caught.value.is_out_of_memory)
     assert (2, 2 * page) == (host.usage().num_mappings, host.usage().physical_bytes)
     host.execute(ops[1:])
+    host.address_free(address, 3 * page)
+
+
+def test_host_keeps_its_books_when_unmapped_memory_cannot_be_freed(
+    host: HostBackend, released: list[UnmapOp], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All three mappings are gone; the handles are live and can be released again."""
+
+    def refuse(_: object) -> None:
+        raise HostDriverError("mem_release", errno.EIO, "EIO", "")
+
+    address, page = released[0]
+    monkeypatch.setattr(host, "_free", refuse)
+    with pytest.raises(HostDriverError, match="EIO"):
+        host.execute(released)
+    monkeypatch.undo()
+    assert (0, 3 * page) == (host.usage().num_mappings, host.usage().physical_bytes)
+    for handle in list(host._books.allocations):
+        host.mem_release(handle)
     host.address_free(address, 3 * page)
 
 

@@ -29,6 +29,7 @@ from vmkv.errors import CapacityError, ClosedError, DriverError
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
 
 _MAPS = {"mem_create", "mem_map", "mem_set_access"}
+_WITH_HOST: dict[str, Any] = {"window_tokens": 40, "host_budget_bytes": 256 * PAGE}
 _EXCHANGES = {"record_fence", "mem_unmap", "mem_map", "mem_set_access"}
 Prepared = Callable[[], object] | Scenario
 #: By name: a maker of the operation's scenario, and the primitives that it must call.
@@ -328,15 +329,7 @@ def _make_ready(state: FaultyCache) -> Prepared:
     return lambda: make_ready(state.cache, [(sequence, 40)], 16, wait=True)
 
 
-@operation(
-    "mem_create",
-    "join_streams",
-    "stream_wait",
-    "copy",
-    *_EXCHANGES,
-    window_tokens=40,
-    host_budget_bytes=256 * PAGE,
-)
+@operation("mem_create", "join_streams", "stream_wait", "copy", *_EXCHANGES, **_WITH_HOST)
 def _swap_out_and_in(state: FaultyCache) -> Prepared:
     """A failure leaves the sequence whole, in device or in host memory."""
     sequence = state.begin(150)
@@ -360,21 +353,13 @@ def _swap_out_and_in(state: FaultyCache) -> Prepared:
     return Scenario(there_and_back, observe, state.cache.check, state.close_cache)
 
 
-@operation(
-    "mem_create",
-    "join_streams",
-    "copy",
-    "address_reserve",
-    *_EXCHANGES,
-    window_tokens=40,
-    host_budget_bytes=256 * PAGE,
-)
+@operation("mem_create", "join_streams", "copy", "address_reserve", *_EXCHANGES, **_WITH_HOST)
 def _spill(state: FaultyCache) -> Prepared:
     sequence = state.begin(150)
     return lambda: sequence.spill(20 * PAGE)
 
 
-@operation("copy", *_EXCHANGES, window_tokens=40, host_budget_bytes=256 * PAGE)
+@operation("copy", *_EXCHANGES, **_WITH_HOST)
 def _unspill(state: FaultyCache) -> Prepared:
     sequence = state.begin(150)
     sequence.spill(20 * PAGE)

@@ -38,8 +38,8 @@ _THREADS = 128
 _WORDS = Struct("=23q")
 _FP8_CAPABILITY = (8, 9)
 
-# What the kernels share. Conversion saturates at the largest float8 value. A thread takes COUNT
-# numbers at a time, after NUMBERS, or a VECTOR of bytes.
+# The beginning of every kernel's source. Conversion saturates at the largest float8 value. A thread
+# moves one VECTOR of bytes at a time or, where NUMBERS stands before, COUNT numbers.
 _ROWS = r"""
 typedef long long word;
 

@@ -122,12 +122,13 @@ def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
 class Request:
     """A sample of a prompt, as the engine tracks it. Changed by the engine's thread only.
 
-    A client has its own of each sample, with the output that was not taken yet.
+    A client of the engine keeps a `Request` of its own for each sample, with the output that its
+    reader has not taken yet.
 
-    `request_id` ascends in order of arrival. `leader` is the first sample of the same prompt, None
-    for that one itself. `prompt_token_ids` are packed (see `packed_prompt`)
-    and `params` resolved. `detokenizer` makes `texts`, if they are wanted. `rank` is the place in
-    the schedule, smallest first, and never changes.
+    `request_id` ascends in order of arrival. `leader` is the first sample of the same prompt; the
+    first sample has None. `prompt_token_ids` are packed (see `packed_prompt`) and `params`
+    resolved. `detokenizer` makes `texts`, if they are wanted. `rank` is the place in the schedule,
+    smallest first, and never changes.
     `num_computed` counts tokens whose keys and values are computed, or will be by submitted steps;
     `num_unread` counts sampled tokens that were not read; `is_on_device` is whether its slot holds
     the last token, `is_set` whether it holds its parameters. Times are `time.perf_counter`, 0.0

@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from struct import Struct
 from typing import NamedTuple
 
@@ -170,7 +170,7 @@ class Books:
         return starts if cursor == end else []
 
     def note_unmapped(self, address: Address, num_bytes: int) -> list[Handle]:
-        """Book an unmap; returns the released handles that have no mapping left."""
+        """Book an unmap; returns released handles without a mapping, which are live until freed."""
         gone: list[Handle] = []
         for start in self._whole_mappings(address, num_bytes):
             handle = self._mappings.pop(start).handle
@@ -178,6 +178,7 @@ class Books:
             allocation = self.allocations[handle]
             allocation.num_mappings -= 1
             if allocation.is_released and not allocation.num_mappings:
+                allocation.is_released = False
                 gone.append(handle)
         return gone
 
@@ -273,13 +274,13 @@ class BookedBackend(Backend):
             )
             for op in ops[: num_done + 1]:
                 self.calls[PRIMITIVES[type(op)]] += 1
-            for op in ops[:num_done] if leaving else ():
-                if isinstance(op, UnmapOp):
-                    for handle in books.note_unmapped(op.address, op.num_bytes):
-                        self._forget(handle)
+            self._unnote(ops[num_done:num_legal])
+            unmapped = [op for op in ops[:num_done] if isinstance(op, UnmapOp)] if leaving else []
+            gone = [books.note_unmapped(op.address, op.num_bytes) for op in unmapped]
+            for handle in chain.from_iterable(gone):  # Last, because the driver may refuse.
+                self._forget(handle)
             if not status:
                 return num_done, refusal
-            self._unnote(ops[num_done:num_legal])
             failed = ops[num_done]
             return num_done, self._error(PRIMITIVES[type(failed)], status, f"{failed}")
 
@@ -371,7 +372,7 @@ class BookedBackend(Backend):
             allocation.is_released = True
 
     def _forget(self, handle: Handle) -> None:
-        """Free the memory of a handle that is released and mapped nowhere. Locked."""
+        """Free the memory of a live handle without a mapping; on failure it stays live. Locked."""
         self._free(self._books.allocations[handle])
         del self._books.allocations[handle]
 
