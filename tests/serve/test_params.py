@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vmkv import ConfigError
 from vmkv.serve import SamplingParams
+from vmkv.serve.params import StructuredOutputs
 
 
 @pytest.mark.parametrize(
@@ -31,6 +35,7 @@ from vmkv.serve import SamplingParams
         {"stop": ["a", ""]},
         {"stop_token_ids": [-1]},
         {"logits_processors": [3]},
+        {"structured_outputs": {"regex": "a"}},
     ],
     ids=str,
 )
@@ -68,3 +73,31 @@ def test_invalid_sequences_are_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name) as raised:
         SamplingParams(**{name: value})
     assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({}, "exactly one .* not none"),
+        ({"json_object": False}, "exactly one .* not none"),
+        ({"json": "{}", "regex": "a"}, "exactly one .* not json and regex"),
+        ({"json": {"const": object()}}, "json is no JSON"),
+        ({"json": 3}, "json=3 must be a text"),
+        ({"json_object": "yes"}, "json_object='yes' must be true or false"),
+        ({"regex": ["a"]}, "regex=.* must be a text"),
+        ({"choice": "ab"}, "choice='ab' must be a list"),
+        ({"choice": []}, "choice=.* must be a list of non-empty texts"),
+        ({"choice": ["a", ""]}, "choice=.* must be a list of non-empty texts"),
+    ],
+    ids=str,
+)
+def test_invalid_structured_outputs_are_refused(given: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=f"structured_outputs.*{complaint}"):
+        StructuredOutputs(**given)
+
+
+def test_structured_outputs_can_be_keys() -> None:
+    """Compiled grammars are found by them: a schema is kept as text, and choices as a tuple."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    assert StructuredOutputs(json=schema) in {StructuredOutputs(json=json.dumps(schema))}
+    assert StructuredOutputs(choice=["a", "b"]) in {StructuredOutputs(choice=("a", "b"))}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from json import dumps
 from typing import Any
 
 from ..errors import ConfigError, shown
@@ -16,6 +17,61 @@ _SAMPLES_MAX = 1024
 #: Largest integer on the device, int64; seeds are 64 bits, too.
 _INTEGER_MAX = 2**63 - 1
 _FLOAT_MAX = sys.float_info.max
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """Form that the output must have; exactly one attribute is given.
+
+    The model's end-of-sequence tokens are chosen only where the output is complete. An output that
+    is cut by `max_tokens`, a stop text or a stop token of the request is incomplete.
+
+    Attributes:
+        json: JSON schema, as text or as a mapping, which is kept as text.
+        json_object: Whether the output is any JSON object.
+        regex: Regular expression of the whole output, in the syntax of Rust's `regex`.
+        grammar: Grammar in llguidance's dialect of Lark.
+        choice: Texts of which the output is one.
+
+    Raises:
+        ConfigError: None or several are given, or one has a wrong type. Grammars are compiled, and
+            refused, by `Engine.add`.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        given = [
+            each.name for each in fields(self) if getattr(self, each.name) not in (None, False)
+        ]
+        if len(given) != 1:
+            names = " and ".join(given) or "none"
+            raise ConfigError(
+                "structured_outputs needs exactly one of json, json_object, regex, grammar and "
+                f"choice, not {names}"
+            )
+        (name,), value = given, getattr(self, given[0])
+        if name == "json" and isinstance(value, Mapping):
+            try:
+                object.__setattr__(self, "json", dumps(dict(value)))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(f"structured_outputs: json is no JSON: {error}") from error
+        elif name == "choice":
+            choice = () if isinstance(value, str) else _tuple("structured_outputs: choice", value)
+            if not choice or not all(isinstance(each, str) and each for each in choice):
+                raise ConfigError(
+                    f"structured_outputs: choice={shown(value)} must be a list of non-empty texts"
+                )
+            object.__setattr__(self, "choice", choice)
+        elif not isinstance(value, bool if name == "json_object" else str):
+            raise ConfigError(
+                f"structured_outputs: {name}={shown(value)} must be "
+                + ("true or false" if name == "json_object" else "a text")
+            )
 
 
 @dataclass(frozen=True)
@@ -43,6 +99,7 @@ class SamplingParams:
             0 for that alone, None for none.
         skip_special_tokens: Whether the text leaves out special tokens.
         detokenize: Whether to produce text; required for stop texts.
+        structured_outputs: Form that the output must have; needs a fast tokenizer and llguidance.
         logits_processors: transformers' logits processors, called as `processor(input_ids, scores)`
             with `[1, T]` of this request and `[1, vocabulary]`. Not shared with other requests;
             with processors, the host waits for every token.
@@ -69,6 +126,7 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputs | None = None
     logits_processors: Sequence[Callable[..., Any]] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -85,6 +143,10 @@ class SamplingParams:
             raise ConfigError("detokenize=False leaves no text to find stop texts in")
         if not all(_is_integer(each) and 0 <= each <= _INTEGER_MAX for each in self.stop_token_ids):
             raise ConfigError(f"stop_token_ids={shown(self.stop_token_ids)} must be token ids")
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise ConfigError(
+                f"structured_outputs={shown(self.structured_outputs)} must be StructuredOutputs"
+            )
         if not all(callable(each) for each in self.logits_processors):
             raise ConfigError("logits_processors must be callable as processor(input_ids, scores)")
 
