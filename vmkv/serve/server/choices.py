@@ -140,6 +140,7 @@ class Form:
             **self._text(delta, is_chunk),
             "logprobs": self.logprobs(delta),
             "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,  # As in vLLM.
         }
 
     def logprobs(self, delta: CompletionOutput) -> dict[str, Any] | None:

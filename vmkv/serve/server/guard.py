@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import re
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +27,8 @@ from .errors import ApiError, api_error, draining
 if TYPE_CHECKING:
     from .service import Service
 
+#: Pattern of a client's name for a request: a log and a header show it.
+REQUEST_ID = r"^[!-~]{1,256}$"
 #: nginx's status for a client that closed its connection; seen in the metrics only.
 _CLIENT_GONE = 499
 #: Paths without a key; every other path, existing or not, needs one.
@@ -100,8 +104,9 @@ def _digest(key: bytes) -> bytes:
 class Guard:
     """ASGI middleware that checks API keys, bounds the time to send, and counts responses.
 
-    Sets `request.state.api_key` to the digest of the client's key. Errors of every request become
-    responses here.
+    Sets `request.state.api_key` to the digest of the client's key, and `request_id` to its
+    `X-Request-Id`, or to an identifier that is made here; the response has the same header. Errors
+    of every request become responses here.
     """
 
     def __init__(self, app: ASGIApp, *, service: Service, options: ServerOptions):
@@ -117,11 +122,17 @@ class Guard:
             await self._app(scope, receive, send)
             return
         status: int | None = None
+        state = scope.setdefault("state", {})
+        given = Headers(scope=scope).get("x-request-id", "")
+        state["has_request_id"] = bool(re.match(REQUEST_ID, given))
+        state["request_id"] = given if state["has_request_id"] else uuid.uuid4().hex
 
         async def timed_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                header = (b"x-request-id", state["request_id"].encode())
+                message = {**message, "headers": [*message.get("headers", ()), header]}
             try:
                 # Not `asyncio.wait_for`: before 3.12 it swallows a cancellation that arrives just
                 # as the message was sent, and the request would continue without a client.
@@ -151,7 +162,7 @@ class Guard:
         if path not in self._open:
             # As bytes: headers are decoded as Latin-1, and keys are UTF-8.
             given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            digest = scope.setdefault("state", {})["api_key"] = self._keys.digest_of(given)
+            digest = scope["state"]["api_key"] = self._keys.digest_of(given)
             if digest is None:
                 raise ApiError(
                     401,

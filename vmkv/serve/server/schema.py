@@ -1,27 +1,32 @@
 """Request bodies: OpenAI's parameters, and vLLM's names for parameters that OpenAI lacks.
 
-Declared parameters are served; `_IGNORED` ones do not affect the answer; `_REFUSED` ones would, and
-are refused with a reason. pydantic checks types and sizes, `SamplingParams` the ranges.
+Declared parameters are served; `_REFUSED` ones would change the answer, and are refused with a
+reason. All others are ignored, as by vLLM: `_IGNORED` ones in silence, while the server names
+unknown ones in its log. pydantic checks types and sizes, `SamplingParams` the ranges.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import from_json
 
-from ...errors import ConfigError
+from ...errors import ConfigError, shown
 from ..params import SamplingParams
 from .errors import ApiError, invalid
+from .guard import REQUEST_ID
 from .prompts import Prompt, TextPrompt
 
+#: Parameters of OpenAI and vLLM that do not affect an answer, or not one of this server.
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-    | {"prompt_cache_retention", "parallel_tool_calls"}
+    | {"prompt_cache_retention", "parallel_tool_calls", "prediction", "verbosity"}
+    | {"spaces_between_special_tokens", "length_penalty", "mm_processor_kwargs", "vllm_xargs"}
 )
 #: Per refused parameter: values that have no effect, and the reason for the refusal.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -33,27 +38,31 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (({},), "logit biases are not supported"),
     "suffix": (("",), "insertion is not supported"),
     "echo": ((False,), "prompts are not echoed; prepend yours"),
-    "best_of": ((1,), "there is no beam search; use n"),
     "use_beam_search": ((False,), "there is no beam search; use n"),
     "prompt_logprobs": ((), "log-probabilities are reported for generated tokens only"),
     "modalities": ((["text"],), "only text is generated"),
     "audio": ((), "only text is generated"),
-    "prediction": ((), "predicted outputs are not supported"),
     "reasoning_effort": ((), "set it by chat_template_kwargs if the model's template has it"),
-    "verbosity": ((), "it is no parameter of this model"),
     "web_search_options": ((), "there is no search"),
+    "chat_template": ((), "the server's --chat-template replaces the model's"),
+    "documents": (([],), "send them by chat_template_kwargs if the model's template has them"),
+    "prompt_embeds": ((), "prompts are texts or tokens"),
+    "logits_processors": (([],), "a server runs no code of its clients"),
+    "return_tokens_as_token_ids": ((False,), "return_token_ids reports tokens"),
+    "kv_transfer_params": ((), "keys and values are not transferred"),
     "guided_json": ((), "guided decoding is not supported"),
     "guided_regex": ((), "guided decoding is not supported"),
     "structured_outputs": ((), "guided decoding is not supported"),
 }
+_STOPS_MAX = 16
 #: Parameters passed to `SamplingParams` by name; null means the default.
 _SAMPLING = {each.name for each in fields(SamplingParams)} - {"max_tokens", "logprobs"}
 #: Samples of one request, over all its prompts.
 SAMPLES_MAX = 128
 #: Alternatives per token.
 LOGPROBS_MAX = 20
-#: pydantic's error type for an unknown parameter; its `name` is in the context.
-_UNKNOWN = "unknown_parameter"
+#: Larger integers are no floats.
+_EXACT_MAX = 2**53
 
 
 def _list(**options: Any) -> Any:
@@ -67,26 +76,34 @@ _NumLogprobs = Annotated[int, Field(ge=0, le=LOGPROBS_MAX)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _sort_out(cls, data: Any) -> Any:
-        """Drop parameters without an effect; refuse others that are not declared."""
+        """Refuse parameters that would change the answer; keep unknown ones by name only.
+
+        Whole floats become integers: some clients have no others.
+        """
         if not isinstance(data, dict):
             return data
-        declared = {}
+        declared: dict[str, Any] = {}
         for name, value in data.items():
             if name in cls.model_fields:
-                declared[name] = value
+                is_whole = type(value) is float and value.is_integer() and abs(value) < _EXACT_MAX
+                declared[name] = int(value) if is_whole else value
             elif name in _REFUSED:
                 harmless, reason = _REFUSED[name]
                 if value is not None and value not in harmless:
                     raise invalid(f"{name} is not supported here: {reason}", name)
             elif name not in _IGNORED:
-                # pydantic would report every unknown name.
-                raise PydanticCustomError(_UNKNOWN, "unknown parameter", {"name": name[:100]})
+                declared[name] = None
         return declared
+
+    @property
+    def unknown(self) -> Collection[str]:
+        """Names of parameters that are neither served nor known to have no effect."""
+        return (self.model_extra or {}).keys()
 
 
 class StreamOptions(_Strict):
@@ -100,14 +117,15 @@ class StreamOptions(_Strict):
 class GenerationRequest(_Strict):
     """Parameters that completions and chats share."""
 
-    model: str
+    model: str | None = None
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: _Stop | Annotated[list[_Stop], _list(max_length=4)] | None = None
+    stop: _Stop | Annotated[list[_Stop], _list(max_length=_STOPS_MAX)] | None = None
     stop_token_ids: Annotated[list[int], _list(max_length=128)] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -148,8 +166,19 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[int], _list(min_length=1)]
         | Annotated[list[_TokenIds], _list(min_length=1, max_length=SAMPLES_MAX)]
     )
+    best_of: int | None = None
     logprobs: _NumLogprobs | None = None
     add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> CompletionRequest:
+        if self.best_of not in (None, 1, self.n):
+            raise invalid(
+                f"best_of={shown(self.best_of)} would choose among more samples than are returned, "
+                "which is not supported: leave it out, and choose among n samples",
+                "best_of",
+            )
+        return self
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -221,12 +250,14 @@ class ChatBody(_Strict):
         return sum(len(message.text or "") for message in self.messages or ())
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages for the template."""
-        found = []
-        for message in self.messages or ():
-            whole = message.model_dump(exclude_none=True)
-            found.append(whole if message.content is None else whole | {"content": message.text})
-        return found
+        """Return the messages for the template, with a text as the content of each.
+
+        The content of an assistant's tool calls is null, which templates cannot append to a text.
+        """
+        return [
+            message.model_dump(exclude_none=True) | {"content": message.text or ""}
+            for message in self.messages or ()
+        ]
 
 
 class ChatRequest(GenerationRequest, ChatBody):
@@ -350,8 +381,5 @@ def _explained(error: ValidationError) -> ApiError:
     errors = error.errors(include_url=False, include_input=False)
     found: Any = max(errors, key=lambda each: (each["type"] in _SIZES, len(each["loc"])))
     names = [str(part) for part in found["loc"] if not _ALTERNATIVE.match(str(part))]
-    if found["type"] == _UNKNOWN:
-        param = ".".join([*names, found["ctx"]["name"]])
-        return invalid(f"unknown parameter {param!r}", param)
     param = ".".join(names)
     return invalid(f"{param}: {found['msg'][0].lower()}{found['msg'][1:]}", param)

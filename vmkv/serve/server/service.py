@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import time
-import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -45,6 +45,9 @@ from .schema import (
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", CompletionRequest, ChatRequest, TokenizeRequest)
 
+_LOG = logging.getLogger(__name__)
+#: Names of unknown parameters that are logged, and characters of each: clients cannot fill the log.
+_UNKNOWN_MAX, _NAME_CHARS_MAX = 100, 50
 _NUM_TOKENIZING = 2
 #: Bytes of a body per JSON value that it may have.
 _BYTES_PER_VALUE = 128
@@ -130,6 +133,7 @@ class Service:
         self._max_model_tokens = max_model_tokens
         self._max_values = max(limits.max_body_bytes // _BYTES_PER_VALUE, 2 * max_model_tokens)
         self._started_s = int(time.time())
+        self._unknown: set[str] = set()
 
     # ---- routes ---------------------------------------------------------------------------
     # They raise `ApiError` for a request that cannot be served, and `ClientDisconnect` if the
@@ -145,7 +149,10 @@ class Service:
 
     async def _generate(self, request: Request, body: CompletionRequest | ChatRequest) -> Response:
         tenant = tenant_of(request.state.api_key, body.cache_salt)
-        answer = Answer(self, body, body.prompts, body.sampling_params(), tenant)
+        if body.request_id is not None and not request.state.has_request_id:
+            request.state.request_id = body.request_id
+        request_id: str = request.state.request_id
+        answer = Answer(self, body, body.prompts, body.sampling_params(), tenant, request_id)
         answer.check()
         if body.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -216,7 +223,15 @@ class Service:
             body = await parse(received, content_type, form, self._max_values)
         if body.model is not None:
             self.check_model(body.model)
+        self._note_unknown(body.unknown)
         return body
+
+    def _note_unknown(self, names: Collection[str]) -> None:
+        """Log each name of an unknown parameter once."""
+        new = {name[:_NAME_CHARS_MAX] for name in names} - self._unknown if names else ()
+        for name in sorted(new)[: _UNKNOWN_MAX - len(self._unknown)]:
+            self._unknown.add(name)
+            _LOG.warning("requests have a field %s, which this server ignores", shown(name))
 
     # ---- checks ---------------------------------------------------------------------------
 
@@ -288,13 +303,14 @@ class Service:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one request; `tenant` owns the cached prefixes."""
+    """The answer to one request; `tenant` owns the cached prefixes, `request_id` is in its id."""
 
     service: Service
     body: CompletionRequest | ChatRequest
     prompts: Sequence[Prompt]
     params: SamplingParams
     tenant: str | None
+    request_id: str
 
     def check(self) -> None:
         """Run every check that needs no tokenisation; raises `ApiError`."""
@@ -394,7 +410,7 @@ class Answer:
 
     def _head(self, form: Form, what: str) -> dict[str, Any]:
         return {
-            "id": f"{form.id_prefix}{uuid.uuid4().hex}",
+            "id": f"{form.id_prefix}{self.request_id}",
             "object": what,
             "created": int(time.time()),
             "model": self.service.model_name,
