@@ -20,6 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from .errors import ApiError, api_error
+from .reply import NewParser, ReplyDelta, ReplyParser
 
 #: Log-probabilities encoded before other tasks run: a few ms of work.
 SLICE_LOGPROBS = 1024
@@ -194,13 +195,27 @@ class ChatForm(Form):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, tokens: Tokens, num_samples: int = 1, new_parser: NewParser | None = None):
+        super().__init__(tokens, num_samples)
+        self._new_parser = new_parser
+        self._parsers: dict[int, ReplyParser] = {}
+
+    def reply(self, delta: CompletionOutput) -> ReplyDelta:
+        """Return what a delta adds to its choice; call it once for each delta, in order."""
+        if self._new_parser is None:
+            return ReplyDelta(content=delta.text)
+        if delta.index not in self._parsers:
+            self._parsers[delta.index] = self._new_parser("")
+        return self._parsers[delta.index].push(delta.text, is_last=delta.is_finished)
+
     def _text(self, delta: CompletionOutput, is_chunk: bool) -> dict[str, Any]:
+        reply = self.reply(delta)
         if not is_chunk:
-            return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
+            return {"message": {"role": "assistant", "content": reply.content, "refusal": None}}
         is_first = delta.index not in self._begun
         self._begun.add(delta.index)
         content: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
-        return {"delta": content | ({"content": delta.text} if delta.text else {})}
+        return {"delta": content | ({"content": reply.content} if reply.content else {})}
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         return {
