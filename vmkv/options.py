@@ -15,7 +15,7 @@ from .units import MiB
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from .hf.kv_format import KVScales, SkipLayers
 
@@ -141,6 +141,8 @@ class ServerOptions:
         cors_origins: Origins whose pages may call the server, as `https://example.com`; `*` for
             all.
         chat_template: Replaces the tokenizer's own.
+        response_template: Of transformers' `ResponseParser`, by which tool calls and reasoning are
+            found in answers; replaces the tokenizer's own and those that vmkv knows.
         share_prefixes: Whether requests with different keys share cached prefixes.
     """
 
@@ -151,4 +153,5 @@ class ServerOptions:
     protects_everything: bool = False
     cors_origins: Sequence[str] = ()
     chat_template: str | None = None
+    response_template: Mapping[str, Any] | None = None
     share_prefixes: bool = False

@@ -73,6 +73,8 @@ def add_parser(commands: types.Commands) -> None:
     add("--dtype", choices=types.DTYPES, help="of the weights; by default as they were saved")
     add("--tensor-parallel", type=types.positive_int, default=1, help="GPUs that share the model")
     add("--chat-template", type=types.name, metavar="FILE", help="in Jinja, not the tokenizer's")
+    text = "by which tool calls and reasoning are found: a JSON file, or qwen3, llama3, mistral …"
+    add("--response-template", type=types.name, metavar="FILE|NAME", help=text)
     add = parser.add_argument_group("engine").add_argument
     _add_all(add, EngineOptions, _ENGINE)
     add("--kv-dtype", choices=types.KV_DTYPES, default="auto", help="of keys and values")
@@ -300,8 +302,12 @@ def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptio
     """Make a function from a request's token limit to server options; raises `ConfigError`."""
     from ..serve.server.guard import read_api_keys
     from ..serve.server.prompts import read_template
+    from ..serve.server.reply_format import read_response_template
 
     template = read_template(arguments.chat_template) if arguments.chat_template else None
+    response_template = None
+    if arguments.response_template:
+        response_template = read_response_template(arguments.response_template)
     api_keys = read_api_keys(arguments.api_key_file, os.environ.get(_API_KEY_VARIABLE))
     limits = Limits(**_chosen(Limits, arguments))
     return functools.partial(
@@ -312,6 +318,7 @@ def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptio
         protects_everything=arguments.protect_all,
         cors_origins=arguments.cors_origin,
         chat_template=template,
+        response_template=response_template,
         share_prefixes=arguments.share_prefixes,
     )
 

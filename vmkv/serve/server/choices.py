@@ -20,7 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from .errors import ApiError, api_error
-from .reply import NewParser, ReplyDelta, ReplyParser
+from .reply import NewParser, ReplyDelta, ReplyParser, ToolCallDelta
 
 #: Log-probabilities encoded before other tasks run: a few ms of work.
 SLICE_LOGPROBS = 1024
@@ -134,8 +134,11 @@ class Form:
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens.total()},
         }
 
-    def choice(self, delta: CompletionOutput, *, is_chunk: bool = False) -> dict[str, Any]:
-        """Return a choice: of a chunk, or of a whole answer from a delta with everything."""
+    def choice(self, delta: CompletionOutput, *, is_chunk: bool = False) -> dict[str, Any] | None:
+        """Return a choice: of a chunk, or of a whole answer from a delta with everything.
+
+        None for a chunk that would add nothing.
+        """
         return {
             "index": delta.index,
             **self._text(delta, is_chunk),
@@ -199,23 +202,56 @@ class ChatForm(Form):
         super().__init__(tokens, num_samples)
         self._new_parser = new_parser
         self._parsers: dict[int, ReplyParser] = {}
+        #: Choices with tool calls.
+        self._calling: set[int] = set()
+
+    def advance(self, prompt_index: int, output: RequestOutput) -> Iterator[CompletionOutput]:
+        """See `Form.advance`."""
+        if self._new_parser is not None and not self._parsers:
+            prompt = output.prompt_token_ids
+            self._parsers = {at: self._new_parser(prompt) for at in range(self._num_samples)}
+        return super().advance(prompt_index, output)
 
     def reply(self, delta: CompletionOutput) -> ReplyDelta:
         """Return what a delta adds to its choice; call it once for each delta, in order."""
         if self._new_parser is None:
             return ReplyDelta(content=delta.text)
-        if delta.index not in self._parsers:
-            self._parsers[delta.index] = self._new_parser("")
-        return self._parsers[delta.index].push(delta.text, is_last=delta.is_finished)
+        reply = self._parsers[delta.index].push(delta.text, is_last=delta.is_finished)
+        if reply.tool_calls:
+            self._calling.add(delta.index)
+        return reply
+
+    def finish_reason(self, delta: CompletionOutput) -> str | None:
+        """Return why a choice has ended; call it after `reply`."""
+        if delta.finish_reason is FinishReason.STOP and delta.index in self._calling:
+            return "tool_calls"
+        return delta.finish_reason
+
+    def choice(self, delta: CompletionOutput, *, is_chunk: bool = False) -> dict[str, Any] | None:
+        """See `Form.choice`."""
+        choice = super().choice(delta, is_chunk=is_chunk)
+        if self._new_parser is None or choice is None:
+            return choice
+        reason = choice["finish_reason"] = self.finish_reason(delta)
+        # While a parser holds text back there is nothing to say.
+        is_empty = is_chunk and not choice["delta"] and not choice["logprobs"] and reason is None
+        return None if is_empty else choice
 
     def _text(self, delta: CompletionOutput, is_chunk: bool) -> dict[str, Any]:
         reply = self.reply(delta)
+        more: dict[str, Any] = {}
+        if reply.reasoning:
+            # The second name is vLLM's newer one.
+            more = {"reasoning_content": reply.reasoning, "reasoning": reply.reasoning}
+        if reply.tool_calls:
+            more["tool_calls"] = [_tool_call(each, is_chunk) for each in reply.tool_calls]
         if not is_chunk:
-            return {"message": {"role": "assistant", "content": reply.content, "refusal": None}}
+            content = None if reply.tool_calls and not reply.content else reply.content
+            return {"message": {"role": "assistant", "content": content, "refusal": None, **more}}
         is_first = delta.index not in self._begun
         self._begun.add(delta.index)
-        content: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
-        return {"delta": content | ({"content": reply.content} if reply.content else {})}
+        first: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
+        return {"delta": first | ({"content": reply.content} if reply.content else {}) | more}
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         return {
@@ -232,6 +268,15 @@ class ChatForm(Form):
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         text, raw = self._tokens[token_id]
         return {"token": text, "logprob": logprob, "bytes": None if raw is None else list(raw)}
+
+
+def _tool_call(delta: ToolCallDelta, is_chunk: bool) -> dict[str, Any]:
+    function = {"arguments": delta.arguments}
+    head: dict[str, Any] = {"index": delta.index} if is_chunk else {}
+    if delta.id is not None:
+        head |= {"id": delta.id, "type": "function"}
+        function = {"name": str(delta.name), **function}
+    return {**head, "function": function}
 
 
 class WholeChoice:

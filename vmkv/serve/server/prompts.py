@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import jinja2
 
 from ...errors import ConfigError
 from .errors import ApiError, invalid
+from .reply_format import is_mistral_common
 
 if TYPE_CHECKING:
     from .schema import ChatBody
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
 _RESERVED = frozenset(
     {"conversation", "tokenize", "chat_template", "return_tensors", "return_dict", "padding"}
     | {"truncation", "max_length", "tokenizer_kwargs", "continue_final_message"}
-    | {"add_generation_prompt"}
+    | {"add_generation_prompt", "tools"}
 )
+#: A template that asks whether a message's content is null.
+_NULL_CONTENT = re.compile(r"content['\"]?\]? is (?:not )?none", re.IGNORECASE)
 #: A longer text takes more than some 50 ms, and goes to the thread for long texts.
 _LONG_CHARS = 1 << 16
 
@@ -99,6 +103,8 @@ class Prompts:
         if isinstance(prompt, TextPrompt):
             return self._encode(prompt.text, prompt.add_special_tokens, "prompt")
         text = self._render(prompt)
+        if not isinstance(text, str):
+            return list(text)
         self._check_chars(len(text))
         return self._encode(text, bool(prompt.add_special_tokens), "messages")
 
@@ -119,32 +125,48 @@ class Prompts:
             raise self._too_long(f"more than {self._max_tokens}")
         return ids
 
-    def _render(self, chat: ChatBody) -> str:
+    def _render(self, chat: ChatBody) -> Any:
+        """Return a chat as the template's text, or as tokens of mistral-common."""
         extra = chat.chat_template_kwargs or {}
         taken = sorted(_RESERVED & extra.keys())
         if taken:
             raise invalid(f"chat_template_kwargs may not set {taken}", "chat_template_kwargs")
-        if self._chat_template is None and not self._tokenizer.chat_template:
+        if chat.reasoning_effort is not None:
+            extra = {"reasoning_effort": chat.reasoning_effort} | extra
+        is_mistral = is_mistral_common(self._tokenizer)
+        template = self._chat_template or (None if is_mistral else self._tokenizer.chat_template)
+        if not is_mistral and not template:
             raise invalid(
                 "this model's tokenizer has no chat template: use /v1/completions, or start the "
                 "server with --chat-template FILE",
                 "messages",
             )
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                chat.conversation(),
-                chat_template=self._chat_template,
-                add_generation_prompt=chat.begins_answer,
-                continue_final_message=chat.continue_final_message,
-                tokenize=False,
-                **extra,
-            )
+            if is_mistral:
+                return self._apply(chat, extra | {"tokenize": True}, arguments_as_text=True)
+            extra |= {"chat_template": self._chat_template, "tokenize": False}
+            may_be_null = bool(_NULL_CONTENT.search(str(template)))
+            try:
+                return self._apply(chat, extra, may_be_null=may_be_null)
+            except TypeError:  # Some templates join the arguments' text with others.
+                if not chat.has_calls:
+                    raise
+                return self._apply(chat, extra, may_be_null=may_be_null, arguments_as_text=True)
         except Exception as error:  # A template is a program, run on these messages.
             reason = f"{type(error).__name__}: {error}"
             raise invalid(
                 f"the model's chat template refuses these messages: {reason}", "messages"
             ) from error
-        return text
+
+    def _apply(self, chat: ChatBody, options: dict[str, Any], **form: bool) -> Any:
+        return self._tokenizer.apply_chat_template(
+            chat.conversation(**form),
+            tools=chat.template_tools,
+            add_generation_prompt=chat.begins_answer,
+            continue_final_message=chat.continue_final_message,
+            return_dict=False,
+            **options,
+        )
 
     def _check_chars(self, num_chars: int) -> None:
         if num_chars > self._max_chars:

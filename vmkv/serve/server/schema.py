@@ -21,19 +21,18 @@ from ..params import SamplingParams
 from .errors import ApiError, invalid
 from .guard import REQUEST_ID
 from .prompts import Prompt, TextPrompt
+from .tools import TOOLS_MAX, Tool, ToolCall, ToolChoice, check_tools
 
 #: Parameters of OpenAI and vLLM that do not affect an answer, or not one of this server.
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-    | {"prompt_cache_retention", "parallel_tool_calls", "prediction", "verbosity"}
+    | {"prompt_cache_retention", "prediction", "verbosity"}
     | {"spaces_between_special_tokens", "length_penalty", "mm_processor_kwargs", "vllm_xargs"}
 )
 #: Per refused parameter: values that have no effect, and the reason for the refusal.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tools": (([],), "tool calls are not supported"),
-    "tool_choice": (("none", "auto"), "tool calls are not supported"),
-    "functions": (([],), "function calls are not supported"),
-    "function_call": (("none", "auto"), "function calls are not supported"),
+    "functions": (([],), "send tools, which have replaced them"),
+    "function_call": (("none", "auto"), "send tool_choice, which has replaced it"),
     "response_format": (({"type": "text"},), "only plain text is generated"),
     "logit_bias": (({},), "logit biases are not supported"),
     "suffix": (("",), "insertion is not supported"),
@@ -42,7 +41,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_logprobs": ((), "log-probabilities are reported for generated tokens only"),
     "modalities": ((["text"],), "only text is generated"),
     "audio": ((), "only text is generated"),
-    "reasoning_effort": ((), "set it by chat_template_kwargs if the model's template has it"),
     "web_search_options": ((), "there is no search"),
     "chat_template": ((), "the server's --chat-template replaces the model's"),
     "documents": (([],), "send them by chat_template_kwargs if the model's template has them"),
@@ -211,6 +209,30 @@ class Message(BaseModel):
 
     role: str
     content: str | Annotated[list[TextPart], _list()] | None = None
+    tool_calls: Annotated[list[ToolCall], _list()] | None = None
+
+    def rendered(self, *, arguments_as_text: bool, may_be_null: bool) -> dict[str, Any]:
+        """Return the message for a template.
+
+        An assistant's content may be missing beside tool calls; it is null if `may_be_null`, or
+        else empty. Reasoning has both names that templates know.
+        """
+        whole = self.model_dump(exclude_none=True)
+        whole.pop("tool_calls", None)
+        if self.content is not None:
+            whole["content"] = self.text
+        elif self.role == "assistant":
+            whole["content"] = None if may_be_null else ""
+        if self.tool_calls:
+            whole["tool_calls"] = [
+                each.rendered(as_text=arguments_as_text) for each in self.tool_calls
+            ]
+        reasoning = whole.get("reasoning_content", whole.get("reasoning"))
+        return (
+            whole
+            if reasoning is None
+            else {"thinking": reasoning} | whole | {"reasoning_content": reasoning}
+        )
 
     @property
     def text(self) -> str | None:
@@ -227,6 +249,15 @@ class ChatBody(_Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], _list(max_length=TOOLS_MAX)] | None = None
+    tool_choice: ToolChoice | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> ChatBody:
+        if self.tools or self.tool_choice:
+            check_tools(self.tools or (), self.tool_choice)
+        return self
 
     @model_validator(mode="after")
     def _check_ends(self) -> ChatBody:
@@ -249,14 +280,30 @@ class ChatBody(_Strict):
         """Characters to tokenise, without the template's."""
         return sum(len(message.text or "") for message in self.messages or ())
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages for the template, with a text as the content of each.
+    @property
+    def effective_tool_choice(self) -> ToolChoice:
+        """Whether the model calls tools: by default if there are any."""
+        return (self.tool_choice or "auto") if self.tools else "none"
 
-        The content of an assistant's tool calls is null, which templates cannot append to a text.
-        """
+    @property
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """The tools for the template; None if the model must not call any."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [each.model_dump(exclude_unset=True) for each in self.tools]
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there are tool calls among the messages."""
+        return any(message.tool_calls for message in self.messages or ())
+
+    def conversation(
+        self, *, arguments_as_text: bool = False, may_be_null: bool = False
+    ) -> list[dict[str, Any]]:
+        """Return the messages for the template; see `Message.rendered`."""
         return [
-            message.model_dump(exclude_none=True) | {"content": message.text or ""}
-            for message in self.messages or ()
+            each.rendered(arguments_as_text=arguments_as_text, may_be_null=may_be_null)
+            for each in self.messages or ()
         ]
 
 
@@ -267,6 +314,7 @@ class ChatRequest(GenerationRequest, ChatBody):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: _NumLogprobs | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:

@@ -32,6 +32,8 @@ from .choices import ChatForm, CompletionForm, Form, Tokens, WholeChoice, encode
 from .errors import ApiError, api_error, invalid
 from .guard import Gate, receive_body, tenant_of
 from .prompts import Prompt, Prompts
+from .reply import NewParser
+from .reply_format import Replies
 from .schema import (
     LOGPROBS_MAX,
     SAMPLES_MAX,
@@ -114,6 +116,7 @@ class Service:
         self.engine = engine
         self.prompts = Prompts(tokenizer, most_tokens, options.chat_template)
         self.tokens = Tokens(tokenizer)
+        self.replies = Replies(tokenizer, options.chat_template, options.response_template)
         self.model_name = options.model_name
         self.limits = limits
         self._metrics = metrics
@@ -152,7 +155,10 @@ class Service:
         if body.request_id is not None and not request.state.has_request_id:
             request.state.request_id = body.request_id
         request_id: str = request.state.request_id
-        answer = Answer(self, body, body.prompts, body.sampling_params(), tenant, request_id)
+        params, new_parser = body.sampling_params(), None
+        if isinstance(body, ChatRequest):
+            params, new_parser = self.replies.plan(body, params)
+        answer = Answer(self, body, body.prompts, params, tenant, request_id, new_parser)
         answer.check()
         if body.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -303,7 +309,10 @@ class Service:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one request; `tenant` owns the cached prefixes, `request_id` is in its id."""
+    """The answer to one request; `tenant` owns the cached prefixes, `request_id` is in its id.
+
+    `new_parser` makes what parses the choices of a chat; None where the text is the content.
+    """
 
     service: Service
     body: CompletionRequest | ChatRequest
@@ -311,6 +320,7 @@ class Answer:
     params: SamplingParams
     tenant: str | None
     request_id: str
+    new_parser: NewParser | None = None
 
     def check(self) -> None:
         """Run every check that needs no tokenisation; raises `ApiError`."""
@@ -365,8 +375,10 @@ class Answer:
                 async for delta in deltas:
                     if options.include_usage and options.continuous_usage_stats:
                         tail["usage"] = form.usage()
-                    yield _event({**head, "choices": [form.choice(delta, is_chunk=True)], **tail})
-                    has_begun = True
+                    choice = form.choice(delta, is_chunk=True)
+                    if choice is not None:
+                        yield _event({**head, "choices": [choice], **tail})
+                        has_begun = True
         except ApiError as error:
             if not has_begun:
                 raise
@@ -405,8 +417,9 @@ class Answer:
                 raise api_error(error) from error
 
     def _new_form(self) -> Form:
-        form = CompletionForm if isinstance(self.body, CompletionRequest) else ChatForm
-        return form(self.service.tokens, self.params.n)
+        if isinstance(self.body, CompletionRequest):
+            return CompletionForm(self.service.tokens, self.params.n)
+        return ChatForm(self.service.tokens, self.params.n, self.new_parser)
 
     def _head(self, form: Form, what: str) -> dict[str, Any]:
         return {

@@ -1,0 +1,278 @@
+"""Answers in each model's format: streamed in pieces of any size, they equal the parse of the whole.
+
+The texts are ours, in the forms that the models' chat templates render.
+"""
+
+import json
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from vmkv.errors import ConfigError
+from vmkv.serve.server import reply_format
+from vmkv.serve.server.reply import ForcedCalls, ReplyParser
+from vmkv.serve.server.reply_format import ReplyFormat, read_response_template
+
+needs_parser = pytest.mark.skipif(
+    not reply_format._CAN_PARSE, reason="this release of transformers has no ResponseParser"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
+    },
+}
+SPECIAL = ["<|im_end|>", "<s>", "</s>", "<|eot_id|>", "<|python_tag|>", "<|end|>", "[TOOL_CALLS]"]
+PARIS = ("weather", {"city": 'Paris "}</>\\', "days": 3})
+OSLO = ("weather", {"city": "Oslo é😀", "days": 1})
+
+
+@dataclass
+class Parsed:
+    reasoning: str = ""
+    content: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+    def arguments(self) -> list[tuple[str, object]]:
+        return [(name, json.loads(text)) for name, text in self.calls]
+
+
+def parsed(parser: ReplyParser, pieces: list[str]) -> Parsed:
+    """Join the deltas of a text that comes in pieces."""
+    found = Parsed()
+    for at, piece in enumerate([*pieces, ""]):
+        delta = parser.push(piece, is_last=at == len(pieces))
+        found.reasoning += delta.reasoning
+        found.content += delta.content
+        indices = [each.index for each in delta.tool_calls]
+        assert indices == sorted(set(indices))
+        for each in delta.tool_calls:
+            if each.id is not None:
+                assert each.name and each.index == len(found.calls)
+                assert 9 == len(each.id) and each.id.isalnum()
+                found.calls.append((each.name, ""))
+            else:
+                assert each.name is None and each.arguments
+            name, arguments = found.calls[each.index]
+            found.calls[each.index] = (name, arguments + each.arguments)
+    return found
+
+
+def parser_of(name: str, prompt_end: str = "", **options: object) -> ReplyParser:
+    special = reply_format.regex.compile("|".join(map(reply_format.regex.escape, SPECIAL)))
+    form = ReplyFormat(read_response_template(name))
+    return form.parser(prompt_end, **{"tools": [WEATHER], "special_tokens": special, **options})
+
+
+def whole_and_streamed(name: str, text: str, prompt_end: str = "", **options: object) -> Parsed:
+    """Parse a text as a whole; pieces of each length and of random ones must give the same."""
+    whole = parsed(parser_of(name, prompt_end, **options), [text])
+    draw = random.Random(0)
+    for size in [*range(1, 10), *[None] * 10]:
+        pieces, rest = [], text
+        while rest:
+            length = size or draw.randint(1, 9)
+            pieces, rest = [*pieces, rest[:length]], rest[length:]
+        assert whole == parsed(parser_of(name, prompt_end, **options), pieces), size
+    return whole
+
+
+def dumped(call: tuple[str, object], key: str = "arguments") -> str:
+    return json.dumps({"name": call[0], key: call[1]}, ensure_ascii=False)
+
+
+def hermes(*calls: tuple[str, object]) -> str:
+    return "\n".join(f"<tool_call>\n{dumped(each)}\n</tool_call>" for each in calls)
+
+
+def xml(*calls: tuple[str, dict[str, object]]) -> str:
+    return "\n".join(
+        f"<tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+        + "</function>\n</tool_call>"
+        for name, values in calls
+    )
+
+
+def deepseek(*calls: tuple[str, object], old: bool) -> str:
+    texts = [(name, json.dumps(values, ensure_ascii=False)) for name, values in calls]
+    return (
+        "<｜tool▁calls▁begin｜>"
+        + "\n".join(
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{text}\n```<｜tool▁call▁end｜>"
+            if old
+            else f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{text}<｜tool▁call▁end｜>"
+            for name, text in texts
+        )
+        + "<｜tool▁calls▁end｜>"
+    )
+
+
+def harmony(name: str, values: object, *, old: bool = False) -> str:
+    text = json.dumps(values, ensure_ascii=False)
+    if old:
+        return f"<|start|>assistant to=functions.{name}<|channel|>commentary json<|message|>{text}"
+    head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    return f"<|start|>assistant{head}{text}"
+
+
+def gemma(name: str, city: str, days: int) -> str:
+    return f'<|tool_call>call:{name}{{city:<|"|>{city}<|"|>,days:{days}}}<tool_call|>'
+
+
+THOUGHT = "Two cities,\n\nso two calls."
+CHATML = "<|im_start|>assistant\n"
+#: Name of the template, end of the prompt, text; then reasoning, content and calls.
+FORMATS = {
+    "hermes": ("hermes", CHATML, f"Let me look.\n{hermes(PARIS, OSLO)}", "", "Let me look."),
+    "hermes, a list": (
+        "hermes",
+        CHATML,
+        f"<tool_call>[{dumped(PARIS)}, {dumped(OSLO)}]</tool_call><|im_end|>\n",
+        "",
+        "",
+    ),
+    "hermes, arguments first": (
+        "hermes",
+        CHATML,
+        "\n".join(
+            f"<tool_call>{json.dumps({'arguments': values, 'name': name})}</tool_call>"
+            for name, values in (PARIS, OSLO)
+        ),
+        "",
+        "",
+    ),
+    "qwen3": (
+        "qwen3",
+        CHATML,
+        f"<think>\n{THOUGHT}\n</think>\n\nI look.\n{hermes(PARIS, OSLO)}<|im_end|>",
+        THOUGHT,
+        "I look.",
+    ),
+    "qwen3, begun reasoning": (
+        "qwen3",
+        f"<|im_start|>user\nhi<|im_end|>\n{CHATML}<think>\n",
+        f"{THOUGHT}\n</think>\n\n{hermes(PARIS, OSLO)}\nDone.",
+        THOUGHT,
+        "Done.",
+    ),
+    "qwen3, no reasoning": (
+        "qwen3",
+        f"{CHATML}<think>\n\n</think>\n\n",
+        f"I look.\n\n{hermes(PARIS, OSLO)}",
+        "",
+        "I look.",
+    ),
+    "qwen3_coder": (
+        "qwen3_coder",
+        f"{CHATML}<think>\n",
+        f"{THOUGHT}\n</think>\n\nI look.\n\n{xml(PARIS, OSLO)}<|im_end|>",
+        THOUGHT,
+        "I look.",
+    ),
+    "llama3": (
+        "llama3",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        f"{dumped(PARIS, 'parameters')}; {dumped(OSLO, 'parameters')}",
+        "",
+        "",
+    ),
+    "llama3, python tag": (
+        "llama3",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        f"<|python_tag|>{dumped(PARIS, 'parameters')};{dumped(OSLO)}<|eom_id|>",
+        "",
+        "",
+    ),
+    "deepseek r1": (
+        "deepseek",
+        "<｜Assistant｜><think>\n",
+        f"{THOUGHT}\n</think>\n\nI look.{deepseek(PARIS, OSLO, old=True)}",
+        THOUGHT,
+        "I look.",
+    ),
+    "deepseek v3.1": (
+        "deepseek",
+        "<｜Assistant｜></think>",
+        f"I look.{deepseek(PARIS, OSLO, old=False)}<｜end▁of▁sentence｜>",
+        "",
+        "I look.",
+    ),
+    "mistral": (
+        "mistral",
+        "[INST] hi[/INST]",
+        f"[TOOL_CALLS] [{dumped(PARIS)}, {dumped(OSLO)}]</s>",
+        "",
+        "",
+    ),
+    "mistral, names first": (
+        "mistral",
+        "[INST]hi[/INST]",
+        f"[THINK]{THOUGHT}[/THINK]I look.[TOOL_CALLS]weather[ARGS]{json.dumps(PARIS[1])}"
+        f"[TOOL_CALLS]weather[CALL_ID]123456789[ARGS]{json.dumps(OSLO[1])}",
+        THOUGHT,
+        "I look.",
+    ),
+    "harmony": (
+        "harmony",
+        "<|start|>assistant",
+        f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>commentary"
+        f"<|message|>I look.<|end|>{harmony(*PARIS)}<|call|>{harmony(*OSLO, old=True)}",
+        THOUGHT,
+        "I look.",
+    ),
+    "gemma4": (
+        "gemma4",
+        "<|turn>model\n",
+        f"<|channel>thought\n{THOUGHT}<channel|>I look."
+        f"{gemma('weather', PARIS[1]['city'], 3)}{gemma('weather', OSLO[1]['city'], 1)}",
+        THOUGHT,
+        "I look.",
+    ),
+    "glm4": (
+        "glm4",
+        "<|assistant|>",
+        f"<think>{THOUGHT}</think>\nI look.\n"
+        + "\n".join(
+            f"<tool_call>{name}\n"
+            + "".join(
+                f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+                for key, value in values.items()
+            )
+            + "</tool_call>"
+            for name, values in (PARIS, OSLO)
+        ),
+        THOUGHT,
+        "I look.",
+    ),
+}
+
+
+@needs_parser
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FORMATS)
+def test_pieces_give_what_the_whole_gives(case):
+    name, prompt_end, text, reasoning, content = FORMATS[case]
+    found = whole_and_streamed(name, text, prompt_end)
+    assert (reasoning, content, [PARIS, OSLO]) == (
+        found.reasoning,
+        found.content,
+        found.arguments(),
+    )
+
+
+@needs_parser
+@pytest.mark.parametrize("case", FORMATS)
+def test_cut_answers_never_raise(case):
+    # An answer that max_tokens cut: every prefix parses, and its text grows with it.
+    name, prompt_end, text, *_ = FORMATS[case]
+    for end in range(0, len(text), 7):
+        cut, halves = text[:end], [text[: end // 2], text[end // 2 : end]]
+        whole = parsed(parser_of(name, prompt_end), [cut])
+        assert whole == parsed(parser_of(name, prompt_end), halves)
+        assert all(each == "weather" for each, _ in whole.calls)

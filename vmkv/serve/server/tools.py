@@ -1,0 +1,141 @@
+"""Tools of a chat's request: their types and bounds, and the form of forced calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .errors import invalid
+
+#: Tools of one request, and characters of their JSON.
+TOOLS_MAX = 1024
+TOOLS_CHARS_MAX = 1 << 20
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class Function(_Part):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Part):
+    """A tool; only functions are known."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Part):
+    """Names a function."""
+
+    name: str
+
+
+class NamedChoice(_Part):
+    """Forces a call of one function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+
+
+class CalledFunction(_Part):
+    """A function that was called; arguments are JSON, as text in OpenAI's API."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(_Part):
+    """A call in an assistant's message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def rendered(self, *, as_text: bool) -> dict[str, Any]:
+        """Return the call for a chat template; its arguments as JSON text, or as an object.
+
+        Text that is no JSON object stays text.
+        """
+        arguments: Any = self.function.arguments
+        if as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not as_text and isinstance(arguments, str):
+            try:
+                read = json.loads(arguments or "{}")
+            except ValueError:
+                read = None
+            arguments = read if isinstance(read, dict) else arguments
+        whole = self.model_dump(exclude_none=True)
+        return {**whole, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
+    """Raise `ApiError` for tools that are too large, or a choice that is none of them."""
+    num_chars = 0
+    for tool in tools:
+        num_chars += len(json.dumps(tool.model_dump(), ensure_ascii=False))
+    if num_chars > TOOLS_CHARS_MAX:
+        raise invalid(
+            f"tools have {num_chars} characters as JSON; at most {TOOLS_CHARS_MAX} are taken",
+            "tools",
+        )
+    if choice in (None, "none", "auto"):
+        return
+    if not tools:
+        raise invalid("tool_choice forces a call, and there are no tools", "tool_choice")
+    if isinstance(choice, NamedChoice):
+        name = choice.function.name
+        if all(tool.function.name != name for tool in tools):
+            raise invalid(f"tool_choice names {name!r}, which is none of the tools", "tool_choice")
+
+
+def forced_schema(
+    tools: Sequence[Tool], choice: ToolChoice, *, is_parallel: bool
+) -> dict[str, Any]:
+    """Return the JSON schema of a forced answer.
+
+    A named function's answer is its arguments. Else it is a list, as in vLLM: of objects with a
+    name and parameters, one of them unless calls are parallel. Raises `ApiError` if definitions of
+    several functions have one name.
+    """
+    schemas = {each.function.name: each.function.parameters or _ANY for each in tools}
+    if isinstance(choice, NamedChoice):
+        return schemas[choice.function.name]
+    shared: dict[str, dict[str, Any]] = {}
+    calls = []
+    for name, schema in schemas.items():
+        inner = dict(schema)
+        # References are resolved from the root of the whole schema.
+        for key in ("$defs", "definitions"):
+            for of, definition in (inner.pop(key, None) or {}).items():
+                known = shared.setdefault(key, {}).setdefault(of, definition)
+                if known != definition:
+                    raise invalid(f"tools: two functions define {of!r} differently", "tools")
+        properties = {"name": {"enum": [name]}, "parameters": inner}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    most = {} if is_parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **shared}
+
+
+_ANY: dict[str, Any] = {"type": "object"}
