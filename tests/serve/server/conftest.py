@@ -146,13 +146,19 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    limits: Limits | None = None, *, drain_timeout_s: float = 20, **options: Any
+    limits: Limits | None = None,
+    *,
+    drain_timeout_s: float = 20,
+    model: Any = None,
+    tokenizer: Any = None,
+    **options: Any,
 ) -> Iterator[Running]:
     """Run a server; afterwards check that it has released everything."""
     watch, metrics = Watch(), Metrics()
+    model, tokenizer = model or tiny_llama(), tokenizer or tiny_tokenizer()
     engine = Engine(
-        tiny_llama(),
-        tokenizer=tiny_tokenizer(),
+        model,
+        tokenizer=tokenizer,
         max_num_seqs=16,
         max_num_batched_tokens=256,
         max_tokens=MAX_TOKENS,
@@ -162,13 +168,13 @@ def running(
     metrics.bind_pages(engine.cache.pool.page_bytes)
     app = create_app(
         AsyncEngine(engine),
-        tiny_tokenizer(),
+        tokenizer,
         ServerOptions("tiny", MAX_TOKENS, limits=limits or Limits(), **options),
         metrics,
     )
     with serving(app, drain_timeout_s) as (url, server):
         with contextlib.ExitStack() as clients:
-            yield Running(url, app, engine, watch, tiny_llama(), server, clients)
+            yield Running(url, app, engine, watch, model, server, clients)
         watch.wait(lambda: len(watch.finished) == len(watch.added), "the end of every request")
         if not engine.cache.is_closed:
             engine.cache.check()
@@ -189,7 +195,7 @@ def server() -> Iterator[Running]:
         yield it
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_server() -> Callable[..., contextlib.AbstractContextManager[Running]]:
     """Return a context manager that runs a server with given limits."""
     return running

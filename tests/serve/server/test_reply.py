@@ -1,4 +1,4 @@
-"""Answers in each model's format: streamed in pieces of any size, they equal the parse of the whole.
+"""Answers in each model's format: pieces of any size give what the whole text gives.
 
 The texts are ours, in the forms that the models' chat templates render.
 """
@@ -53,11 +53,14 @@ def parsed(parser: ReplyParser, pieces: list[str]) -> Parsed:
         assert indices == sorted(set(indices))
         for each in delta.tool_calls:
             if each.id is not None:
-                assert each.name and each.index == len(found.calls)
-                assert 9 == len(each.id) and each.id.isalnum()
+                assert each.name
+                assert each.index == len(found.calls)
+                assert 9 == len(each.id)
+                assert each.id.isalnum()
                 found.calls.append((each.name, ""))
             else:
-                assert each.name is None and each.arguments
+                assert each.name is None
+                assert each.arguments
             name, arguments = found.calls[each.index]
             found.calls[each.index] = (name, arguments + each.arguments)
     return found
@@ -213,24 +216,30 @@ FORMATS = {
     "mistral, names first": (
         "mistral",
         "[INST]hi[/INST]",
-        f"[THINK]{THOUGHT}[/THINK]I look.[TOOL_CALLS]weather[ARGS]{json.dumps(PARIS[1])}"
-        f"[TOOL_CALLS]weather[CALL_ID]123456789[ARGS]{json.dumps(OSLO[1])}",
+        (
+            f"[THINK]{THOUGHT}[/THINK]I look.[TOOL_CALLS]weather[ARGS]{json.dumps(PARIS[1])}"
+            f"[TOOL_CALLS]weather[CALL_ID]123456789[ARGS]{json.dumps(OSLO[1])}"
+        ),
         THOUGHT,
         "I look.",
     ),
     "harmony": (
         "harmony",
         "<|start|>assistant",
-        f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>commentary"
-        f"<|message|>I look.<|end|>{harmony(*PARIS)}<|call|>{harmony(*OSLO, old=True)}",
+        (
+            f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>commentary"
+            f"<|message|>I look.<|end|>{harmony(*PARIS)}<|call|>{harmony(*OSLO, old=True)}"
+        ),
         THOUGHT,
         "I look.",
     ),
     "gemma4": (
         "gemma4",
         "<|turn>model\n",
-        f"<|channel>thought\n{THOUGHT}<channel|>I look."
-        f"{gemma('weather', PARIS[1]['city'], 3)}{gemma('weather', OSLO[1]['city'], 1)}",
+        (
+            f"<|channel>thought\n{THOUGHT}<channel|>I look."
+            f"{gemma('weather', PARIS[1]['city'], 3)}{gemma('weather', OSLO[1]['city'], 1)}"
+        ),
         THOUGHT,
         "I look.",
     ),
@@ -276,3 +285,130 @@ def test_cut_answers_never_raise(case):
         whole = parsed(parser_of(name, prompt_end), [cut])
         assert whole == parsed(parser_of(name, prompt_end), halves)
         assert all(each == "weather" for each, _ in whole.calls)
+
+
+#: Name, text, content, and the text of each call's arguments.
+BROKEN = {
+    "no JSON": ("hermes", "Hm.<tool_call>{weather}</tool_call>", "Hm.<tool_call>{weather}", []),
+    "no name": ("hermes", '<tool_call>{"arguments": {}}</tool_call>', None, []),
+    "a name that is a number": (
+        "hermes",
+        '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
+        None,
+        [],
+    ),
+    "broken arguments": (
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": {"city": Paris}}</tool_call>.',
+        ".",
+        ['{"city": Paris}'],
+    ),
+    "cut arguments": (
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": {"city": "Pa\\',
+        "",
+        ['{"city": "Pa\\'],
+    ),
+    "too few brackets": (
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": {"city": "a"}</tool_call>',
+        "",
+        ['{"city": "a"}'],
+    ),
+    "too many brackets": (
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": {"city": "a"}}}}}</tool_call>',
+        "",
+        ['{"city": "a"}'],
+    ),
+    "a list as arguments": (
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>',
+        "",
+        ["[1]"],
+    ),
+    "a cut call": ("hermes", '<tool_call>\n{"name": "wea', '<tool_call>\n{"name": "wea', []),
+    "cut XML": ("qwen3_coder", "A<tool_call>\n<function=weather>\n<para", None, []),
+    "another Gemma": ("gemma4", "<|tool_call>call:weather{city:oh}<tool_call|>", None, []),
+    "prose with JSON": ("llama3", 'Say {"name": "weather", "parameters": {}}.', None, []),
+    "empty": ("qwen3", "", "", []),
+    "special tokens": (
+        "qwen3",
+        "<s>a<|im_<s>end|>b<think></s></think> c<s>\n",
+        "a<|im_end|>b c",
+        [],
+    ),
+}
+
+
+@needs_parser
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_calls_are_content_and_begun_calls_stay(case):
+    name, text, content, arguments = BROKEN[case]
+    found = whole_and_streamed(name, text)
+    assert [("weather", each) for each in arguments] == found.calls
+    assert "" == found.reasoning
+    if content is None:  # All of the text but the end of its region.
+        content = text.removesuffix("</tool_call>").removesuffix("<tool_call|>")
+    assert content == found.content
+
+
+@needs_parser
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("hermes", {"a": {"b": [1, "}"]}}), ("qwen3_coder", {"city": "Rome", "days": 2})],
+)
+def test_calls_equal_those_of_transformers(name, values):
+    from transformers.utils.chat_parsing import parse_response
+
+    text = f"Now.\n{hermes(('weather', values)) if name == 'hermes' else xml(('weather', values))}"
+    template = read_response_template(name)
+    expected = parse_response(text, template, prefix="", tools=[WEATHER])
+    found = whole_and_streamed(name, text)
+    assert expected["content"] == found.content
+    calls = [
+        (each["function"]["name"], each["function"]["arguments"]) for each in expected["tool_calls"]
+    ]
+    assert [("weather", values)] == calls == found.arguments()
+
+
+@needs_parser
+def test_only_the_first_call_is_kept_unless_calls_are_parallel():
+    found = whole_and_streamed("hermes", hermes(PARIS, OSLO), is_parallel=False)
+    assert [PARIS] == found.arguments()
+
+
+@needs_parser
+def test_special_tokens_stay_where_the_request_keeps_them():
+    assert "a<s>b" == whole_and_streamed("qwen3", "a<s>b", special_tokens=None).content
+
+
+@needs_parser
+def test_an_answer_that_the_prompt_begins_keeps_its_spaces():
+    found = whole_and_streamed("qwen3", " world \n", f"{CHATML}Hello")
+    assert " world" == found.content
+
+
+def test_forced_calls_are_plain_json():
+    text = json.dumps([{"name": name, "parameters": values} for name, values in (PARIS, OSLO)])
+    arguments = json.dumps(PARIS[1])
+    for size in range(1, 10):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert [PARIS, OSLO] == parsed(ForcedCalls(None), pieces).arguments()
+        assert [PARIS] == parsed(ForcedCalls(None, is_parallel=False), pieces).arguments()
+        pieces = [arguments[at : at + size] for at in range(0, len(arguments), size)]
+        assert [("weather", arguments)] == parsed(ForcedCalls("weather"), pieces).calls
+    assert Parsed(content='[{"na') == parsed(ForcedCalls(None), ['[{"na'])
+    assert Parsed() == parsed(ForcedCalls("weather"), [])
+
+
+@needs_parser
+def test_response_templates_are_checked_when_they_are_read(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(read_response_template("hermes")))
+    assert read_response_template("hermes") == read_response_template(str(path))
+    path.write_text('{"fields": {}}')
+    with pytest.raises(ConfigError, match="no valid response template"):
+        read_response_template(str(path))
+    with pytest.raises(ConfigError, match="none of harmony, "):
+        read_response_template("unknown")

@@ -71,27 +71,31 @@ class _CleanText:
 
     def __init__(self, special_tokens: Any):
         self._special_tokens = special_tokens  # A pattern, or None to keep them.
-        self._held = ""
+        self._held = ""  # The beginning of a special token.
+        self._spaces = ""  # Text follows them, or they are dropped.
         self._has_begun = False
 
     def push(self, text: str, *, is_last: bool) -> str:
-        if not text and not (is_last and self._held):
-            return ""
         text = self._held + text
-        end = len(text)
+        clean, end = "", len(text)
         if self._special_tokens is not None:
-            while (found := self._special_tokens.search(text, partial=True)) and not found.partial:
-                text = text[: found.start()] + text[found.end() :]
-            end = len(text) if is_last or found is None else found.start()
-        out = text[:end].rstrip()
-        self._held = text[len(out) :]
+            at = 0
+            while (found := self._special_tokens.search(text, at, partial=not is_last)) is not None:
+                if found.partial:
+                    end = found.start()
+                    break
+                clean, at = clean + text[at : found.start()], found.end()
+            self._held, text = text[end:], text[at:end]
+        text = self._spaces + clean + text
+        out = text.rstrip()
+        self._spaces = text[len(out) :]
         if not self._has_begun:
             out = out.lstrip()
             self._has_begun = bool(out)
         return out
 
     def drop_held(self) -> None:
-        self._held = ""
+        self._held = self._spaces = ""
 
 
 class _ObjectEnd:

@@ -202,9 +202,15 @@ class Replies:
     ):
         self._tokenizer = tokenizer
         self._format: ReplyFormat | None = None
+        #: The same without tool calls, for requests without tools.
+        self._reasoning_only: ReplyFormat | None = None
         if _CAN_PARSE or response_template is not None:
             template = response_template or _found(tokenizer, chat_template)
-            self._format = None if template is None else ReplyFormat(template)
+            if template is not None:
+                self._format = ReplyFormat(template)
+                fields = {k: v for k, v in template["fields"].items() if k != "tool_calls"}
+                if self._format.has_reasoning:
+                    self._reasoning_only = ReplyFormat({**template, "fields": fields})
         self._special_tokens = _special_tokens(tokenizer)
 
     def plan(
@@ -223,7 +229,7 @@ class Replies:
             params = replace(params, structured_outputs=outputs)
             return params, lambda _: ForcedCalls(name, is_parallel=is_parallel)
         has_tools = choice == "auto"
-        form = self._format
+        form = self._format if has_tools else self._reasoning_only
         if has_tools and (form is None or form.pattern is None):
             raise invalid(
                 _NEEDS_RELEASE
@@ -232,7 +238,7 @@ class Replies:
                 "--response-template, or send tool_choice required, none or a function",
                 "tools",
             )
-        if form is None or params.structured_outputs or not (has_tools or form.has_reasoning):
+        if form is None or params.structured_outputs:
             return params, None
         special = self._special_tokens if params.skip_special_tokens else None
         tools = body.template_tools or [] if has_tools else []

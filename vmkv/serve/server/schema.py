@@ -368,7 +368,7 @@ _NO_BACKSLASH = re.compile(rb"[^\\]")
 _NESTED_WEIGHT = 8
 _SIZES = ("too_short", "too_long", "string_too_long")
 #: Names of alternatives that pydantic has tried, within an error's location.
-_ALTERNATIVE = re.compile(r"(body|str|int|float|bool|constrained-str|list\[.*|[A-Z]\w*)$")
+_ALTERNATIVE = re.compile(r"(body|str|int|float|bool|constrained-str|(list|literal)\[.*|[A-Z]\w*)$")
 
 
 async def parse(body: bytearray, content_type: str, form: type[T], max_values: int) -> T:
