@@ -7,24 +7,28 @@ for all such tokens.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from .errors import ApiError, api_error
 from .reply import NewParser, ReplyDelta, ReplyParser, ToolCallDelta
+from .schema import StreamOptions
 
 #: Log-probabilities encoded before other tasks run: a few ms of work.
 SLICE_LOGPROBS = 1024
 _NULL_LOGPROBS = b'"logprobs":null'
+#: OpenAI's mark of the end of a stream.
+_DONE = b"data: [DONE]\n\n"
 
 
 def encoded(value: Any) -> bytes:
@@ -314,3 +318,85 @@ class WholeChoice:
             yield (b"," if number else b"{") + encoded(name) + b":"
             yield values
         yield b"}" + after
+
+
+# ---- writers -------------------------------------------------------------------------------------
+
+
+class Writer(Protocol):
+    """Writes one answer in the format of an API: whole from `add`, or as server-sent events.
+
+    `form` converts the engine's outputs to deltas.
+    """
+
+    form: Form
+
+    def add(self, delta: CompletionOutput) -> None:
+        """Append a delta to a whole answer."""
+        ...
+
+    async def whole(self) -> deque[bytes | bytearray]:
+        """Return the whole answer as JSON, in parts; other tasks run between choices."""
+        ...
+
+    def events(self, delta: CompletionOutput) -> bytes:
+        """Return the events that tell a delta; empty if there is nothing to tell yet."""
+        ...
+
+    def end(self) -> bytes:
+        """Return the last events of a complete answer."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last events of an answer that fails after its first event."""
+        ...
+
+
+def event(payload: dict[str, Any]) -> bytes:
+    """Encode one server-sent event without a name."""
+    return b"data: " + json.dumps(payload, separators=(",", ":")).encode() + b"\n\n"
+
+
+class ChoicesWriter:
+    """Writes completions and chats; `head` begins each chunk."""
+
+    def __init__(self, form: Form, head: Mapping[str, Any], options: StreamOptions | None):
+        self.form = form
+        self._options = options or StreamOptions()
+        self._head = head
+        # With include_usage every chunk has the field, and only the last one a value.
+        self._tail: dict[str, Any] = {"usage": None} if self._options.include_usage else {}
+        self._choices: defaultdict[int, WholeChoice] = defaultdict(lambda: WholeChoice(form))
+
+    def add(self, delta: CompletionOutput) -> None:
+        """Append a delta to its choice."""
+        self._choices[delta.index].add(delta)
+
+    async def whole(self) -> deque[bytes | bytearray]:
+        """Return the answer as JSON, in parts."""
+        head = encoded({**self._head, "object": self.form.whole_object})
+        parts: deque[bytes | bytearray] = deque([head[:-1] + b',"choices":['])
+        for index in sorted(self._choices):
+            parts.extend(self._choices.pop(index).parts())
+            parts.append(b"," if self._choices else b'],"usage":')
+            await asyncio.sleep(0)
+        parts.append(encoded(self.form.usage()) + b"}")
+        return parts
+
+    def events(self, delta: CompletionOutput) -> bytes:
+        """Return a chunk."""
+        if self._options.include_usage and self._options.continuous_usage_stats:
+            self._tail["usage"] = self.form.usage()
+        choice = self.form.choice(delta, is_chunk=True)
+        if choice is None:
+            return b""
+        return event({**self._head, "choices": [choice], **self._tail})
+
+    def end(self) -> bytes:
+        """Return the usage, if it was asked for, and the mark of the end."""
+        usage = {**self._head, "choices": [], "usage": self.form.usage()}
+        return (event(usage) if self._options.include_usage else b"") + _DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the error and the mark of the end."""
+        return event(error.body) + _DONE

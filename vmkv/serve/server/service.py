@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from starlette.requests import ClientDisconnect, Request
@@ -28,7 +27,7 @@ from ...options import ServerOptions
 from ..metrics import CONTENT_TYPE
 from ..params import SamplingParams
 from ..request import CompletionOutput, RequestOutput
-from .choices import ChatForm, CompletionForm, Form, Tokens, WholeChoice, encoded
+from .choices import ChatForm, ChoicesWriter, CompletionForm, Form, Tokens, Writer
 from .errors import ApiError, api_error, invalid
 from .guard import Gate, receive_body, tenant_of
 from .prompts import Prompt, Prompts
@@ -39,13 +38,15 @@ from .schema import (
     SAMPLES_MAX,
     ChatRequest,
     CompletionRequest,
-    StreamOptions,
+    GenerationRequest,
     TokenizeRequest,
     parse,
 )
 
 T = TypeVar("T")
-BodyT = TypeVar("BodyT", CompletionRequest, ChatRequest, TokenizeRequest)
+BodyT = TypeVar("BodyT", bound=GenerationRequest | TokenizeRequest)
+#: Makes the writer of an answer, from its form and its request's identifier.
+NewWriter: TypeAlias = Callable[[Form, str], Writer]
 
 _LOG = logging.getLogger(__name__)
 #: Names of unknown parameters that are logged, and characters of each: clients cannot fill the log.
@@ -144,13 +145,19 @@ class Service:
 
     async def completions(self, request: Request) -> Response:
         """Continue one or several prompts."""
-        return await self._generate(request, await self._read(request, CompletionRequest))
+        return await self.generate(request, await self.read(request, CompletionRequest))
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a chat."""
-        return await self._generate(request, await self._read(request, ChatRequest))
+        return await self.generate(request, await self.read(request, ChatRequest))
 
-    async def _generate(self, request: Request, body: CompletionRequest | ChatRequest) -> Response:
+    async def generate(
+        self,
+        request: Request,
+        body: CompletionRequest | ChatRequest,
+        new_writer: NewWriter | None = None,
+    ) -> Response:
+        """Answer a validated request, in the format of `new_writer` if there is one."""
         tenant = tenant_of(request.state.api_key, body.cache_salt)
         if body.request_id is not None and not request.state.has_request_id:
             request.state.request_id = body.request_id
@@ -158,7 +165,9 @@ class Service:
         params, new_parser = body.sampling_params(), None
         if isinstance(body, ChatRequest):
             params, new_parser = self.replies.plan(body, params)
-        answer = Answer(self, body, body.prompts, params, tenant, request_id, new_parser)
+        answer = Answer(
+            self, body, body.prompts, params, tenant, request_id, new_parser, new_writer
+        )
         answer.check()
         if body.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -169,7 +178,7 @@ class Service:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a prompt or a chat, as a completion would use them."""
-        body = await self._read(request, TokenizeRequest)
+        body = await self.read(request, TokenizeRequest)
         prompt = body.what
         self.prompts.check(prompt)
 
@@ -221,7 +230,8 @@ class Service:
         text = self._metrics.text() + generate_latest(self._http_metrics)
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
-    async def _read(self, request: Request, form: type[BodyT]) -> BodyT:
+    async def read(self, request: Request, form: type[BodyT]) -> BodyT:
+        """Receive and validate a request's body; raises `ApiError`, or `ClientDisconnect`."""
         received = await receive_body(request, self.limits)
         content_type = request.headers.get("content-type", "")
         is_small = len(received) <= _SMALL_BYTES
@@ -312,6 +322,7 @@ class Answer:
     """The answer to one request; `tenant` owns the cached prefixes, `request_id` is in its id.
 
     `new_parser` makes what parses the choices of a chat; None where the text is the content.
+    `new_writer` writes the answer in the format of another API than completions and chats.
     """
 
     service: Service
@@ -321,6 +332,7 @@ class Answer:
     tenant: str | None
     request_id: str
     new_parser: NewParser | None = None
+    new_writer: NewWriter | None = None
 
     def check(self) -> None:
         """Run every check that needs no tokenisation; raises `ApiError`."""
@@ -348,45 +360,28 @@ class Answer:
             return await self._whole()  # Nothing was sent.
 
     async def _whole(self) -> deque[bytes | bytearray]:
-        form = self._new_form()
-        choices = deque(WholeChoice(form) for _ in range(len(self.prompts) * self.params.n))
-        async with contextlib.aclosing(self._deltas(form)) as deltas:
+        writer = self._new_writer()
+        async with contextlib.aclosing(self._deltas(writer.form)) as deltas:
             async for delta in deltas:
-                choices[delta.index].add(delta)
-        head = encoded(self._head(form, form.whole_object))
-        parts: deque[bytes | bytearray] = deque([head[:-1] + b',"choices":['])
-        while choices:
-            parts.extend(choices.popleft().parts())
-            parts.append(b"," if choices else b'],"usage":')
-            await asyncio.sleep(0)
-        parts.append(encoded(form.usage()) + b"}")
-        return parts
+                writer.add(delta)
+        return await writer.whole()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer as server-sent events; raises `ApiError` only before the first event."""
-        form = self._new_form()
-        head = self._head(form, form.chunk_object)
-        # With include_usage every chunk has the field, and only the last one a value.
-        options = self.body.stream_options or StreamOptions()
-        tail: dict[str, Any] = {"usage": None} if options.include_usage else {}
+        writer = self._new_writer()
         has_begun = False
         try:
-            async with contextlib.aclosing(self._deltas(form)) as deltas:
+            async with contextlib.aclosing(self._deltas(writer.form)) as deltas:
                 async for delta in deltas:
-                    if options.include_usage and options.continuous_usage_stats:
-                        tail["usage"] = form.usage()
-                    choice = form.choice(delta, is_chunk=True)
-                    if choice is not None:
-                        yield _event({**head, "choices": [choice], **tail})
+                    if events := writer.events(delta):
+                        yield events
                         has_begun = True
         except ApiError as error:
             if not has_begun:
                 raise
-            yield _event(error.body)
+            yield writer.failure(error)
         else:
-            if options.include_usage:
-                yield _event({**head, "choices": [], "usage": form.usage()})
-        yield b"data: [DONE]\n\n"
+            yield writer.end()
 
     async def _deltas(self, form: Form) -> AsyncGenerator[CompletionOutput, None]:
         """Yield the deltas of all outputs; the event loop runs other tasks between slices."""
@@ -416,23 +411,21 @@ class Answer:
             except Exception as error:
                 raise api_error(error) from error
 
-    def _new_form(self) -> Form:
+    def _new_writer(self) -> Writer:
+        form: Form
         if isinstance(self.body, CompletionRequest):
-            return CompletionForm(self.service.tokens, self.params.n)
-        return ChatForm(self.service.tokens, self.params.n, self.new_parser)
-
-    def _head(self, form: Form, what: str) -> dict[str, Any]:
-        return {
+            form = CompletionForm(self.service.tokens, self.params.n)
+        else:
+            form = ChatForm(self.service.tokens, self.params.n, self.new_parser)
+        if self.new_writer is not None:
+            return self.new_writer(form, self.request_id)
+        head = {
             "id": f"{form.id_prefix}{self.request_id}",
-            "object": what,
+            "object": form.chunk_object,
             "created": int(time.time()),
             "model": self.service.model_name,
         }
-
-
-def _event(payload: dict[str, Any]) -> bytes:
-    """Encode one server-sent event."""
-    return b"data: " + json.dumps(payload, separators=(",", ":")).encode() + b"\n\n"
+        return ChoicesWriter(form, head, self.body.stream_options)
 
 
 # ---- streams -------------------------------------------------------------------------------------
