@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -22,7 +23,9 @@ from ...options import ServerOptions
 from ..metrics import Metrics
 from .errors import ApiError
 from .guard import Guard
-from .schema import ChatRequest, CompletionRequest, TokenizeRequest
+from .messages import CountTokensRequest, Messages, MessagesRequest
+from .responses import Responses, ResponsesRequest
+from .schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .service import ServerMetrics, Service, StreamingEngine
 
 _REFS = "#/components/schemas/{model}"
@@ -68,20 +71,29 @@ def create_app(
     app.get("/v1/models/{name:path}")(service.model)
     app.get("/health")(service.health)
     app.head("/health", include_in_schema=False)(service.health)
+    for ask in (app.get, app.post):
+        ask("/ping")(service.health)
+    app.get("/load")(service.load)
     app.get("/version")(version)
     app.head("/version", include_in_schema=False)(version)
     app.get("/metrics")(service.metrics)
-    for path, form, route in (
+    messages, responses = Messages(service), Responses(service)
+    routes: tuple[tuple[str, type[BaseModel], Any], ...] = (
         ("/v1/completions", CompletionRequest, service.completions),
         ("/v1/chat/completions", ChatRequest, service.chat_completions),
+        ("/v1/responses", ResponsesRequest, responses.create),
+        ("/v1/messages", MessagesRequest, messages.create),
+        ("/v1/messages/count_tokens", CountTokensRequest, messages.count_tokens),
         ("/tokenize", TokenizeRequest, service.tokenize),
-    ):
+        ("/detokenize", DetokenizeRequest, service.detokenize),
+    )
+    for path, form, route in routes:
         # The route parses its body itself, so FastAPI does not know what to document.
         content = {"application/json": {"schema": {"$ref": _REFS.format(model=form.__name__)}}}
         body = {"requestBody": {"required": True, "content": content}}
         app.post(path, response_model=None, openapi_extra=body)(route)
-    forms = (CompletionRequest, ChatRequest, TokenizeRequest)
-    _, described = models_json_schema([(each, "validation") for each in forms], ref_template=_REFS)
+    forms: list[Any] = [(form, "validation") for _, form, _ in routes]
+    _, described = models_json_schema(forms, ref_template=_REFS)
     app.openapi()["components"]["schemas"].update(described["$defs"])  # FastAPI keeps it.
     return app
 
@@ -92,7 +104,7 @@ async def version() -> dict[str, str]:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer for a route or a method that does not exist, in OpenAI's shape."""
+    """Answer for a route or a method that does not exist, in the shape of its API."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return ApiError(error.status_code, message, headers=error.headers).response()
+    return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)

@@ -324,12 +324,12 @@ class WholeChoice:
 
 
 class Writer(Protocol):
-    """Writes one answer in the format of an API: whole from `add`, or as server-sent events.
+    """Writes one answer in the format of an API: whole from `add`, or as server-sent events."""
 
-    `form` converts the engine's outputs to deltas.
-    """
-
-    form: Form
+    @property
+    def form(self) -> Form:
+        """Converts the engine's outputs to deltas."""
+        ...
 
     def add(self, delta: CompletionOutput) -> None:
         """Append a delta to a whole answer."""

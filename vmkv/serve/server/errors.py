@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import traceback
 from collections.abc import Mapping
+from typing import Any
 
 from starlette.responses import JSONResponse
 
@@ -31,6 +33,32 @@ _KNOWN: tuple[tuple[type[Exception], int, str | None, str], ...] = (
     (RankError, 503, "engine_stopped", _LOST_PART),
     (LostError, 503, "replica_lost", "{}"),
 )
+#: Routes that answer in Anthropic's format, and its types of errors by status.
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+#: By beginning of a path: names in its bodies of parameters of chats, as which they are served.
+_NAMES = {
+    "/v1/responses": {
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "prompt": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
+    },
+    _ANTHROPIC_PATH: {
+        "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+    },
+    "/detokenize": {"prompt": "tokens"},
+}
 #: Messages are cut here: longer ones repeat the client's input.
 _MESSAGE_CHARS_MAX = 1000
 #: Innermost frames of an error that the log shows.
@@ -59,13 +87,37 @@ class ApiError(VMKVError):
         self.headers = {"Retry-After": "1"} if status in _PASSING else {}
         self.headers |= headers or {}
         #: The response's JSON.
-        self.body = {
+        self.body: dict[str, Any] = {
             "error": {"message": message, "type": error_type, "param": param, "code": code}
         }
 
-    def response(self) -> JSONResponse:
-        """Build the HTTP response."""
-        return JSONResponse(self.body, self.status, headers=self.headers)
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The error in Anthropic's format."""
+        kind = _ANTHROPIC_TYPES.get(self.status)
+        kind = kind or ("api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """Build the HTTP response to a request of a path, in the format and words of its API."""
+        names = next((of for begin, of in _NAMES.items() if path.startswith(begin)), {})
+        error = self._renamed(names)
+        is_anthropic = path.startswith(_ANTHROPIC_PATH)
+        body = error.anthropic_body if is_anthropic else error.body
+        return JSONResponse(body, error.status, headers=error.headers)
+
+    def _renamed(self, names: Mapping[str, str]) -> ApiError:
+        """Return the error with the parameter's name in the body of another API than chats'."""
+        told = self.body["error"]
+        first, dot, rest = (told["param"] or "").partition(".")
+        if first not in names:
+            return self
+        message, name = str(self), names[first]
+        # A name that is an English word may be just that within the sentence.
+        if "_" in first or message.startswith(first):
+            message = re.sub(rf"\b{first}\b", name, message)
+        param = f"{name}{dot}{rest}"
+        return ApiError(self.status, message, param=param, code=told["code"], headers=self.headers)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -33,7 +33,7 @@ REQUEST_ID = r"^[!-~]{1,256}$"
 _CLIENT_GONE = 499
 #: Paths without a key; every other path, existing or not, needs one.
 _OPEN = frozenset(
-    {"/health", "/metrics", "/version", "/docs", "/docs/oauth2-redirect", "/redoc"}
+    {"/health", "/ping", "/metrics", "/version", "/docs", "/docs/oauth2-redirect", "/redoc"}
     | {"/openapi.json"}
 )
 
@@ -114,7 +114,7 @@ class Guard:
         self._service = service
         self._keys = ApiKeys(options.api_keys, share_prefixes=options.share_prefixes)
         # Health probes have no key in any case.
-        self._open = {"/health"} if options.protects_everything else _OPEN
+        self._open = {"/health", "/ping"} if options.protects_everything else _OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI request."""
@@ -149,7 +149,7 @@ class Guard:
                 except ClientDisconnect:
                     raise
                 except Exception as error:  # noqa: BLE001  # internal ones are logged briefly
-                    response = api_error(error).response()
+                    response = api_error(error).response(scope["path"])
                     if status is None:
                         await response(scope, receive, timed_send)
         finally:
@@ -161,7 +161,9 @@ class Guard:
         path = scope["path"]
         if path not in self._open:
             # As bytes: headers are decoded as Latin-1, and keys are UTF-8.
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            headers = Headers(scope=scope)
+            by_anthropic = f"Bearer {headers.get('x-api-key', '')}"
+            given = headers.get("authorization", by_anthropic).encode("latin-1")
             digest = scope["state"]["api_key"] = self._keys.digest_of(given)
             if digest is None:
                 raise ApiError(

@@ -89,6 +89,12 @@ class Prompts:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(thread, self._encode_prompt, prompt)
 
+    async def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        thread = self._threads[len(token_ids) > _LONG_CHARS]
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(thread, self._tokenizer.decode, list(token_ids))
+
     def strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's entries of tokens."""
         found: list[str] = self._tokenizer.convert_ids_to_tokens(list(token_ids))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -26,7 +26,8 @@ from .tools import TOOLS_MAX, Tool, ToolCall, ToolChoice, check_tools
 #: Parameters of OpenAI and vLLM that do not affect an answer, or not one of this server.
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-    | {"prompt_cache_retention", "prediction", "verbosity"}
+    | {"prompt_cache_retention", "prediction", "verbosity", "truncation", "max_tool_calls"}
+    | {"container", "context_management"}
     | {"spaces_between_special_tokens", "length_penalty", "mm_processor_kwargs", "vllm_xargs"}
 )
 #: Per refused parameter: values that have no effect, and the reason for the refusal.
@@ -39,6 +40,10 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "prompts are not echoed; prepend yours"),
     "use_beam_search": ((False,), "there is no beam search; use n"),
     "prompt_logprobs": ((), "log-probabilities are reported for generated tokens only"),
+    "previous_response_id": ((), "responses are not stored; send the whole conversation as input"),
+    "conversation": ((), "conversations are not stored; send the whole one as input"),
+    "background": ((False,), "an answer is sent to the request that asks for it"),
+    "top_logprobs": ((0,), "log-probabilities are reported by /v1/chat/completions"),
     "modalities": ((["text"],), "only text is generated"),
     "audio": ((), "only text is generated"),
     "web_search_options": ((), "there is no search"),
@@ -355,6 +360,13 @@ class TokenizeRequest(ChatBody):
         return TextPrompt(self.prompt, self.add_special_tokens is not False)
 
 
+class DetokenizeRequest(_Strict):
+    """Body of `POST /detokenize`, as in vLLM."""
+
+    model: str | None = None
+    tokens: _TokenIds
+
+
 # ---- parsing -------------------------------------------------------------------------------------
 
 T = TypeVar("T", bound=BaseModel)
@@ -387,6 +399,11 @@ async def parse(body: bytearray, content_type: str, form: type[T], max_values: i
     if not isinstance(data, dict):
         raise invalid(_NO_OBJECT)
     await asyncio.sleep(0)
+    return validated(data, form)
+
+
+def validated(data: Mapping[str, Any], form: type[T]) -> T:
+    """Validate parsed JSON as `form`; raises `ApiError` with the error that tells most."""
     try:
         return form.model_validate(data)
     except ValidationError as error:

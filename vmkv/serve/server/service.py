@@ -38,13 +38,14 @@ from .schema import (
     SAMPLES_MAX,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
     parse,
 )
 
 T = TypeVar("T")
-BodyT = TypeVar("BodyT", bound=GenerationRequest | TokenizeRequest)
+BodyT = TypeVar("BodyT", bound=GenerationRequest | TokenizeRequest | DetokenizeRequest)
 #: Makes the writer of an answer, from its form and its request's identifier.
 NewWriter: TypeAlias = Callable[[Form, str], Writer]
 
@@ -179,14 +180,7 @@ class Service:
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a prompt or a chat, as a completion would use them."""
         body = await self.read(request, TokenizeRequest)
-        prompt = body.what
-        self.prompts.check(prompt)
-
-        async def tokens() -> Sequence[int]:
-            async with self._tokenizing.entered():
-                return await self.prompts.tokens(prompt)
-
-        found = await until_disconnect(request.receive, tokens())
+        found = await self.tokens_of(request, body.what)
         return JSONResponse(
             {
                 "count": len(found),
@@ -195,6 +189,31 @@ class Service:
                 "token_strs": self.prompts.strings(found) if body.return_token_strs else None,
             }
         )
+
+    async def tokens_of(self, request: Request, prompt: Prompt) -> Sequence[int]:
+        """Tokenise the prompt of a request; raises `ApiError`, or `ClientDisconnect`."""
+        self.prompts.check(prompt)
+
+        async def tokens() -> Sequence[int]:
+            async with self._tokenizing.entered():
+                return await self.prompts.tokens(prompt)
+
+        return await until_disconnect(request.receive, tokens())
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of tokens."""
+        body = await self.read(request, DetokenizeRequest)
+        self.prompts.check(body.tokens)
+
+        async def text() -> str:
+            async with self._tokenizing.entered():
+                return await self.prompts.text(body.tokens)
+
+        return JSONResponse({"prompt": await until_disconnect(request.receive, text())})
+
+    async def load(self) -> dict[str, int]:
+        """Return the number of requests that run or wait, as vLLM names it."""
+        return {"server_load": self.gate.num_inside + self.gate.num_waiting}
 
     async def models(self) -> dict[str, Any]:
         """List the served model."""

@@ -1,0 +1,212 @@
+"""What the Responses and the Messages API share: conversations and answers are lists of items.
+
+A request becomes a `ChatRequest`, so that it passes the checks of a chat and is served as one. The
+parts of the reply become items: reasoning, texts and tool calls, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+from ...errors import shown
+from ..request import CompletionOutput
+from .choices import ChatForm, Form
+from .errors import invalid
+from .schema import ChatRequest, GenerationRequest, validated
+
+# ---- requests ------------------------------------------------------------------------------------
+
+
+class TypedItem(BaseModel):
+    """A part of a body whose `type` says which fields it `needs`; others are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    needs: ClassVar[Mapping[str, Sequence[str]]]
+
+    type: str
+
+    @model_validator(mode="after")
+    def _check_needs(self) -> TypedItem:
+        known = self.needs.get(self.type)
+        if known is None:
+            of = {"type": shown(self.type), "known": ", ".join(self.needs)}
+            raise PydanticCustomError("item_type", "type {type} is not served, only: {known}", of)
+        for name in known:
+            if getattr(self, name) is None:
+                of = {"type": self.type, "name": name}
+                raise PydanticCustomError("item_field", "an item of type {type} needs {name}", of)
+        return self
+
+
+class ItemsRequest(GenerationRequest):
+    """Parameters of a request that is served as a chat with one choice."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def as_chat(self, messages: Sequence[Mapping[str, Any]], **converted: Any) -> ChatRequest:
+        """Return a chat with these messages and parameters, and shared ones as they were given.
+
+        Raises `ApiError`.
+        """
+        if self.n not in (None, 1):
+            raise invalid("n: this route makes one answer; use /v1/chat/completions", "n")
+        shared = self.model_fields_set & {*GenerationRequest.model_fields, "chat_template_kwargs"}
+        given = self.model_dump(include=shared)
+        given |= {name: value for name, value in converted.items() if value is not None}
+        return validated({**given, "messages": list(messages)}, ChatRequest)
+
+
+class FunctionTool(TypedItem):
+    """A function that the model may call, or has to."""
+
+    needs: ClassVar = {"function": ("name",)}
+
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the tool, or the choice of it, as a chat has it."""
+        function = self.model_dump(exclude={"type"}, exclude_none=True)
+        return {"type": "function", "function": function}
+
+
+def text_part(text: str | None) -> dict[str, Any]:
+    """Return a part of a chat's message."""
+    return {"type": "text", "text": text or ""}
+
+
+def add_call(message: dict[str, Any], call_id: str | None, name: str | None, text: str) -> None:
+    """Append a tool call with the text of its arguments to a chat's message."""
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
+    message.setdefault("tool_calls", []).append(call)
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+Kind: TypeAlias = Literal["reasoning", "text", "call"]
+#: A server-sent event; its `type` is its name.
+Event: TypeAlias = dict[str, Any]
+
+
+@dataclass
+class Item:
+    """A part of an answer; `number` is its place."""
+
+    kind: Kind
+    number: int
+    call_id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The reasoning, the text, or the arguments of the call."""
+        return "".join(self.pieces)
+
+
+class Change(NamedTuple):
+    """What happens to an item; `piece` is the text by which it grows."""
+
+    what: Literal["begins", "grows", "ends"]
+    item: Item
+    piece: str = ""
+
+
+class ItemWriter(ABC):
+    """Divides a reply into items, one of which is open; subclasses have an API's format."""
+
+    def __init__(self, form: Form):
+        assert isinstance(form, ChatForm)
+        self.form: ChatForm = form
+        self.items: list[Item] = []
+        self._has_begun = False
+        #: The delta that ended the answer, and the number of the open item's call.
+        self._last: CompletionOutput | None = None
+        self._call: int | None = None
+
+    def add(self, delta: CompletionOutput) -> None:
+        """Append a delta to a whole answer."""
+        for _ in self._changes(delta):
+            pass
+
+    async def whole(self) -> deque[bytes | bytearray]:
+        """Return the answer as JSON."""
+        return deque([_compact(self._answer())])
+
+    def events(self, delta: CompletionOutput) -> bytes:
+        """Return the events of a delta."""
+        told = [] if self._has_begun else list(map(encoded_event, self._begin()))
+        self._has_begun = True
+        for change in self._changes(delta):
+            told += map(encoded_event, self._tell(change))
+        return b"".join(told)
+
+    def end(self) -> bytes:
+        """Return the last events."""
+        return b"".join(map(encoded_event, self._finish()))
+
+    @abstractmethod
+    def _answer(self) -> dict[str, Any]:
+        """Return the whole answer."""
+
+    @abstractmethod
+    def _begin(self) -> Iterator[Event]: ...
+
+    @abstractmethod
+    def _tell(self, change: Change) -> Iterator[Event]: ...
+
+    @abstractmethod
+    def _finish(self) -> Iterator[Event]: ...
+
+    def _changes(self, delta: CompletionOutput) -> Iterator[Change]:
+        reply = self.form.reply(delta)
+        if reply.reasoning:
+            yield from self._grow("reasoning", reply.reasoning)
+        if reply.content:
+            yield from self._grow("text", reply.content)
+        for call in reply.tool_calls:
+            if call.index != self._call:
+                yield from self._open("call", call.id or "", call.name or "")
+                self._call = call.index
+            if call.arguments:
+                yield from self._grow("call", call.arguments)
+        if delta.is_finished:
+            self._last = delta
+            yield from self._close()
+
+    def _grow(self, kind: Kind, piece: str) -> Iterator[Change]:
+        if not self.items or self.items[-1].kind != kind:
+            yield from self._open(kind)
+        self.items[-1].pieces.append(piece)
+        yield Change("grows", self.items[-1], piece)
+
+    def _open(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Change]:
+        yield from self._close()
+        self._call = None
+        self.items.append(Item(kind, len(self.items), call_id, name))
+        yield Change("begins", self.items[-1])
+
+    def _close(self) -> Iterator[Change]:
+        if self.items:
+            yield Change("ends", self.items[-1])
+
+
+def _compact(payload: Mapping[str, Any]) -> bytes:
+    # ASCII: parts of the request that are repeated may hold half a surrogate pair.
+    return json.dumps(payload, separators=(",", ":")).encode()
+
+
+def encoded_event(payload: Event) -> bytes:
+    """Encode a server-sent event."""
+    return b"event: %b\ndata: %b\n\n" % (payload["type"].encode(), _compact(payload))

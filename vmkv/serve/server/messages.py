@@ -1,0 +1,278 @@
+"""`/v1/messages`: Anthropic's Messages API for tools of the client and text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import from_json
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ..request import FinishReason
+from . import items
+from .choices import Form, Writer
+from .errors import ApiError
+from .items import Change, Event, Item, TypedItem, text_part
+from .schema import ChatRequest
+from .service import Service
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_CHANGES = {"begins": "start", "grows": "delta", "ends": "stop"}
+#: Per kind of item: the type of a delta, and its field with the text.
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+# ---- requests ------------------------------------------------------------------------------------
+
+
+class TextBlock(TypedItem):
+    """A text in the system's prompt or a tool's result."""
+
+    needs: ClassVar = {"text": ("text",)}
+
+    text: str | None = None
+
+
+class Block(TypedItem):
+    """A block of a message's content."""
+
+    needs: ClassVar = {
+        "text": ("text",),
+        "tool_use": ("id", "name", "input"),
+        "tool_result": ("tool_use_id",),
+        "thinking": ("thinking",),
+        "redacted_thinking": (),
+    }
+
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+
+
+class Turn(BaseModel):
+    """A message of one side."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], Field(fail_fast=True)]
+
+
+class Tool(items.FunctionTool):
+    """A tool that the model may call."""
+
+    needs: ClassVar = {"custom": ("name",)}
+
+    type: str = "custom"
+    parameters: dict[str, Any] = Field(alias="input_schema")
+
+
+class ToolChoice(TypedItem):
+    """Whether the model may, must or must not call tools."""
+
+    needs: ClassVar = {"auto": (), "any": (), "none": (), "tool": ("name",)}
+
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(TypedItem):
+    """Whether the model thinks before it answers, for templates that know it."""
+
+    needs: ClassVar = dict.fromkeys(("enabled", "disabled", "adaptive", "between_tools"), ())
+
+
+class CountTokensRequest(items.ItemsRequest):
+    """Body of `POST /v1/messages/count_tokens`."""
+
+    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1)]
+    system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+
+    def chat(self, **converted: Any) -> ChatRequest:
+        """Convert to a chat; raises `ApiError`."""
+        config, choice = self.output_config or {}, self.tool_choice
+        if choice is not None:
+            of_tool = items.FunctionTool(type="function", name=choice.name)
+            converted["tool_choice"] = _CHOICES.get(choice.type) or of_tool.as_chat()
+            if choice.disable_parallel_tool_use:
+                converted["parallel_tool_calls"] = False
+        form = config.get("format") or self.output_format
+        if isinstance(form, dict):
+            form = {**form, "json_schema": {"name": "output", "schema": form.get("schema")}}
+        if self.thinking is not None:
+            thinks = self.thinking.type != "disabled"
+            of_template = {"enable_thinking": thinks, "thinking": thinks}
+            converted["chat_template_kwargs"] = of_template | (self.chat_template_kwargs or {})
+        messages = self._conversation()
+        last = messages[-1]
+        # Text at the end of a request is the beginning of the answer.
+        is_begun = last["role"] == "assistant" and "content" in last and "tool_calls" not in last
+        return self.as_chat(
+            messages,
+            tools=[tool.as_chat() for tool in self.tools or ()] or None,
+            response_format=form,
+            reasoning_effort=config.get("effort"),
+            continue_final_message=is_begun or None,
+            **converted,
+        )
+
+    def _conversation(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": _parts(self.system)})
+        for turn in self.messages:
+            blocks = turn.content
+            if isinstance(blocks, str):
+                messages.append({"role": turn.role, "content": blocks})
+                continue
+            own: dict[str, Any] = {"role": turn.role}
+            thoughts = [block.thinking for block in blocks if block.thinking is not None]
+            if thoughts:
+                own["reasoning_content"] = "\n".join(thoughts)
+            for block in blocks:
+                if block.type == "tool_result":
+                    content = _parts(block.content or "")
+                    result = {"role": "tool", "tool_call_id": block.tool_use_id}
+                    messages.append({**result, "content": content})
+                elif block.type == "tool_use":
+                    arguments = json.dumps(block.input, ensure_ascii=False)
+                    items.add_call(own, block.id, block.name, arguments)
+                elif block.type == "text":
+                    own.setdefault("content", []).append(text_part(block.text))
+            if len(own) > 1:
+                messages.append(own)
+        return messages
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of `POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = None
+
+
+def _parts(content: str | list[TextBlock]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    return [text_part(block.text) for block in content]
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+class Messages:
+    """The routes of the Messages API."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def create(self, request: Request) -> Response:
+        """Answer a conversation, with texts and uses of tools."""
+        body = await self._service.read(request, MessagesRequest)
+        chat = body.chat(stop=body.stop_sequences)
+
+        def writer(form: Form, answer_id: str) -> Writer:
+            return MessageWriter(self._service.model_name, form, answer_id)
+
+        return await self._service.generate(request, chat, writer)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the tokens of a conversation, as an answer to it would."""
+        body = await self._service.read(request, CountTokensRequest)
+        found = await self._service.tokens_of(request, body.chat())
+        return JSONResponse({"input_tokens": len(found)})
+
+
+class MessageWriter(items.ItemWriter):
+    """Writes a message, whole or as events."""
+
+    def __init__(self, model_name: str, form: Form, answer_id: str):
+        super().__init__(form)
+        self._head = {
+            "id": f"msg_{answer_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": model_name,
+        }
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the event of an error."""
+        return items.encoded_event(error.anthropic_body)
+
+    def _answer(self) -> dict[str, Any]:
+        content = [_block(item, item.text) for item in self.items]
+        return {**self._head, "content": content, **self._stop(), "usage": self._usage()}
+
+    def _begin(self) -> Iterator[Event]:
+        stop = {"stop_reason": None, "stop_sequence": None}
+        message: Event = {**self._head, "content": [], **stop, "usage": self._usage()}
+        yield {"type": "message_start", "message": message}
+        yield {"type": "ping"}
+
+    def _tell(self, change: Change) -> Iterator[Event]:
+        item = change.item
+        event: Event = {"type": f"content_block_{_CHANGES[change.what]}", "index": item.number}
+        if change.what == "begins":
+            event["content_block"] = _block(item, "")
+        elif change.what == "grows":
+            kind, name = _DELTAS[item.kind]
+            event["delta"] = {"type": kind, name: change.piece}
+        yield event
+
+    def _finish(self) -> Iterator[Event]:
+        yield {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self.form.usage()
+        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - num_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+    def _stop(self) -> dict[str, Any]:
+        assert self._last is not None
+        reason, sequence = "end_turn", None
+        if self._last.finish_reason is FinishReason.LENGTH:
+            reason = "max_tokens"
+        elif isinstance(self._last.stop_reason, str):
+            reason, sequence = "stop_sequence", self._last.stop_reason
+        elif any(item.kind == "call" for item in self.items):
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _block(item: Item, text: str) -> dict[str, Any]:
+    if item.kind == "text":
+        return {"type": "text", "text": text}
+    if item.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "tool_use", "id": item.call_id, "name": item.name, "input": _arguments(text)}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Parse a call's arguments as far as they came: max_tokens may have cut them."""
+    try:
+        found = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,283 @@
+"""`/v1/responses`: OpenAI's Responses API for functions and text, without stored responses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..request import FinishReason
+from . import items
+from .choices import Form, Writer
+from .errors import ApiError, invalid
+from .items import Change, Event, Item
+from .schema import ChatRequest
+from .service import Service
+
+_LOGPROBS = "message.output_text.logprobs"
+#: Parameters that a response repeats, and their defaults.
+_REPEATED: dict[str, Any] = {
+    **dict.fromkeys(("instructions", "max_output_tokens", "reasoning", "temperature", "top_p")),
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+}
+#: Per kind of item: its type, the name of its events, and the beginning of its identifier.
+_KINDS = {
+    "text": ("message", "output_text", "msg"),
+    "reasoning": ("reasoning", "reasoning_text", "rs"),
+    "call": ("function_call", "function_call_arguments", "fc"),
+}
+
+
+# ---- requests ------------------------------------------------------------------------------------
+
+
+class TextPart(items.TypedItem):
+    """A text in a message, a function's output or reasoning."""
+
+    needs: ClassVar = {
+        **dict.fromkeys(("input_text", "output_text", "text"), ("text",)),
+        **dict.fromkeys(("summary_text", "reasoning_text"), ("text",)),
+        "refusal": ("refusal",),
+    }
+
+    text: str | None = None
+    refusal: str | None = None
+
+
+_Parts = Annotated[list[TextPart], Field(fail_fast=True)]
+
+
+class InputItem(items.TypedItem):
+    """A message, a function call, its output, or reasoning."""
+
+    needs: ClassVar = {
+        "message": ("role", "content"),
+        "function_call": ("call_id", "name", "arguments"),
+        "function_call_output": ("call_id", "output"),
+        "reasoning": (),
+    }
+
+    type: str = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | _Parts | None = None
+    summary: _Parts | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | _Parts | None = None
+
+
+class ResponsesRequest(items.ItemsRequest):
+    """Body of `POST /v1/responses`."""
+
+    input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: Annotated[list[items.FunctionTool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | items.FunctionTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    include: list[str] | None = None
+    prompt: None = None  # Of OpenAI's store.
+
+    @model_validator(mode="after")
+    def _check_include(self) -> ResponsesRequest:
+        if _LOGPROBS in (self.include or ()):
+            raise invalid(
+                "include: log-probabilities are reported by /v1/chat/completions", "include"
+            )
+        return self
+
+    def chat(self) -> ChatRequest:
+        """Convert to a chat; raises `ApiError`."""
+        choice: Any = self.tool_choice
+        form = (self.text or {}).get("format")
+        if isinstance(form, dict) and form.get("type") == "json_schema":
+            schema = {name: value for name, value in form.items() if name != "type"}
+            form = {"type": "json_schema", "json_schema": schema}
+        return self.as_chat(
+            self._messages(),
+            max_tokens=self.max_output_tokens,
+            tools=[tool.as_chat() for tool in self.tools or ()] or None,
+            tool_choice=choice.as_chat() if isinstance(choice, items.FunctionTool) else choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=form,
+            reasoning_effort=(self.reasoning or {}).get("effort"),
+        )
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Return messages; reasoning, text and calls of the model between other turns are one."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": _parts(self.instructions)})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for item in self.input:
+            last: dict[str, Any] = messages[-1] if messages else {"role": None}
+            content = _parts(item.output or item.content or item.summary or "")
+            if item.type == "function_call_output":
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+            elif item.type == "message" and item.role != "assistant":
+                # Templates know no developer. Many take a system message at the beginning only.
+                role = "user" if item.role == "user" else "system"
+                if role == last["role"] == "system":
+                    last["content"] += content
+                else:
+                    messages.append({"role": role, "content": content})
+            else:
+                is_new = item.type == "reasoning" or (item.type == "message" and "content" in last)
+                if last["role"] != "assistant" or is_new:
+                    last = {"role": "assistant"}
+                    messages.append(last)
+                if item.type == "function_call":
+                    items.add_call(last, item.call_id, item.name, item.arguments or "")
+                elif item.type == "message":
+                    last["content"] = content
+                else:
+                    last["reasoning_content"] = "\n".join(part["text"] for part in content)
+        return messages
+
+
+def _parts(content: str | list[TextPart]) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [items.text_part(content)]
+    return [items.text_part(part.text or part.refusal) for part in content]
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+class Responses:
+    """The route of the Responses API."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def create(self, request: Request) -> Response:
+        """Answer a conversation, with texts and function calls."""
+        body = await self._service.read(request, ResponsesRequest)
+
+        def writer(form: Form, answer_id: str) -> Writer:
+            return ResponseWriter(body, self._service.model_name, form, answer_id)
+
+        return await self._service.generate(request, body.chat(), writer)
+
+
+class ResponseWriter(items.ItemWriter):
+    """Writes a response, whole or as events; `answer_id` is in the identifiers of its items."""
+
+    def __init__(self, body: ResponsesRequest, model_name: str, form: Form, answer_id: str):
+        super().__init__(form)
+        self._answer_id = answer_id
+        self._num_events = 0
+        repeated = body.model_dump(include=set(_REPEATED), exclude_none=True)
+        self._head = {
+            "id": f"resp_{answer_id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model_name,
+            "store": False,
+            **_REPEATED,
+            **repeated,
+        }
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the event of a failed response."""
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        response = self._response("failed") | {"error": {"code": code, "message": str(error)}}
+        return items.encoded_event(self._event("response.failed", response=response))
+
+    def _answer(self) -> dict[str, Any]:
+        return self._response("incomplete" if self._is_cut else "completed")
+
+    def _begin(self) -> Iterator[Event]:
+        response = self._response("in_progress") | {"usage": None}
+        yield self._event("response.created", response=response)
+        yield self._event("response.in_progress", response=response)
+
+    def _tell(self, change: Change) -> Iterator[Event]:
+        item, name = change.item, _KINDS[change.item.kind][1]
+        at: dict[str, Any] = {"output_index": item.number, "item_id": self._id(item)}
+        if item.kind != "call":
+            at["content_index"] = 0
+        more: dict[str, Any] = {"logprobs": []} if item.kind == "text" else {}
+        if change.what == "grows":
+            yield self._event(f"response.{name}.delta", delta=change.piece, **more, **at)
+        elif change.what == "begins":
+            part = self._item(item, "in_progress")
+            yield self._event("response.output_item.added", output_index=item.number, item=part)
+            if item.kind != "call":
+                yield self._event("response.content_part.added", part=_part(item, ""), **at)
+        else:
+            if item.kind == "call":
+                of = {"name": item.name, "arguments": item.text}
+                yield self._event(f"response.{name}.done", **of, **at)
+            else:
+                yield self._event(f"response.{name}.done", text=item.text, **more, **at)
+                yield self._event("response.content_part.done", part=_part(item, item.text), **at)
+            part = self._item(item, "incomplete" if self._is_cut else "completed")
+            yield self._event("response.output_item.done", output_index=item.number, item=part)
+
+    def _finish(self) -> Iterator[Event]:
+        response = self._answer()
+        yield self._event(f"response.{response['status']}", response=response)
+
+    @property
+    def _is_cut(self) -> bool:
+        return self._last is not None and self._last.finish_reason is FinishReason.LENGTH
+
+    def _event(self, name: str, **fields: Any) -> Event:
+        self._num_events += 1
+        return {"type": name, "sequence_number": self._num_events - 1, **fields}
+
+    def _response(self, status: str) -> dict[str, Any]:
+        output = [self._item(item, "completed") for item in self.items]
+        if output and status != "completed":
+            output[-1]["status"] = "incomplete"
+        usage = self.form.usage()
+        return {
+            **self._head,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
+            "output": output,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+
+    def _item(self, item: Item, status: str) -> dict[str, Any]:
+        """Return an item; while it is in progress, without its text."""
+        text = "" if status == "in_progress" else item.text
+        found = {"id": self._id(item), "type": _KINDS[item.kind][0], "status": status}
+        if item.kind == "call":
+            return found | {"call_id": item.call_id, "name": item.name, "arguments": text}
+        content = [] if status == "in_progress" else [_part(item, text)]
+        if item.kind == "reasoning":
+            return found | {"summary": [], "content": content}
+        return found | {"role": "assistant", "content": content}
+
+    def _id(self, item: Item) -> str:
+        return f"{_KINDS[item.kind][2]}_{self._answer_id}_{item.number}"
+
+
+def _part(item: Item, text: str) -> dict[str, Any]:
+    if item.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
