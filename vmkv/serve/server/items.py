@@ -171,16 +171,19 @@ class ItemWriter(ABC):
 
     def _changes(self, delta: CompletionOutput) -> Iterator[Change]:
         reply = self.form.reply(delta)
+        for call in reply.tool_calls:  # Text may follow the rest of a call.
+            if call.index == self._call:
+                yield from self._grow("call", call.arguments)
         if reply.reasoning:
             yield from self._grow("reasoning", reply.reasoning)
         if reply.content:
             yield from self._grow("text", reply.content)
         for call in reply.tool_calls:
-            if call.index != self._call:
-                yield from self._open("call", call.id or "", call.name or "")
+            if call.id is not None:
+                yield from self._open("call", call.id, call.name or "")
                 self._call = call.index
-            if call.arguments:
-                yield from self._grow("call", call.arguments)
+                if call.arguments:
+                    yield from self._grow("call", call.arguments)
         if delta.is_finished:
             self._last = delta
             yield from self._close()

@@ -82,20 +82,21 @@ class ResponsesRequest(items.ItemsRequest):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[items.FunctionTool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | items.FunctionTool | None = None
+    tool_choice: str | items.FunctionTool | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     include: list[str] | None = None
-    prompt: None = None  # Of OpenAI's store.
+    prompt: Any = None
 
     @model_validator(mode="after")
-    def _check_include(self) -> ResponsesRequest:
+    def _check_served(self) -> ResponsesRequest:
         if _LOGPROBS in (self.include or ()):
-            raise invalid(
-                "include: log-probabilities are reported by /v1/chat/completions", "include"
-            )
+            reason = "log-probabilities are reported by /v1/chat/completions"
+            raise invalid(f"include: {reason}", "include")
+        if self.prompt is not None:
+            raise invalid("prompt: prompts are not stored here; send instructions and input")
         return self
 
     def chat(self) -> ChatRequest:
@@ -236,9 +237,9 @@ class ResponseWriter(items.ItemWriter):
     def _is_cut(self) -> bool:
         return self._last is not None and self._last.finish_reason is FinishReason.LENGTH
 
-    def _event(self, name: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> Event:
         self._num_events += 1
-        return {"type": name, "sequence_number": self._num_events - 1, **fields}
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
     def _response(self, status: str) -> dict[str, Any]:
         output = [self._item(item, "completed") for item in self.items]
