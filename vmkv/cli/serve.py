@@ -61,9 +61,10 @@ def add_parser(commands: types.Commands) -> None:
         "serve",
         help="serve a model behind the OpenAI API",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="Completions, chat, streaming; /tokenize, /health, /metrics and /version "
-        "beside them. SIGTERM drains: what is under way is finished. API keys come from a file or "
-        f"from the variable {_API_KEY_VARIABLE}; without either everybody may ask.",
+        description="Completions, chats, OpenAI's responses and Anthropic's messages, streamed or "
+        "not; /tokenize, /health, /metrics and /version beside them. SIGTERM drains: what is under "
+        f"way is finished. API keys come from a file or from the variable {_API_KEY_VARIABLE}; "
+        "without either everybody may ask.",
     )
     parser.add_argument("model", metavar="MODEL", type=types.name, help="a folder, or a Hub name")
     add = parser.add_argument_group("model").add_argument

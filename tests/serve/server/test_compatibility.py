@@ -88,6 +88,33 @@ def test_tokenize_matches_vllm(server) -> None:
         assert httpx.post(f"{server.url}/tokenize", json=wrong).status_code in (400, 404)
 
 
+def test_detokenize_matches_vllm(server) -> None:
+    """Special tokens are kept; unknown tokens and too many are refused in the route's words."""
+    ids = [0, *tiny_tokenizer()(TEXT[0])["input_ids"], 1]
+    found = ask(server, "/detokenize", {"model": "tiny", "tokens": ids})
+    assert {"prompt": f"<s>{TEXT[0]}</s>"} == found
+    assert {"prompt": ""} == ask(server, "/detokenize", {"tokens": []})
+    for wrong, message in (([-1], "token -1"), ([5] * 4097, "takes 4096"), (["a"], "tokens.0:")):
+        answer = httpx.post(f"{server.url}/detokenize", json={"tokens": wrong})
+        error = answer.json()["error"]
+        assert (400, "tokens") == (answer.status_code, error["param"].partition(".")[0])
+        assert message in error["message"]
+
+
+def test_ping_is_health(server) -> None:
+    """SageMaker and vLLM's clients ask so, by GET or by POST."""
+    for method in ("GET", "POST"):
+        answer = httpx.request(method, f"{server.url}/ping")
+        assert (200, "ok") == (answer.status_code, answer.json()["status"])
+
+
+def test_load_counts_requests(server) -> None:
+    url = f"{server.url}/load"
+    assert {"server_load": 0} == httpx.get(url).json()
+    with server.streaming(), server.streaming():
+        assert {"server_load": 2} == httpx.get(url).json()
+
+
 @pytest.mark.parametrize("path", ["/health", "/version"])
 def test_head_requests_are_answered(server, path: str) -> None:
     """Load balancers send HEAD."""
@@ -104,7 +131,11 @@ def test_openapi_describes_the_bodies(server) -> None:
     for path, form in (
         ("/v1/completions", "CompletionRequest"),
         ("/v1/chat/completions", "ChatRequest"),
+        ("/v1/responses", "ResponsesRequest"),
+        ("/v1/messages", "MessagesRequest"),
+        ("/v1/messages/count_tokens", "CountTokensRequest"),
         ("/tokenize", "TokenizeRequest"),
+        ("/detokenize", "DetokenizeRequest"),
     ):
         body = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         assert {"$ref": f"#/components/schemas/{form}"} == body["schema"]

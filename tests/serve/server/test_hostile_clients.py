@@ -125,6 +125,14 @@ def test_too_many_values_are_not_parsed(server, monkeypatch: pytest.MonkeyPatch,
         ("/v1/chat/completions", {"messages": [3] * 20_000}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * 20_000}]}),
         ("/tokenize", {"prompt": None, "messages": [1] * 20_000}),
+        ("/detokenize", {"tokens": ["a"] * 20_000}),
+        ("/v1/responses", {"input": [1] * 20_000}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [1] * 20_000}]}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [1] * 20_000}),
+        (
+            "/v1/messages",
+            {"max_tokens": 1, "messages": [{"role": "user", "content": [1] * 20_000}]},
+        ),
     ],
 )
 def test_validation_stops_early(
@@ -139,8 +147,8 @@ def test_validation_stops_early(
         return explained(error)
 
     monkeypatch.setattr(schema, "_explained", count)
-    body = {**(CHAT if "chat" in path else PLAIN), **change}
-    body = body if path != "/tokenize" else change
+    known = {"/v1/completions": PLAIN, "/v1/chat/completions": CHAT}
+    body = {**known.get(path, {}), **change}
     assert len(message_of(server.post(body, path))) < 200
     assert [True] == [each <= 8 for each in found], "more than one error per form of a value"
 

@@ -394,3 +394,25 @@ def test_a_key_may_come_in_either_header(run_server) -> None:
             assert 401 == server.post(ASK, PATH, **wrong).status_code
         both = {"x-api-key": "key", "Authorization": "Bearer other"}
         assert 401 == server.post(ASK, PATH, **both).status_code
+
+
+@pytest.mark.parametrize("depth", [150, 500, 100_000])
+def test_nested_values_are_served_or_a_short_error(server, depth: int) -> None:
+    """Of tools, of their input and of what a response repeats."""
+    deep = '{"a":' * depth + "1" + "}" * depth
+    call = f'{{"type":"tool_use","id":"1","name":"f","input":{deep}}}'
+    for path, body in (
+        (PATH, f'"messages":[{{"role":"assistant","content":[{call}]}}],"max_tokens":1'),
+        ("/v1/responses", f'"input":"x","max_output_tokens":1,"metadata":{deep}'),
+        ("/v1/responses", f'"input":"x","max_output_tokens":1,"text":{deep}'),
+    ):
+        answer = server.post(f"{{{body}}}".encode(), path)
+        assert answer.status_code == (200 if depth == 150 else 400), answer.text
+        assert len(answer.content) < (5000 if depth == 150 else 500)
+
+
+def test_half_a_surrogate_pair_is_400(server) -> None:
+    """No tokenizer reads it."""
+    for body in (user({"type": "text", "text": "\ud800"}), {"system": "\ud800"}):
+        answer = server.post(ASK | body, PATH)
+        assert (400, "error") == (answer.status_code, answer.json()["type"])

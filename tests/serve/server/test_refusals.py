@@ -186,9 +186,18 @@ def test_api_keys_are_required(run_server) -> None:
         assert 401 == httpx.get(f"{server.url}/v1/models").status_code
         basic = {"Authorization": "Basic first"}
         assert 401 == httpx.get(f"{server.url}/v1/models", headers=basic).status_code
-        for path in ("health", "metrics", "version", "docs", "openapi.json"):
+        for path in ("health", "ping", "metrics", "version", "docs", "openapi.json"):
             assert 200 == httpx.get(f"{server.url}/{path}").status_code
-        for path in ("tokenize", "nothing", "v1", "//v1/models", "health/", "HEALTH"):
+        for path in (
+            "tokenize",
+            "load",
+            "v1/messages",
+            "nothing",
+            "v1",
+            "//v1/models",
+            "health/",
+            "HEALTH",
+        ):
             assert 401 == httpx.get(f"{server.url}/{path}").status_code
 
 
@@ -206,7 +215,8 @@ def test_keys_are_compared_as_utf8(run_server) -> None:
 
 def test_protects_everything_but_health(run_server) -> None:
     with run_server(api_keys=["key"], protects_everything=True) as server:
-        assert 200 == httpx.get(f"{server.url}/health").status_code
+        for path in ("health", "ping"):
+            assert 200 == httpx.get(f"{server.url}/{path}").status_code
         for path in ("metrics", "version", "docs", "redoc", "openapi.json"):
             assert 401 == httpx.get(f"{server.url}/{path}").status_code
             headers = {"Authorization": "Bearer key"}

@@ -1,9 +1,10 @@
-"""The OpenAI API over an engine: FastAPI for the routes, uvicorn for the connections.
+"""The APIs of OpenAI and Anthropic over an engine: FastAPI for routes, uvicorn for connections.
 
 A request passes, in order: `run.py` (connections and heads), `guard.py` (API key, size and time of
 the body), `schema.py` (parsing and validation), `service.py` (admission, the engine's outputs,
-JSON and server-sent events), with `prompts.py` (tokenisation) and `choices.py` (formats). Errors
-are made in `errors.py`. `app.py` has the routes. Needs the extra `vmkv[serve]`.
+JSON and server-sent events), with `prompts.py` (tokenisation) and `choices.py` (formats). Requests
+of `responses.py` and `messages.py` become chats and return as items (`items.py`). Errors are made
+in `errors.py`. `app.py` has the routes. Needs the extra `vmkv[serve]`.
 """
 
 from ...options import Limits as Limits
