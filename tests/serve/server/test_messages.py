@@ -10,7 +10,7 @@ import httpx
 import pytest
 from helpers.serving import LONG, tiny_tokenizer
 
-from vmkv.serve.request import CompletionOutput, FinishReason
+from vmkv.serve.request import CompletionOutput, FinishReason, RequestOutput
 from vmkv.serve.server import Limits
 from vmkv.serve.server.choices import ChatForm, Tokens
 from vmkv.serve.server.errors import ApiError
@@ -230,7 +230,9 @@ class Scripted:
 
 def new_writer() -> MessageWriter:
     """A writer whose form parses deltas' numbers."""
-    return MessageWriter("tiny", ChatForm(Tokens(tiny_tokenizer()), 1, lambda _: Scripted()), "1")
+    form = ChatForm(Tokens(tiny_tokenizer()), 1, lambda _: Scripted())
+    assert [] == list(form.advance(0, RequestOutput(0, None, [1, 2, 3], [])))
+    return MessageWriter("tiny", form, "1")
 
 
 def output(at: int, reason: FinishReason | None = None) -> CompletionOutput:

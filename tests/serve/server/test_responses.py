@@ -10,7 +10,7 @@ import httpx
 import pytest
 from helpers.serving import LONG, tiny_tokenizer
 
-from vmkv.serve.request import CompletionOutput, FinishReason
+from vmkv.serve.request import CompletionOutput, FinishReason, RequestOutput
 from vmkv.serve.server.choices import ChatForm, Tokens
 from vmkv.serve.server.errors import ApiError
 from vmkv.serve.server.reply import ReplyDelta, ToolCallDelta
@@ -234,7 +234,9 @@ def outputs(reason: FinishReason = FinishReason.STOP) -> list[CompletionOutput]:
 
 def new_form() -> ChatForm:
     """A form that parses deltas' numbers, and knows the prompt's length."""
-    return ChatForm(Tokens(tiny_tokenizer()), 1, lambda _: Scripted())
+    form = ChatForm(Tokens(tiny_tokenizer()), 1, lambda _: Scripted())
+    assert [] == list(form.advance(0, RequestOutput(0, None, [1, 2, 3], [])))
+    return form
 
 
 def test_reasoning_text_and_calls_are_items() -> None:

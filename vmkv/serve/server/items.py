@@ -77,7 +77,8 @@ class FunctionTool(TypedItem):
 
     def as_chat(self) -> dict[str, Any]:
         """Return the tool, or the choice of it, as a chat has it."""
-        function = self.model_dump(exclude={"type"}, exclude_none=True)
+        parts = {"name", "description", "parameters", "strict"}
+        function = self.model_dump(include=parts, exclude_none=True)
         return {"type": "function", "function": function}
 
 

@@ -78,12 +78,11 @@ class Tool(items.FunctionTool):
     parameters: dict[str, Any] = Field(alias="input_schema")
 
 
-class ToolChoice(TypedItem):
-    """Whether the model may, must or must not call tools."""
+class ToolChoice(items.FunctionTool):
+    """Whether the model may, must or must not call tools, or which one it has to."""
 
     needs: ClassVar = {"auto": (), "any": (), "none": (), "tool": ("name",)}
 
-    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -108,8 +107,7 @@ class CountTokensRequest(items.ItemsRequest):
         """Convert to a chat; raises `ApiError`."""
         config, choice = self.output_config or {}, self.tool_choice
         if choice is not None:
-            of_tool = items.FunctionTool(type="function", name=choice.name)
-            converted["tool_choice"] = _CHOICES.get(choice.type) or of_tool.as_chat()
+            converted["tool_choice"] = _CHOICES.get(choice.type) or choice.as_chat()
             if choice.disable_parallel_tool_use:
                 converted["parallel_tool_calls"] = False
         form = config.get("format") or self.output_format
