@@ -45,7 +45,9 @@ class Parsed:
 def parsed(parser: ReplyParser, pieces: list[str]) -> Parsed:
     """Join the deltas of a text that comes in pieces."""
     found = Parsed()
-    for at, piece in enumerate([*pieces, ""]):
+    # The end comes with the last piece, or after it.
+    pieces = pieces if len(pieces) % 2 else [*pieces, ""]
+    for at, piece in enumerate(pieces, 1):
         delta = parser.push(piece, is_last=at == len(pieces))
         found.reasoning += delta.reasoning
         found.content += delta.content

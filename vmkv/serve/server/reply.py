@@ -280,24 +280,33 @@ class TemplateParser:
 
     def push(self, text: str, *, is_last: bool) -> ReplyDelta:
         """See `ReplyParser.push`."""
-        events = self._events(text, is_last)
-        if self._pattern is not None and not self._pattern.is_json:
-            self._tail = (self._tail + text)[-_TAIL_CHARS:]
-            self._is_cut = is_last and not self._pattern.closed.search(self._tail)
-        reasoning, content = self._read(events)
+        reasoning, content = self._read(self._fed(text))
         if is_last:
-            reasoning += self._reasoning.push("", is_last=True)
-            content += self._content.push("", is_last=True)
+            # Regions that end here may be cut; those before have ended with a delimiter.
+            self._is_cut = self._pattern is not None and not self._pattern.closed.search(self._tail)
+            more = self._read(self._finished())
+            reasoning += more[0] + self._reasoning.push("", is_last=True)
+            content += more[1] + self._content.push("", is_last=True)
         return ReplyDelta(reasoning, content, self._calls.take())
 
-    def _events(self, text: str, is_last: bool) -> list[dict[str, Any]]:
+    def _fed(self, text: str) -> list[dict[str, Any]]:
+        self._tail = (self._tail + text)[-_TAIL_CHARS:]
         try:
             if self._parser is not None:
                 events: list[dict[str, Any]] = self._parser.feed(text)
-                return events + (self._parser.finalize()[1] if is_last else [])
+                return events
         except Exception:  # noqa: BLE001  # A field of the template that this text does not fit.
             self._parser = None
         return [{"type": "region_chunk", "field": "content", "text": text}]
+
+    def _finished(self) -> list[dict[str, Any]]:
+        try:
+            if self._parser is not None:
+                events: list[dict[str, Any]] = self._parser.finalize()[1]
+                return events
+        except Exception:  # noqa: BLE001  # The same, or a field that must be there is missing.
+            pass
+        return []
 
     def _read(self, events: list[dict[str, Any]]) -> tuple[str, str]:
         """Return new reasoning and content of events; add the calls."""
