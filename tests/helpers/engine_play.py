@@ -550,15 +550,20 @@ def _mishap(kind: str) -> Mishap:
         return Mishap(ValueError("the model broke"), has_written=True)
     if kind == "on the device":
         return Mishap(ValueError("the device broke"), is_late=True)
+    if kind == "before sampling":
+        return Mishap(ValueError("the sampler broke"), is_between=True)
     assert kind == "at once"
     return Mishap(ValueError("the model broke"))
 
 
-MISHAPS = ("out of memory", "out of memory, half-way", "half-way", "on the device", "at once")
+MISHAPS = (
+    *("out of memory", "out of memory, half-way", "half-way"),
+    *("on the device", "before sampling", "at once"),
+)
 
 
 def wait_for_host(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A logits processor: steps of a request with one are not submitted ahead."""
+    """A logits processor: steps of a request with one are sampled after the last one was read."""
     return scores
 
 

@@ -7,7 +7,7 @@ even if memory is right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from helpers.device import Place
@@ -58,11 +58,13 @@ class Mishap:
     Attributes:
         error: The error to raise.
         is_late: Raise it in `result` instead of in `submit`.
+        is_between: Raise it in `sample`.
         has_written: Write the keys and values of the step nevertheless.
     """
 
     error: Exception
     is_late: bool = False
+    is_between: bool = False
     has_written: bool = False
 
 
@@ -80,11 +82,17 @@ class _Step:
     def run(self) -> None:
         for slot, chunk, claim in self.chunks:
             self.runner.compute(slot, chunk, claim)
+
+    def sample(self) -> None:
         for slot, chunk, _ in self.chunks:
             if chunk.samples:
                 token = next_token(slot.history, slot.num_prompt_tokens, slot.params)
                 slot.history.append(token)
                 self.token_ids.append(token)
+
+    @property
+    def slots(self) -> list[int]:
+        return [chunk.slot for _, chunk, _ in self.chunks if chunk.samples]
 
     @property
     def has_ended(self) -> bool:
@@ -132,6 +140,9 @@ class StampRunner:
         self._slots[slot] = _Slot(params, len(prompt_token_ids), history)
 
     def submit(self, chunks: Sequence[Piece]) -> _Step:
+        return self.sample(self.launch(chunks))
+
+    def launch(self, chunks: Sequence[Piece]) -> _Step:
         self.rows.cache.note_stream()
         device = self.rows.device
         for name, each in (("slots", "slot"), ("rows", "row")):
@@ -146,14 +157,25 @@ class StampRunner:
             )
             for chunk in chunks
         ]
-        mishap, self.mishap = self.mishap, None
+        mishap = self.mishap
+        if mishap is not None and mishap.is_between:
+            mishap = None
+        else:
+            self.mishap = None
         if mishap is not None and not mishap.is_late:
             if mishap.has_written:
                 device.submit(lambda: self._write_only(claimed))
             raise mishap.error
         self.num_steps += 1
         step = _Step(self, claimed, None if mishap is None else mishap.error)
-        step.place = device.submit(step.run)
+        device.submit(step.run)
+        return step
+
+    def sample(self, step: _Step, masks: None = None, ended: Collection[int] = ()) -> _Step:
+        if self.mishap is not None and self.mishap.is_between:
+            mishap, self.mishap = self.mishap, None
+            raise mishap.error
+        step.place = self.rows.device.submit(step.sample)
         return step
 
     def close(self) -> None:

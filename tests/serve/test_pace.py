@@ -119,7 +119,7 @@ class Host:
         self._end_s = max(self.now_s, self._end_s) + step_s
         ids = range(1 if num_requests is None else num_requests)
         step = SubmittedStep(Work(self, self._end_s), ids, num_tokens, self.now_s)
-        self.pace.submitted(step, before, start_s, begins=begins)
+        self.pace.submitted(step.submitted_s, before, start_s, begins=begins)
         self.now_s += ready_s
         if before is not None:
             self._late_s = late_s

@@ -109,12 +109,10 @@ def request_of(
     max_total_tokens: int,
     *,
     priority: int = 0,
-    waits_for_host: bool = False,
 ) -> Request:
     """A request with this many tokens, all equal."""
-    processors = [lambda ids, scores: scores] if waits_for_host else []
-    params = SamplingParams(logits_processors=processors)
-    return Request(request_id, [0] * num_prompt_tokens, params, priority, max_total_tokens)
+    prompt = [0] * num_prompt_tokens
+    return Request(request_id, prompt, SamplingParams(), priority, max_total_tokens)
 
 
 @dataclass
@@ -125,7 +123,6 @@ class Arrival:
     stops_after: int  # Number of output tokens before a stop token.
     priority: int
     cancelled_at: int | None
-    waits_for_host: bool
 
 
 @dataclass
@@ -162,7 +159,6 @@ class Trace:
             arrival.num_prompt_tokens,
             total,
             priority=arrival.priority,
-            waits_for_host=arrival.waits_for_host,
         )
         self.scheduler.add(request)
         self.lives[request_id] = Life(arrival, tokens=arrival.num_prompt_tokens)
@@ -256,7 +252,6 @@ class Trace:
         assert chunk.samples == (life.computed == known)
         if chunk.from_device:
             assert chunk.num_new_tokens == 1
-            assert not life.arrival.waits_for_host
         else:
             assert life.computed <= life.tokens, "the host has not read a token of the chunk"
         life.unread += chunk.samples
@@ -287,7 +282,6 @@ ARRIVALS = st.lists(
         stops_after=st.integers(1, 30),
         priority=st.integers(-2, 2),
         cancelled_at=st.none() | st.integers(0, 40),
-        waits_for_host=st.booleans(),
     ),
     min_size=1,
     max_size=12,
@@ -366,8 +360,8 @@ def test_requests_of_low_priority_do_not_starve(priority: int) -> None:
     """One slot, and an endless stream of more urgent requests."""
     trace = Trace(Scheduler(1, 64), ModelView(1000, 4))
     aging_steps = trace.scheduler.AGING_STEPS = 10
-    urgent = Arrival(0, 8, 2, 2, 0, None, False)
-    trace.add(0, Arrival(0, 8, 2, 2, priority, None, False))
+    urgent = Arrival(0, 8, 2, 2, 0, None)
+    trace.add(0, Arrival(0, 8, 2, 2, priority, None))
     for request_id in range(1, 200):
         trace.add(request_id, Arrival(0, 8, 2, 2, **_rest(urgent)))
         trace.step()
@@ -391,16 +385,16 @@ def _prompt_tokens(trace: Trace, prompts: dict[int, int]) -> dict[int, int]:
 def test_short_prompts_overtake_long_ones() -> None:
     """Also long prompts that have begun, as long as these could not be done yet."""
     trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=10), ModelView(1000, 4))
-    trace.add(0, Arrival(0, 4, 40, 99, 0, None, False))
+    trace.add(0, Arrival(0, 4, 40, 99, 0, None))
     trace.step()
     prompts = {1: 40, 2: 3, 3: 6, 4: 12, 5: 3}
-    trace.add(1, Arrival(0, 40, 20, 99, 0, None, False))  # Four steps.
+    trace.add(1, Arrival(0, 40, 20, 99, 0, None))  # Four steps.
     assert {1: 19} == _prompt_tokens(trace, prompts)
     for request_id in (2, 3, 4):
-        trace.add(request_id, Arrival(0, prompts[request_id], 20, 99, 0, None, False))
+        trace.add(request_id, Arrival(0, prompts[request_id], 20, 99, 0, None))
     assert {2: 3, 3: 6} == _prompt_tokens(trace, prompts)
     assert {4: 7} == _prompt_tokens(trace, prompts)
-    trace.add(5, Arrival(0, 3, 20, 99, 0, None, False))
+    trace.add(5, Arrival(0, 3, 20, 99, 0, None))
     assert {4: 5, 1: 2} == _prompt_tokens(trace, prompts)
     assert {1: 16} == _prompt_tokens(trace, prompts), "a late request overtakes the long prompt"
     assert {1: 3, 5: 3} == _prompt_tokens(trace, prompts)
@@ -409,11 +403,11 @@ def test_short_prompts_overtake_long_ones() -> None:
 def test_a_long_prompt_is_overtaken_for_a_bounded_time() -> None:
     """By short prompts that arrive at every step, for as many steps as the long one takes."""
     trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=8), ModelView(1000, 4))
-    trace.add(0, Arrival(0, 4, 99, 99, 0, None, False))
+    trace.add(0, Arrival(0, 4, 99, 99, 0, None))
     trace.step()
-    trace.add(1, Arrival(0, 24, 2, 99, 0, None, False))  # Three steps.
+    trace.add(1, Arrival(0, 24, 2, 99, 0, None))  # Three steps.
     for request_id in range(2, 40):
-        trace.add(request_id, Arrival(0, 8, 1, 1, 0, None, False))
+        trace.add(request_id, Arrival(0, 8, 1, 1, 0, None))
         trace.step()
         if trace.lives[1].ended:
             break
@@ -425,12 +419,12 @@ def test_a_long_prompt_is_overtaken_for_a_bounded_time() -> None:
 def test_a_request_without_a_slot_does_not_shrink_chunks() -> None:
     """Although it is a short prompt that is next in the order."""
     trace = Trace(Scheduler(2, 64, max_num_mixed_tokens=10), ModelView(1000, 4))
-    trace.add(0, Arrival(0, 4, 40, 99, 0, None, False))
+    trace.add(0, Arrival(0, 4, 40, 99, 0, None))
     trace.step()
     prompts = {1: 60, 2: 3}
-    trace.add(1, Arrival(0, 60, 5, 99, 0, None, False))
+    trace.add(1, Arrival(0, 60, 5, 99, 0, None))
     assert {1: 19} == _prompt_tokens(trace, prompts)
-    trace.add(2, Arrival(0, 3, 5, 99, 0, None, False))
+    trace.add(2, Arrival(0, 3, 5, 99, 0, None))
     assert {1: 19} == _prompt_tokens(trace, prompts)
     assert {1: 19} == _prompt_tokens(trace, prompts)
 
@@ -440,9 +434,9 @@ def test_urgent_requests_overtake_a_prompt_that_has_begun(priority: int) -> None
     """The prompt gets the remaining tokens of the step."""
     trace = Trace(Scheduler(4, 16), ModelView(1000, 4))
     prompts = {0: 40, 1: 10}
-    trace.add(0, Arrival(0, 40, 4, 99, 0, None, False))
+    trace.add(0, Arrival(0, 40, 4, 99, 0, None))
     assert {0: 16} == _prompt_tokens(trace, prompts)
-    trace.add(1, Arrival(0, 10, 4, 99, priority, None, False))
+    trace.add(1, Arrival(0, 10, 4, 99, priority, None))
     expected = {1: 10, 0: 6} if priority else {0: 16}
     assert expected == _prompt_tokens(trace, prompts)
 
@@ -450,11 +444,11 @@ def test_urgent_requests_overtake_a_prompt_that_has_begun(priority: int) -> None
 def test_overtaking_leaves_the_pages_of_begun_prompts() -> None:
     """No request is preempted."""
     trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=10), ModelView(16, 4))
-    trace.add(0, Arrival(0, 4, 8, 99, 0, None, False))
+    trace.add(0, Arrival(0, 4, 8, 99, 0, None))
     trace.step()
-    trace.add(1, Arrival(0, 40, 3, 99, 0, None, False))
+    trace.add(1, Arrival(0, 40, 3, 99, 0, None))
     trace.step()
-    trace.add(2, Arrival(0, 9, 4, 99, 0, None, False))
+    trace.add(2, Arrival(0, 9, 4, 99, 0, None))
     for _ in range(40):
         trace.step()
     assert all(life.ended for life in trace.lives.values())
@@ -472,11 +466,11 @@ class FourGroups(ModelView):
 def test_overtaking_leaves_the_pages_of_decoding_requests(total_pages: int, begins: bool) -> None:
     """In this step a decoding request needs a page of each group."""
     trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=8), FourGroups(total_pages, 4))
-    trace.add(0, Arrival(0, 3, 8, 99, 1, None, False))
+    trace.add(0, Arrival(0, 3, 8, 99, 1, None))
     trace.step()
-    trace.add(1, Arrival(0, 12, 3, 99, 0, None, False))
+    trace.add(1, Arrival(0, 12, 3, 99, 0, None))
     trace.step()
-    trace.add(2, Arrival(0, 2, 4, 99, -1, None, False))
+    trace.add(2, Arrival(0, 2, 4, 99, -1, None))
     chunks = {chunk.request.request_id: chunk for chunk in trace.step().chunks}
     assert {0: 1, 1: 5} == {each: chunks[each].num_new_tokens for each in (0, 1)}
     assert 4 == chunks[0].num_past_tokens, "the fifth token must begin a page"
@@ -487,7 +481,6 @@ def _rest(arrival: Arrival) -> dict[str, object]:
     return {
         "priority": arrival.priority,
         "cancelled_at": arrival.cancelled_at,
-        "waits_for_host": arrival.waits_for_host,
     }
 
 
@@ -495,7 +488,7 @@ def test_more_urgent_requests_begin_first() -> None:
     """Of the waiting requests, the one with the lowest priority number begins first."""
     trace = Trace(Scheduler(1, 64), ModelView(1000, 4))
     for request_id, priority in enumerate((1, 0, 2, -1)):
-        trace.add(request_id, Arrival(0, 8, 2, 2, priority, None, False))
+        trace.add(request_id, Arrival(0, 8, 2, 2, priority, None))
     while trace.scheduler.requests:
         trace.step()
     order = sorted(trace.lives, key=lambda each: trace.lives[each].first_step or 0)
@@ -505,9 +498,9 @@ def test_more_urgent_requests_begin_first() -> None:
 def test_decoding_continues_beside_a_long_prompt() -> None:
     """Each step has a chunk of the prompt and a token of the decoding request."""
     trace = Trace(Scheduler(4, 16), ModelView(1000, 4))
-    trace.add(0, Arrival(0, 4, 20, 99, 0, None, False))
+    trace.add(0, Arrival(0, 4, 20, 99, 0, None))
     trace.step()
-    trace.add(1, Arrival(0, 100, 4, 99, 0, None, False))
+    trace.add(1, Arrival(0, 100, 4, 99, 0, None))
     sizes = []
     while trace.lives[1].computed < 100:
         plan = trace.step()
@@ -523,9 +516,9 @@ def test_prompts_continue_beside_many_decoding_requests() -> None:
     """If decoding requests fill the bound of a mixed step, prompts get half of the bound on top."""
     trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=4), ModelView(1000, 4))
     for request_id in range(6):
-        trace.add(request_id, Arrival(0, 4, 40, 99, 0, None, False))
+        trace.add(request_id, Arrival(0, 4, 40, 99, 0, None))
     trace.step()
-    trace.add(6, Arrival(0, 8, 4, 99, 0, None, False))
+    trace.add(6, Arrival(0, 8, 4, 99, 0, None))
     sizes = [
         {c.request.request_id: c.num_new_tokens for c in trace.step().chunks} for _ in range(2)
     ]
@@ -537,9 +530,9 @@ def test_decoding_requests_count_in_a_mixed_step() -> None:
     """Beside more decoding requests than the bound, a long prompt gets half of the bound."""
     trace = Trace(Scheduler(16, 2048, max_num_mixed_tokens=8), ModelView(1000, 4))
     for request_id in range(12):
-        trace.add(request_id, Arrival(0, 2, 60, 99, 0, None, False))
+        trace.add(request_id, Arrival(0, 2, 60, 99, 0, None))
     trace.step()
-    trace.add(12, Arrival(0, 297, 4, 99, 0, None, False))
+    trace.add(12, Arrival(0, 297, 4, 99, 0, None))
     sizes = [trace.step().num_tokens for _ in range(10)]
     assert [12 + 4] * 10 == sizes
 
@@ -567,10 +560,10 @@ def test_long_prompts_are_computed_in_halves(prompts: list[int], expected: list[
     Steps are whole while no request decodes, or if more tokens are left than fit one whole step.
     """
     trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=9), ModelView(1000, 4))
-    trace.add(0, Arrival(0, 60, 40, 99, 0, None, False))
+    trace.add(0, Arrival(0, 60, 40, 99, 0, None))
     assert [60] == [chunk.num_new_tokens for chunk in trace.step().chunks]
     for request_id, num_tokens in enumerate(prompts, 1):
-        trace.add(request_id, Arrival(0, num_tokens, 20, 99, 0, None, False))
+        trace.add(request_id, Arrival(0, num_tokens, 20, 99, 0, None))
     sizes = []
     lengths = [0, *prompts]
     for _ in expected:
@@ -593,8 +586,8 @@ def test_the_last_request_is_preempted_once(
 ) -> None:
     """Two requests do not fit together: the later one is preempted, and both end."""
     trace = Trace(Scheduler(2, 64, costs=costs), ModelView(10, 4, host_pages))
-    trace.add(0, Arrival(0, 12, 20, 99, 0, None, False))
-    trace.add(1, Arrival(0, 12, 20, 99, 0, None, False))
+    trace.add(0, Arrival(0, 12, 20, 99, 0, None))
+    trace.add(1, Arrival(0, 12, 20, 99, 0, None))
     methods = []
     while trace.scheduler.requests:
         plan = trace.step()
@@ -612,8 +605,8 @@ def test_cached_prefixes_are_not_computed() -> None:
     view = ModelView(1000, 4)
     view.prefixes = {0: 8, 1: 12}
     trace = Trace(Scheduler(2, 64), view)
-    trace.add(0, Arrival(0, 12, 1, 1, 0, None, False))
-    trace.add(1, Arrival(0, 12, 1, 1, 0, None, False))
+    trace.add(0, Arrival(0, 12, 1, 1, 0, None))
+    trace.add(1, Arrival(0, 12, 1, 1, 0, None))
     plan = trace.step()
     assert [(8, 4), (11, 1)] == [
         (each.num_past_tokens, each.num_new_tokens) for each in plan.chunks
@@ -624,8 +617,8 @@ def test_fixed_chunks_do_not_depend_on_other_requests() -> None:
     def cuts(num_others: int) -> list[int]:
         trace = Trace(Scheduler(4, 16, fixed_chunks=True), ModelView(1000, 4))
         for request_id in range(1, num_others + 1):
-            trace.add(request_id, Arrival(0, 7 * request_id, 9, 9, 0, None, False))
-        trace.add(0, Arrival(0, 50, 4, 9, 0, None, False))
+            trace.add(request_id, Arrival(0, 7 * request_id, 9, 9, 0, None))
+        trace.add(0, Arrival(0, 50, 4, 9, 0, None))
         sizes = []
         while not trace.lives[0].ended:
             sizes += [
@@ -650,7 +643,7 @@ def test_ended_requests_are_replaced_at_once() -> None:
     """With twelve equal requests and three slots, every decoding step is full."""
     trace = Trace(Scheduler(3, 64), ModelView(1000, 4))
     for request_id in range(12):
-        trace.add(request_id, Arrival(0, 4, 5, 5, 0, None, False))
+        trace.add(request_id, Arrival(0, 4, 5, 5, 0, None))
     sizes = Counter()
     while trace.scheduler.requests:
         sizes[len(trace.step().chunks)] += 1

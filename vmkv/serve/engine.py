@@ -27,6 +27,7 @@ from ..errors import CapacityError, ClosedError, ConfigError, DriverError
 from ..interrupts import uninterrupted
 from ..options import EngineOptions
 from ..units import GiB, format_bytes
+from .guided import Grammars, advance
 from .memory_view import MemoryView, open_rows, pool_beside
 from .observer import EngineObserver, FirstToken, Idle, RequestAdded, RequestRecord
 from .params import SamplingParams
@@ -57,6 +58,7 @@ class Engine:
     Attributes:
         cache: The keys and values.
         loop: Runs the steps.
+        grammars: Compiles the grammars of `structured_outputs`.
         on_update: Called with each handle that has new output, its end included.
 
     Raises:
@@ -111,12 +113,15 @@ class Engine:
             undo.callback(self._runner.close)
             self._view.fitting_tokens()  # Checks that one token fits, with the over-read.
             self._undo = undo.pop_all()
+        its = (tokenizer, self._vocab_size, self._end_tokens)
+        self.grammars = Grammars(*its, is_pinned=self.cache.device.type == "cuda")
         self.loop = StepLoop(
             self._scheduler,
             self._view,
             self._runner,
             accept=self._accept,
             ended=self._ended,
+            masks=self.grammars.masks,
             observer=observer,
         )
         self._is_closed = False
@@ -148,7 +153,8 @@ class Engine:
 
         Raises:
             ConfigError: The request can never be served: the prompt is empty or too long, a token
-                is not in the vocabulary, or text is wanted without a tokenizer. Nothing was added.
+                is not in the vocabulary, text is wanted without a tokenizer, or a grammar is wrong
+                or unsupported. Nothing was added.
             ClosedError: The engine is closed.
         """
         self._check_open()
@@ -167,6 +173,10 @@ class Engine:
                 f"a prompt of {len(tokens)} tokens leaves no room for an answer: requests hold "
                 f"{longest} at most here; shorten it, or raise max_tokens or the budget"
             )
+        asked, ends = params.structured_outputs, self._end_tokens
+        if asked is not None:
+            matchers = [self.grammars.matcher(asked) for _ in range(params.n)]
+            ends = self.grammars.end_tokens
         self._announce("add", prompt, params, priority, tenant=tenant)
         requests: list[Request] = []
         try:
@@ -175,13 +185,15 @@ class Engine:
                 resolved = resolve(
                     params,
                     seed + index,
-                    self._end_tokens,
+                    ends,
                     max_total - len(tokens),
                     self._vocab_size,
                 )
                 number = self._num_requests
                 leader = requests[0] if requests else None
                 request = Request(number, tokens, resolved, priority, max_total, tenant, leader)
+                if asked is not None:
+                    request.matcher = matchers[index]
                 request.arrived_s = time.perf_counter()
                 requests.append(request)
                 request.detokenizer = detokenizer_of(self.tokenizer, tokens, resolved)
@@ -248,7 +260,11 @@ class Engine:
                     if self._observer is not None:
                         wait_s = request.first_token_s - request.arrived_s
                         self._observer.on(FirstToken(request.request_id, wait_s), self.cache)
-                if token_id in params.stop_token_ids and num_tokens >= params.min_tokens:
+                may_stop = num_tokens >= params.min_tokens
+                if request.matcher is not None:
+                    advance(request.matcher, token_id)
+                    may_stop = True  # A grammar may end before.
+                if may_stop and token_id in params.stop_token_ids:
                     # The text of a stop token is not part of the output.
                     request.stop_reason = None if token_id in self._end_tokens else token_id
                     reason = FinishReason.STOP

@@ -92,7 +92,8 @@ class SamplingParams:
         include_stop_str_in_output: Whether the output's text keeps the stop text.
         stop_token_ids: Tokens that end the output, besides the model's end-of-sequence tokens. The
             token is kept in `token_ids`, but not in the text.
-        ignore_eos: Ignore the model's end-of-sequence tokens.
+        ignore_eos: Ignore the model's end-of-sequence tokens, but for the end of
+            `structured_outputs`.
         max_tokens: Maximum output tokens; None for as many as fit.
         min_tokens: Output tokens before which no stop token is chosen and no stop text is searched.
         logprobs: Number of likeliest tokens to report log-probabilities of, besides the chosen one;
@@ -101,8 +102,8 @@ class SamplingParams:
         detokenize: Whether to produce text; required for stop texts.
         structured_outputs: Form that the output must have; needs a fast tokenizer and llguidance.
         logits_processors: transformers' logits processors, called as `processor(input_ids, scores)`
-            with `[1, T]` of this request and `[1, vocabulary]`. Not shared with other requests;
-            with processors, the host waits for every token.
+            with `[1, T]` of this request and `[1, vocabulary]`. Not shared with other requests.
+            They get every token so far, and run while the device computes the logits.
 
     Raises:
         ConfigError: A value is outside its range.

@@ -75,7 +75,7 @@ def resolve(
         raise ConfigError(
             f"min_tokens={params.min_tokens}, and at most {max_tokens} fit after this prompt"
         )
-    if not params.ignore_eos:
+    if not params.ignore_eos or params.structured_outputs is not None:
         stops |= {each for each in end_tokens if 0 <= each < vocab_size}
     resolved = copy.copy(params)  # Not `replace`, which would check every value again.
     vars(resolved).update(

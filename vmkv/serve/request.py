@@ -127,8 +127,9 @@ class Request:
 
     `request_id` ascends in order of arrival. `leader` is the first sample of the same prompt; the
     first sample has None. `prompt_token_ids` are packed (see `packed_prompt`) and `params`
-    resolved. `detokenizer` makes `texts`, if they are wanted. `rank` is the place in the schedule,
-    smallest first, and never changes.
+    resolved. `detokenizer` makes `texts`, if they are wanted. `matcher` follows the grammar of a
+    guided request through the tokens that were read, whether it runs or is preempted. `rank` is the
+    place in the schedule, smallest first, and never changes.
     `num_computed` counts tokens whose keys and values are computed, or will be by submitted steps;
     `num_unread` counts sampled tokens that were not read; `is_on_device` is whether its slot holds
     the last token, `is_set` whether it holds its parameters. Times are `time.perf_counter`, 0.0
@@ -149,6 +150,7 @@ class Request:
     tenant: str | None = None
     leader: Request | None = None
     detokenizer: Detokenizer | None = None
+    matcher: Any = None
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

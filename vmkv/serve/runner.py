@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,21 @@ class StepResult:
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose forward pass is launched, and whose tokens are not sampled yet.
+
+    Attributes:
+        passes: Logits of each forward pass that samples; valid until the next launch.
+        slots: Slots to sample, by row of all passes.
+        order: Rows in the order of the pieces; None if they are in order.
+    """
+
+    passes: Sequence[StepLogits]
+    slots: Sequence[int]
+    order: Sequence[int] | None
 
 
 class SlotError(VMKVError):
@@ -279,48 +294,84 @@ class ModelRunner:
         if params.logprobs is not None:
             self._wanted_logprobs[slot] = params.logprobs
 
-    @torch.no_grad()
     def submit(self, pieces: Sequence[Piece]) -> PendingTokens:
-        """Run the pieces, in one forward pass or one each if deterministic, and sample.
+        """Launch the pieces and sample; see `launch` and `sample`."""
+        return self.sample(self.launch(pieces))
 
-        Never waits for the device. If it raises, nothing was sampled and no slot has advanced;
-        `SlotError` names the one request at fault. Keys and values may have been written:
-        submitting the same pieces again is harmless.
+    @torch.no_grad()
+    def launch(self, pieces: Sequence[Piece]) -> LaunchedStep:
+        """Run the pieces, in one forward pass or one each if deterministic.
+
+        Never waits for the device. Keys and values are written, even if it raises: launching the
+        same pieces again is harmless. Without `sample`, no slot has advanced, and the tokens on the
+        device are lost.
         """
         if self._is_closed:
             raise ClosedError("this runner is closed; make a new one")
         count = len(pieces)
         bounds = [(at, at + 1) for at in range(count)] if self._deterministic else [(0, count)]
-        parts: list[SampledTokens] = []
-        sampling: list[int] = []  # The pieces that sample, in the order of the parts.
+        passes: list[StepLogits] = []
+        sampling: list[int] = []  # The pieces that sample, in the order of the passes.
         for start, end in bounds:
             step = self.stepper.run(pieces[start:end])
-            its = [start + at for at in step.pieces]
-            if its:
-                parts.append(self._sample(step, [pieces[at].slot for at in its]))
-                sampling += its
+            if step.pieces:
+                passes.append(step)
+                sampling += [start + at for at in step.pieces]
         order = None
         if sampling != sorted(sampling):
             order = sorted(range(len(sampling)), key=sampling.__getitem__)
+        return LaunchedStep(passes, [pieces[at].slot for at in sampling], order)
+
+    @torch.no_grad()
+    def sample(
+        self,
+        launched: LaunchedStep,
+        masks: torch.Tensor | None = None,
+        ended: Collection[int] = (),
+    ) -> PendingTokens:
+        """Sample the tokens of the step launched last. Never waits for the device.
+
+        `masks`, `[slots, words] int32` in pinned memory, has a bit for each token that a slot may
+        have. Logits processors need the tokens of all earlier steps, and are not called for `ended`
+        slots. If it raises, nothing was sampled and no slot has advanced; `SlotError` names the one
+        request at fault.
+        """
+        slots, start = launched.slots, 0
+        parts: list[SampledTokens] = []
+        if masks is not None:
+            masks = masks.to(self._device, non_blocking=True)
+        for step in launched.passes:
+            end = start + len(step.pieces)
+            its = None if masks is None else masks[start:end]
+            parts.append(self._sample(step, slots[start:end], its, ended))
+            start = end
         num_logprobs, histories, wanted = {}, {}, self._wanted_logprobs
         if wanted or self._histories:
-            slots = [(at, pieces[place].slot) for at, place in enumerate(sampling)]
-            num_logprobs = {at: wanted[slot] for at, slot in slots if slot in wanted}
             known = self._histories
-            histories = {at: known[slot][1] for at, slot in slots if slot in known}
-        return PendingTokens(parts, num_logprobs, histories, order)
+            num_logprobs = {at: wanted[slot] for at, slot in enumerate(slots) if slot in wanted}
+            histories = {at: known[slot][1] for at, slot in enumerate(slots) if slot in known}
+        return PendingTokens(parts, num_logprobs, histories, launched.order)
 
-    def _sample(self, step: StepLogits, slots: Sequence[int]) -> SampledTokens:
-        has_processors = not self._histories.keys().isdisjoint(slots)
-        is_plain = not has_processors and self.sampler.is_greedy(slots)
+    def _sample(
+        self,
+        step: StepLogits,
+        slots: Sequence[int],
+        masks: torch.Tensor | None,
+        ended: Collection[int],
+    ) -> SampledTokens:
+        histories = self._histories
+        if ended and histories:
+            histories = {slot: its for slot, its in histories.items() if slot not in ended}
+        has_processors = not histories.keys().isdisjoint(slots)
+        is_plain = not has_processors and masks is None and self.sampler.is_greedy(slots)
         if step.token_ids is not None and is_plain:
             # On CUDA they are copied to the host; here the next step would overwrite them.
             return SampledTokens(step.token_ids if self._is_cuda else step.token_ids.clone())
         at = torch.tensor(slots, dtype=torch.int64).to(self._device, non_blocking=True)
         logits, processed = step.logits, None
         if has_processors:
-            processed = _process(logits, slots, self._histories, self._options.agree)
-        sampled = self.sampler.sample(logits, at, slots, processed)
+            processed = _process(logits, slots, histories, self._options.agree)
+        sampled = self.sampler.sample(logits, at, slots, processed, masks)
         self.stepper.last_tokens.index_copy_(0, at, sampled.token_ids)
         return sampled
 

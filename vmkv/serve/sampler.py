@@ -132,7 +132,8 @@ class _Needs(NamedTuple):
             draws and (num_candidates < vocab_size or params.top_p < 1),
             num_candidates,
             params.has_penalties,
-            bool(params.min_tokens and params.stop_token_ids),
+            # The masks of a grammar leave out stop tokens where they may.
+            bool(params.min_tokens and params.stop_token_ids and params.structured_outputs is None),
             -1 if params.logprobs is None else params.logprobs,
         )
 
@@ -171,6 +172,8 @@ class Sampler:
         if compiled:
             self._draw_from_all = torch.compile(_draw_from_all, dynamic=True)
         self._banned = torch.zeros(slots, 0, dtype=torch.int64, device=device)
+        #: Masks of the bits of a byte.
+        self._bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
 
     # ---- slots ----------------------------------------------------------------------------
 
@@ -214,22 +217,26 @@ class Sampler:
         slots: torch.Tensor,
         slot_ids: Sequence[int] | None = None,
         processed: torch.Tensor | None = None,
+        masks: torch.Tensor | None = None,
     ) -> SampledTokens:
         """Sample the next token of each slot, and count it. Never synchronises.
 
         `logits` are `[n, vocabulary]` and not changed; `slots` are distinct, `[n] int64` on the
         device. With `slot_ids`, the same on the host, the batch takes the cheapest path for its
         slots. Tokens are drawn from `processed` instead of `logits` if logits processors have
-        changed them.
+        changed them. `masks`, `[n, words] int32`, has a bit for each token that may be chosen.
         """
         scores = logits if processed is None else processed
         slot_ids = range(self.max_num_seqs + 1) if slot_ids is None else slot_ids
-        if self.is_greedy(slot_ids):
+        if masks is None and self.is_greedy(slot_ids):
             return SampledTokens(likeliest(scores))
         self._upload()
         its = {self._needs.get(slot, _Needs()) for slot in slot_ids}
         needs = _Needs(*map(max, zip(*its, strict=True)))
         scores = self._adjusted(scores.float(), slots, needs)
+        if masks is not None:
+            is_out = (masks.view(torch.uint8)[..., None] & self._bits) == 0
+            scores = scores.masked_fill(is_out.flatten(1)[:, : self.vocab_size], -math.inf)
         tokens = self._choose(scores, slots, needs)
         if needs.penalties:
             ones = torch.ones_like(tokens, dtype=torch.int32)

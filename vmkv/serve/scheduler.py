@@ -442,8 +442,7 @@ class Scheduler:
 def take(request: Request, num_new_tokens: int) -> PlannedChunk:
     """Plan a running request's next chunk of `num_new_tokens`."""
     samples = num_new_tokens == request.num_left
-    from_device = request.is_on_device and not request.params.logits_processors
-    past = request.num_computed
+    from_device, past = request.is_on_device, request.num_computed
     request.num_computed += num_new_tokens
     if samples:
         request.num_unread += 1
@@ -518,9 +517,6 @@ class _Planning:
                 self._admit_before(request.rank)
             if request.state is not running or not num_left:
                 continue  # Preempted by a request ranked before it, or all tokens exist.
-            waits_for_host = bool(request.params.logits_processors)
-            if request.num_unread and waits_for_host:
-                continue
             if num_left > 1:
                 self._prefill(request)
             elif self._decode_tokens:
@@ -529,7 +525,7 @@ class _Planning:
                 if not needed or self._make_room(request, needed):
                     self._decode_tokens -= 1
                     # `take`, inlined: there are hundreds in each plan.
-                    from_device = request.is_on_device and not waits_for_host
+                    from_device = request.is_on_device
                     request.num_computed = past + 1
                     request.num_unread += 1
                     request.is_on_device = True

@@ -6,6 +6,11 @@ While the device runs step k, the host plans step k + 1 from lengths alone, maps
 makes memory ready for later steps. A request that turns out to have ended in step k has one
 superfluous token in k + 1, which is dropped; its memory is released after k + 1 was submitted.
 
+Some requests' tokens depend on the last one by way of the host: a grammar's masks, and logits
+processors. A step with such requests is submitted in two parts, and the host works between them:
+
+    … -> launch the forward pass of k+1 -> wait for the tokens of k -> masks -> sample k+1 -> …
+
 Failures do not stop the loop: a plan that cannot be mapped is planned again with less memory, a
 step that runs out of memory is split, and a request that cannot be served ends with its error.
 
@@ -21,6 +26,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ..core.memory.arbiter import PATIENCE_STEPS, Borrower
 from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
@@ -30,9 +36,12 @@ from ..units import div_ceil
 from .memory_view import MemoryView
 from .observer import EngineObserver, StepRecord
 from .request import FinishReason, Request, RequestState, TokenLogprobs
-from .runner import ModelRunner, PendingTokens, SlotError
+from .runner import LaunchedStep, ModelRunner, PendingTokens, SlotError
 from .sampler import is_out_of_memory
 from .scheduler import PlannedChunk, PreemptionMethod, Scheduler, StepPlan
+
+if TYPE_CHECKING:
+    import torch
 
 # ---- pace ----------------------------------------------------------------------------------------
 
@@ -88,15 +97,15 @@ class Pace:
         self._due_s = 0.0
 
     def submitted(
-        self, step: SubmittedStep, before: SubmittedStep | None, start_s: float, *, begins: bool
+        self, submitted_s: float, before: SubmittedStep | None, start_s: float, *, begins: bool
     ) -> None:
-        """Record a submitted step, planned from `start_s` on; `before` should still be running.
+        """Record a submission, planned from `start_s` on; the step `before` should still run.
 
         With `begins`, requests are admitted, which takes the host three times as long.
         """
         was_held = before is not None and self._held is before
         # A late wake-up counts as the host's time.
-        host_s = step.submitted_s - (min(start_s, self._due_s) if was_held else start_s)
+        host_s = submitted_s - (min(start_s, self._due_s) if was_held else start_s)
         self._host_s[begins] = max(host_s, _HOST_DECAY * self._host_s[begins])
         if before is None:
             return
@@ -168,7 +177,8 @@ class StepLoop:
 
     `accept` takes the next token of each request that a step has sampled, and returns the requests
     that end. `ended` is called when a request has ended and holds no memory, with the reason and
-    the error.
+    the error. `masks` makes the masks of guided requests, given the live request or None for each
+    slot to be sampled.
     """
 
     def __init__(
@@ -179,6 +189,7 @@ class StepLoop:
         *,
         accept: Callable[[Sequence[Sampled]], Iterable[Ended]],
         ended: Callable[[Request, FinishReason, Exception | None], None],
+        masks: Callable[[Sequence[Request | None]], torch.Tensor | None],
         observer: EngineObserver | None = None,
     ):
         self._scheduler = scheduler
@@ -186,6 +197,7 @@ class StepLoop:
         self._runner = runner
         self._accept = accept
         self._ended = ended
+        self._masks = masks
         self._observer = observer
         self._requests = scheduler.requests
         # Unread steps, in order: one between steps, more after an interrupt.
@@ -272,7 +284,7 @@ class StepLoop:
         if not self._requests:
             self._read()  # Only superfluous tokens are left; no later step would read them.
         if self._observer is not None:
-            record.wait_s = time.perf_counter() - wait_start_s
+            record.wait_s += time.perf_counter() - wait_start_s
             self._report(record, plan, self._observer)
         return bool(self._requests or self._pending)
 
@@ -326,15 +338,15 @@ class StepLoop:
                     continue
                 return None, plan
             start_s = time.perf_counter()
-            submitted = self._submit(chunks)
-            record.submit_s += time.perf_counter() - start_s
+            submitted = self._submit(plan, record)
+            ready_start_s = time.perf_counter()
+            record.submit_s += ready_start_s - start_s - record.wait_s
             if submitted is not None:
-                before = self._pending[-1] if self._pending else None
-                begins = bool(plan.admitted or plan.resumed)
-                self._pace.submitted(submitted, before, record.start_s, begins=begins)
+                if not self._pending:  # Reading the last step may have ended requests.
+                    chunks = [each for each in chunks if each.request.sequence is not None]
                 if outranked_by is None:
                     self._make_ready(chunks)
-                record.ready_s += time.perf_counter() - submitted.submitted_s
+                record.ready_s += time.perf_counter() - ready_start_s
             return submitted, plan
         return None, StepPlan([], [], [], [])
 
@@ -398,10 +410,12 @@ class StepLoop:
 
     # ---- submitting -----------------------------------------------------------------------
 
-    def _submit(self, chunks: Sequence[PlannedChunk]) -> SubmittedStep | None:
+    def _submit(self, plan: StepPlan, record: StepRecord) -> SubmittedStep | None:
+        chunks = plan.chunks
         pieces: list[Piece] = []
         writes: list[tuple[int, int, int]] = []
         num_tokens = 0
+        needs_host = False  # Whether a token depends on the last one by way of the host.
         try:
             for request, past, new, from_device, samples in chunks:
                 tokens = None
@@ -413,19 +427,44 @@ class StepLoop:
                 pieces.append(Piece(request.slot, row, past, new, tokens, samples))
                 writes.append((row, past, past + new))
                 num_tokens += new
+                if request.matcher is not None or request.params.logits_processors:
+                    needs_host |= samples
+            submit: Callable[[Sequence[Piece]], Any] = self._runner.submit
             with self._view.cache.submitting(writes):
-                pending = interruptible(self._runner.submit, pieces)
+                pending = interruptible(self._runner.launch if needs_host else submit, pieces)
         except BaseException as error:  # noqa: BLE001  # fails requests, or is raised again
             self._recover(chunks, error)
             return None
-        self._shortage = None
+        submitted_s = time.perf_counter()
         self._borrower.note_submitted()
         self._view.note_computed(chunks)
+        before = self._pending[-1] if self._pending else None
+        begins = bool(plan.admitted or plan.resumed)
+        self._pace.submitted(submitted_s, before, record.start_s, begins=begins)
+        if needs_host:
+            try:
+                pending = self._sample(pending, chunks, record)
+            except BaseException as error:  # noqa: BLE001  # likewise
+                self._recover(chunks, error)
+                return None
+        self._shortage = None
         if self._token_limit is not None:
             # Slowly: each failed attempt costs a step.
             more = self._token_limit + max(1, self._token_limit // 8)
             self._token_limit = more if more < self._scheduler.max_num_batched_tokens else None
-        return SubmittedStep(pending, chunks, num_tokens, time.perf_counter())
+        return SubmittedStep(pending, chunks, num_tokens, submitted_s)
+
+    def _sample(
+        self, launched: LaunchedStep, chunks: Sequence[PlannedChunk], record: StepRecord
+    ) -> PendingTokens:
+        """Read the previous step, which may end requests, and sample the one launched."""
+        slots = {chunk.request.slot: chunk.request for chunk in chunks if chunk.samples}
+        start_s = time.perf_counter()
+        self._read()
+        record.wait_s += time.perf_counter() - start_s
+        ended = {slot for slot, each in slots.items() if each.state is RequestState.FINISHED}
+        its = [None if slot in ended else slots[slot] for slot in launched.slots]
+        return interruptible(self._runner.sample, launched, self._masks(its), ended)
 
     def _set_slot(self, request: Request) -> None:
         prompt, output = request.prompt_token_ids, request.output_token_ids
@@ -449,6 +488,7 @@ class StepLoop:
         self._scheduler.undo(chunks)
         for request, num_past, _, _, _ in chunks:
             request.is_on_device = request.is_set = False
+            request.num_submitted = min(request.num_submitted, num_past)
             try:
                 if request.sequence is not None and request.sequence.num_tokens > num_past:
                     request.sequence.truncate(num_past)

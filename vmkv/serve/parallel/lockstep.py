@@ -33,7 +33,7 @@ from ...core.memory import ExtentPool
 from ...errors import ConfigError, DriverError, OutOfAddressSpaceError, one_line
 from ...step import Piece
 from ...units import Handle
-from ..runner import ModelRunner, PendingTokens, SlotError, StepResult
+from ..runner import LaunchedStep, ModelRunner, PendingTokens, SlotError, StepResult
 from ..sampler import is_out_of_memory
 from . import TensorParallel
 
@@ -251,15 +251,30 @@ class LockstepRunner:
             self._shortage = self._shortage or error
 
     def submit(self, pieces: Sequence[Piece]) -> _LockstepStep:
-        """Submit a step. Cost: some 100 µs more after `set_slot`, for the ranks to agree."""
+        """Launch a step and sample. Cost: as `launch`."""
+        return self.sample(self.launch(pieces))
+
+    def launch(self, pieces: Sequence[Piece]) -> LaunchedStep:
+        """Launch a step. Cost: some 100 µs more after `set_slot`, for the ranks to agree."""
         self._lockstep.group.check()
         has_set, shortage = self._has_set, self._shortage
         self._has_set, self._shortage = False, None
         if has_set and self._lockstep.group.max(int(shortage is not None)):
             raise shortage or torch.OutOfMemoryError("another rank has no memory left for a slot")
-        pending = self._lockstep.or_end(partial(self._runner.submit, pieces))
+        launched = self._lockstep.or_end(partial(self._runner.launch, pieces))
+        # Now: what is retired before the step is sampled waits for it.
         self._lockstep.driver.num_submitted += 1
-        return _LockstepStep(pending, self._lockstep.driver.num_submitted, self._lockstep)
+        return launched
+
+    def sample(self, launched: LaunchedStep, *masks: Any) -> _LockstepStep:
+        """Sample the step launched last."""
+        driver = self._lockstep.driver
+        try:
+            pending = self._lockstep.or_end(partial(self._runner.sample, launched, *masks))
+        except (SlotError, ConfigError):
+            driver.num_submitted -= 1  # No result will be read.
+            raise
+        return _LockstepStep(pending, driver.num_submitted, self._lockstep)
 
 
 class _LockstepStep:

@@ -1,0 +1,215 @@
+"""Guided decoding: grammars that llguidance compiles, and masks of the tokens that may come next.
+
+Every process that runs the model compiles a request's grammar from its text, once, and has a
+matcher for each sample. A matcher follows the tokens that were read; it needs neither the cache nor
+a slot. Where a grammar may end, its masks have the end-of-sequence tokens, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import ConfigError, one_line
+from ..units import KiB, div_ceil
+from .params import StructuredOutputs
+from .request import Request
+
+if TYPE_CHECKING:
+    import llguidance
+
+#: Largest grammar; one of this size compiles in some 100 ms, while the engine does nothing else.
+TEXT_BYTES_MAX = 128 * KiB
+#: Compiled grammars that are kept, for the requests to come; the least recently used one goes.
+_KEPT_MAX = 64
+_THREADS_MAX = 8
+_BITS = 32
+#: White space between JSON's tokens: a line's indentation, but no endless rest of a page.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+
+
+def check_grammar(asked: StructuredOutputs) -> None:
+    """Check a grammar without a tokenizer; `Engine.add` finds the rest. From any thread.
+
+    `ConfigError` with the reason if it is wrong, unsupported or too large, or without llguidance.
+
+    Cost: some 1 ms, or 60 ms for the largest, mostly without the interpreter's lock.
+    """
+    grammar = _grammar_of(asked)
+    import llguidance
+
+    is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
+        grammar, limits=_limits()
+    )
+    if is_error:
+        raise _refused(*messages)
+
+
+class Grammars:
+    """Compiles grammars for one model, and fills masks.
+
+    Args:
+        tokenizer: The model's; grammars need a fast one.
+        vocab_size: Number of the logits' columns.
+        end_tokens: The model's end-of-sequence tokens; if none, the tokenizer's.
+        is_pinned: Whether masks lie in pinned memory, for asynchronous copies.
+    """
+
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, end_tokens: Collection[int], *, is_pinned: bool
+    ):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_tokens = sorted(each for each in end_tokens if 0 <= each < vocab_size)
+        self._is_pinned = is_pinned
+        self._lock = threading.Lock()
+        self._vocabulary: llguidance.LLTokenizer | None = None
+        self._executor: Any = None
+        self._kept: OrderedDict[StructuredOutputs, llguidance.LLMatcher] = OrderedDict()
+
+    def prepare(self) -> None:
+        """Convert the vocabulary, so that the first grammar need not; no effect if impossible.
+
+        Callable from another thread. Cost: some 1.5 s for 128,000 tokens.
+        """
+        if importlib.util.find_spec("llguidance") is not None and _is_fast(self._tokenizer):
+            self._convert()
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an output, after the first `matcher`."""
+        return frozenset(self._convert().eos_tokens)
+
+    def matcher(self, asked: StructuredOutputs) -> llguidance.LLMatcher:
+        """Return a new matcher at the beginning of the output.
+
+        `ConfigError` as by `check_grammar`, if no output satisfies the grammar, or without a fast
+        tokenizer.
+        """
+        compiled = self._kept.pop(asked, None) or self._compiled(asked)
+        self._kept[asked] = compiled
+        if len(self._kept) > _KEPT_MAX:
+            self._kept.popitem(last=False)
+        return compiled.deep_copy()
+
+    def masks(self, requests: Sequence[Request | None]) -> torch.Tensor | None:
+        """Return `[n, words] int32` with a bit for each token that a request may get next.
+
+        Requests without a grammar, and None, may get any. None if no request has a grammar. Cost:
+        some 15 µs for each grammar and thread.
+        """
+        guided = [(each.matcher, at) for at, each in enumerate(requests) if each and each.matcher]
+        if not guided:
+            return None
+        num_words = div_ceil(self._convert().vocab_size, _BITS)
+        shape = (len(requests), num_words)
+        masks = torch.empty(shape, dtype=torch.int32, pin_memory=self._is_pinned)
+        if len(guided) < len(requests):
+            masks.fill_(-1)
+        self._executor.unsafe_compute_mask_ptr(guided, masks.data_ptr(), 4 * num_words, shape[0])
+        for _, at in guided:
+            request = requests[at]
+            if request is not None and request.params.min_tokens > len(request.output_token_ids):
+                _withhold(masks[at], request.params.stop_token_ids)
+        return masks
+
+    def _convert(self) -> llguidance.LLTokenizer:
+        with self._lock:
+            if self._vocabulary is None:
+                import llguidance
+                import llguidance.hf
+
+                # Columns beyond the tokenizer's vocabulary are never chosen.
+                self._vocabulary = llguidance.hf.from_tokenizer(
+                    self._tokenizer,
+                    n_vocab=max(self._vocab_size, len(self._tokenizer)),
+                    eos_token=self._end_tokens or None,
+                )
+                num_threads = max(1, min(_THREADS_MAX, torch.get_num_threads()))
+                self._executor = llguidance.LLExecutor(num_threads)
+            return self._vocabulary
+
+    def _compiled(self, asked: StructuredOutputs) -> llguidance.LLMatcher:
+        grammar = _grammar_of(asked)
+        import llguidance
+
+        if not _is_fast(self._tokenizer):
+            what = "none" if self._tokenizer is None else f"a slow {type(self._tokenizer).__name__}"
+            raise ConfigError(
+                "structured_outputs need a fast tokenizer, of the package tokenizers, and the "
+                f"engine has {what}"
+            )
+        matcher = llguidance.LLMatcher(self._convert(), grammar, log_level=0, limits=_limits())
+        # The first mask shows a grammar without an output, and is kept with the lexer's states.
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+            if matcher.is_error():
+                raise _refused("no output satisfies the grammar")
+            return matcher
+        raise _refused(matcher.get_error())
+
+
+def advance(matcher: llguidance.LLMatcher, token_id: int) -> None:
+    """Take an output's next token; `ConfigError` if the grammar took too much work."""
+    if not matcher.consume_token(token_id):
+        raise _refused(matcher.get_error())
+
+
+def _grammar_of(asked: StructuredOutputs) -> str:
+    """Return a grammar in llguidance's form; `ConfigError` as by `check_grammar`."""
+    texts = (asked.json, asked.regex, asked.grammar, *(asked.choice or ()))
+    try:
+        num_bytes = sum(len(each.encode()) for each in texts if isinstance(each, str))
+    except UnicodeEncodeError as error:  # Half of a surrogate pair.
+        raise _refused(str(error)) from error
+    if num_bytes > TEXT_BYTES_MAX:
+        raise _refused(f"{num_bytes} bytes of grammar are too large: at most {TEXT_BYTES_MAX}")
+    if importlib.util.find_spec("llguidance") is None:
+        raise ConfigError(
+            "structured_outputs need the package llguidance: pip install 'vmkv[serve]'"
+        )
+    from llguidance import LLMatcher
+
+    if asked.regex is not None:
+        return LLMatcher.grammar_from_regex(asked.regex)
+    if asked.grammar is not None:
+        return LLMatcher.grammar_from_lark(asked.grammar)
+    if asked.choice is not None:
+        choices = " | ".join(json.dumps(each, ensure_ascii=False) for each in asked.choice)
+        return LLMatcher.grammar_from_lark(f"start: {choices}")
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            str(asked.json or '{"type": "object"}'), defaults={"whitespace_pattern": _WHITESPACE}
+        )
+    except ValueError as error:  # No JSON at all.
+        raise _refused(str(error)) from error
+
+
+def _limits() -> Any:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(verbose_errors=False)
+
+
+def _refused(reason: str) -> ConfigError:
+    return ConfigError(f"structured_outputs: {one_line(ValueError(reason))}")
+
+
+def _is_fast(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "is_fast", False))
+
+
+def _withhold(mask: torch.Tensor, token_ids: Sequence[int]) -> None:
+    """Clear the bits of tokens, unless that leaves none."""
+    kept = mask.clone()
+    for token_id in token_ids:
+        bit = 1 << token_id % _BITS
+        mask[token_id // _BITS] &= ~(bit - (1 << _BITS) if bit >> (_BITS - 1) else bit)
+    if not mask.any():
+        mask.copy_(kept)
