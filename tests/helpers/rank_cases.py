@@ -12,12 +12,14 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from helpers import tiny_models
+from helpers.serving import tiny_llama, tiny_tokenizer
 from helpers.tiny_models import kernel_model, tiny_model
 
 import vmkv
@@ -30,6 +32,7 @@ from vmkv.serve.parallel import Ranks, TensorParallel, localise, lockstep, one_s
 from vmkv.serve.parallel.collectives import all_reduce, norm_of_sum
 from vmkv.serve.parallel.engine import ParallelEngine
 from vmkv.serve.parallel.localise import load
+from vmkv.serve.params import StructuredOutputs
 from vmkv.serve.request import RequestHandle
 from vmkv.serve.runner import RunnerOptions, SlotError
 from vmkv.serve.sampler import Sampler
@@ -41,6 +44,7 @@ Case = Callable[[TensorParallel], None]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = [[5, 9, 13, 7], [8] * 3 + [21, 4] * 17, [40, 3, 77]]
 PAGE_BYTES = 4 * KiB
+_THINGS = {"type": "array", "items": {"enum": ["a", "b", 7]}, "minItems": 4, "maxItems": 9}
 #: Enough memory for all requests, and steps shorter than most prompts of `TRAFFIC`.
 ROOMY: dict[str, Any] = {
     "max_num_seqs": 3,
@@ -506,6 +510,32 @@ def has_a_processor_that_fails(failing_rank: int, group: TensorParallel) -> None
             assert expected == said(outputs[:1])
             assert 4 == len(outputs[1].outputs[0].token_ids)
             assert isinstance(outputs[1].error, SlotError)
+
+
+def follows_grammars(kind: str, group: TensorParallel) -> None:
+    """Each rank has its own matchers; guided requests beside others."""
+    others = SamplingParams(temperature=0.8, seed=4, max_tokens=30, ignore_eos=True)
+    params = [
+        others,
+        replace(others, structured_outputs=StructuredOutputs(regex="[a-f ]{12,90}")),
+        replace(others, n=2, structured_outputs=StructuredOutputs(json=_THINGS)),
+        replace(others, structured_outputs=StructuredOutputs(choice=["ja", "nein"])),
+    ]
+    prompts = ["A row", "A page", "Nothing", "The next"]
+    its = {"tokenizer": tiny_tokenizer(), **ROOMY}
+    expected = None
+    if not group.rank:
+        with Engine(copy.deepcopy(tiny_llama()), **its) as engine:
+            expected = said(engine.generate(prompts, params))
+    model = copy.deepcopy(tiny_llama())
+    with engine_on(group, model, **its, runner=kind) as engine:
+        if engine is not None:
+            with refused(ConfigError, "unclosed group"):
+                engine.add("A", SamplingParams(structured_outputs=StructuredOutputs(regex="(a")))
+            handles = [engine.add(*each) for each in zip(prompts, params, strict=True)]
+            while engine.has_unfinished:
+                engine.step()
+            assert expected == said([each.output() for each in handles])
 
 
 def is_not_asked(group: TensorParallel) -> None:

@@ -248,6 +248,8 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
         if arguments.trace:
             trace = stack.enter_context(contextlib.closing(ChromeTrace(arguments.trace)))
             observer = Observers([observer, trace])
+        # Of every engine, for grammars.
+        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
         if arguments.tensor_parallel > 1:
             from ..serve.parallel.engine import open_parallel_engine
 
@@ -256,12 +258,11 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
                 arguments.tensor_parallel,
                 device_type=device,
                 observer=observer,
+                tokenizer=tokenizer,
                 **_chosen(EngineOptions, arguments),
             )
             yield stack.enter_context(parallel_engine)
             return
-        name = arguments.tokenizer or arguments.model
-        tokenizer = load_tokenizer(name) if arguments.replicas else None
         model = load_model(arguments.model, device=device, dtype=arguments.dtype)
         try:
             engine = make_engine(arguments, model, observer, tokenizer)

@@ -156,8 +156,9 @@ class Grammars:
 
 
 def advance(matcher: llguidance.LLMatcher, token_id: int) -> None:
-    """Take an output's next token; `ConfigError` if the grammar took too much work."""
-    if not matcher.consume_token(token_id):
+    """Take an output's next token; `ConfigError` if the grammar has become too much work."""
+    # A matcher that failed while it filled a mask allows the end, and accepts it.
+    if not matcher.consume_token(token_id) or matcher.is_error():
         raise _refused(matcher.get_error())
 
 

@@ -51,8 +51,8 @@ class StructuredOutputs:
         if len(given) != 1:
             names = " and ".join(given) or "none"
             raise ConfigError(
-                "structured_outputs needs exactly one of json, json_object, regex, grammar and "
-                f"choice, not {names}"
+                "structured_outputs: exactly one of json, json_object, regex, grammar and choice "
+                f"is given, not {names}"
             )
         (name,), value = given, getattr(self, given[0])
         if name == "json" and isinstance(value, Mapping):

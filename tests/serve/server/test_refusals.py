@@ -49,11 +49,31 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ({"best_of": 3}, "best_of", "choose among n samples"),
         ({"best_of": 3, "n": 2}, "best_of", "best_of=3"),
         ({"logit_bias": {"5": 100}}, "logit_bias", "not supported"),
-        ({"guided_json": "{}"}, "guided_json", "guided decoding"),
         ({"max_tokens": 5.5}, "max_tokens", "valid integer"),
         ({"stop": [str(at) for at in range(17)]}, "stop", "at most 16"),
         ({"request_id": "a\nb"}, "request_id", "pattern"),
         ({"request_id": "x" * 300}, "request_id", "pattern"),
+        ({"guided_json": "{"}, "guided_json", "guided_json: EOF while parsing"),
+        ({"guided_json": 3}, "guided_json", "valid"),
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_grammar": "start: x"}, "guided_grammar", "unknown name"),
+        ({"guided_grammar": "start: start"}, "guided_grammar", "no output satisfies"),
+        ({"guided_choice": []}, "guided_choice", "list of non-empty texts"),
+        ({"guided_choice": "ab"}, "guided_choice", "valid list"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "has one form"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
+        (
+            {"structured_outputs": {"json": {}, "regex": "a"}},
+            "structured_outputs",
+            "not json and regex",
+        ),
+        (
+            {"structured_outputs": {"json": {"type": "nope"}}},
+            "structured_outputs",
+            "structured_outputs: Invalid type: nope",
+        ),
+        ({"structured_outputs": {"grammar": 3}}, "structured_outputs.grammar", "valid string"),
+        ({"guided_regex": "a" * 10_000_000}, "guided_regex", "10000000 bytes of grammar"),
     ],
 )
 def test_invalid_completions_are_400(
@@ -84,7 +104,28 @@ def test_invalid_completions_are_400(
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "greater than or equal to 0"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "greater than or equal to 1"),
         ({"tools": [{"type": "function"}]}, "tools", "tool calls are not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "only plain text"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "required",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"$ref": "#/$defs/x"}},
+                }
+            },
+            "response_format",
+            "does not exist",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "guided_json": {}},
+            "guided_json",
+            "response_format and guided_json",
+        ),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may not set"),
     ],
 )

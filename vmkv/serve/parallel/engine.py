@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -172,6 +173,7 @@ class ParallelEngine(Engine):
         if not self._ranks.rank:
             raise ConfigError("this engine is asked, and follows nobody")
         self._is_following = True
+        threading.Thread(target=self.grammars.prepare, daemon=True).start()
         try:
             while not self._is_closed:
                 commands, is_step = self._lockstep.receive()

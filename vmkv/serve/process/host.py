@@ -14,6 +14,7 @@ import pickle
 import select
 import socket
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -213,6 +214,8 @@ def run_engine(make: MakeEngine, connection: socket.socket) -> None:
             page_bytes = engine.cache.pool.page_bytes
             link.put(Ready(engine.max_tokens, page_bytes, engine.cache.stats()))
             is_ready = True
+            # Conversion of a vocabulary takes a second: not of the first guided request.
+            threading.Thread(target=engine.grammars.prepare, daemon=True).start()
             # Exclude the model and the libraries from garbage collection.
             gc.collect()
             gc.freeze()

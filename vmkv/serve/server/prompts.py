@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jinja2
 
 from ...errors import ConfigError
+from ..guided import check_grammar
+from ..params import StructuredOutputs
 from .errors import ApiError, invalid
 from .reply_format import is_mistral_common
 
@@ -94,6 +96,10 @@ class Prompts:
         thread = self._threads[len(token_ids) > _LONG_CHARS]
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(thread, self._tokenizer.decode, list(token_ids))
+
+    async def check_grammar(self, form: StructuredOutputs) -> None:
+        """Check a grammar in the thread of long prompts; raises `ConfigError`."""
+        await asyncio.get_running_loop().run_in_executor(self._threads[1], check_grammar, form)
 
     def strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's entries of tokens."""

@@ -19,6 +19,7 @@ from pydantic_core import from_json
 from ...errors import ConfigError, shown
 from ..params import SamplingParams
 from .errors import ApiError, invalid
+from .formats import Formatted
 from .guard import REQUEST_ID
 from .prompts import Prompt, TextPrompt
 from .tools import TOOLS_MAX, Tool, ToolCall, ToolChoice, check_tools
@@ -27,14 +28,13 @@ from .tools import TOOLS_MAX, Tool, ToolCall, ToolChoice, check_tools
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
     | {"prompt_cache_retention", "prediction", "verbosity", "truncation", "max_tool_calls"}
-    | {"container", "context_management"}
+    | {"container", "context_management", "guided_decoding_backend", "guided_whitespace_pattern"}
     | {"spaces_between_special_tokens", "length_penalty", "mm_processor_kwargs", "vllm_xargs"}
 )
 #: Per refused parameter: values that have no effect, and the reason for the refusal.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), "send tools, which have replaced them"),
     "function_call": (("none", "auto"), "send tool_choice, which has replaced it"),
-    "response_format": (({"type": "text"},), "only plain text is generated"),
     "logit_bias": (({},), "logit biases are not supported"),
     "suffix": (("",), "insertion is not supported"),
     "echo": ((False,), "prompts are not echoed; prepend yours"),
@@ -53,13 +53,12 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logits_processors": (([],), "a server runs no code of its clients"),
     "return_tokens_as_token_ids": ((False,), "return_token_ids reports tokens"),
     "kv_transfer_params": ((), "keys and values are not transferred"),
-    "guided_json": ((), "guided decoding is not supported"),
-    "guided_regex": ((), "guided decoding is not supported"),
-    "structured_outputs": ((), "guided decoding is not supported"),
 }
 _STOPS_MAX = 16
 #: Parameters passed to `SamplingParams` by name; null means the default.
-_SAMPLING = {each.name for each in fields(SamplingParams)} - {"max_tokens", "logprobs"}
+_SAMPLING = {each.name for each in fields(SamplingParams)} - {
+    *("max_tokens", "logprobs", "structured_outputs")
+}
 #: Samples of one request, over all its prompts.
 SAMPLES_MAX = 128
 #: Alternatives per token.
@@ -117,7 +116,7 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None  # Padding against traffic analysis; ignored.
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(_Strict, Formatted):
     """Parameters that completions and chats share."""
 
     model: str | None = None
@@ -152,6 +151,9 @@ class GenerationRequest(_Strict):
     def _params(self, max_tokens: int | None, num_logprobs: int | None) -> SamplingParams:
         """Convert to `SamplingParams`; raises `ApiError`."""
         given = self.model_dump(include=_SAMPLING, exclude_none=True)
+        form = self.form
+        if form is not None:
+            given["structured_outputs"] = form[1]
         try:
             return SamplingParams(max_tokens=max_tokens, logprobs=num_logprobs, **given)
         except ConfigError as error:

@@ -22,13 +22,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ...errors import LostError, shown
+from ...errors import ConfigError, LostError, shown
 from ...options import ServerOptions
 from ..metrics import CONTENT_TYPE
 from ..params import SamplingParams
 from ..request import CompletionOutput, RequestOutput
 from .choices import ChatForm, ChoicesWriter, CompletionForm, Form, Tokens, Writer
 from .errors import ApiError, api_error, invalid
+from .formats import explained, is_of_form
 from .guard import Gate, receive_body, tenant_of
 from .prompts import Prompt, Prompts
 from .reply import NewParser
@@ -414,7 +415,14 @@ class Answer:
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         service = self.service
         async with service.gate.entered():
-            # Tokenise behind the gate: a waiting or abandoned request costs no work.
+            # Behind the gate: a waiting or abandoned request costs no work.
+            form = self.params.structured_outputs
+            form_name = self.body.form[0] if self.body.form else "tools"
+            if form is not None:
+                try:
+                    await service.prompts.check_grammar(form)
+                except ConfigError as error:
+                    raise explained(error, form_name) from error
             prompts = []
             for prompt in self.prompts:
                 prompts.append(await service.prompts.tokens(prompt))
@@ -428,6 +436,8 @@ class Answer:
                     async for each in outputs:
                         yield each
             except Exception as error:
+                if form is not None and is_of_form(error):
+                    raise explained(error, form_name) from error
                 raise api_error(error) from error
 
     def _new_writer(self) -> Writer:

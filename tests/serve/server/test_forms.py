@@ -1,0 +1,99 @@
+"""Answers have the form that a request asks for, in each of the fields that clients send."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from helpers.serving import CHAT, PLAIN
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]{1,8}$"},
+        "sizes": {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "sizes"],
+    "additionalProperties": False,
+}
+JSON_SCHEMA = {"name": "thing", "strict": True, "schema": SCHEMA}
+FORMAT = {"response_format": {"type": "json_schema", "json_schema": JSON_SCHEMA}}
+GRAMMAR = 'start: /[0-9]{1,2}/ "!"'
+LONGER = {"max_tokens": 200, "temperature": 1.0, "seed": 3}
+
+
+def is_thing(text: str) -> bool:
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return True
+
+
+def is_object(text: str) -> bool:
+    return isinstance(json.loads(text), dict)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asked", "is_right"),
+    [
+        (FORMAT, is_thing),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, is_thing),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, is_thing),
+        ({"guided_json": SCHEMA, "guided_decoding_backend": "guidance"}, is_thing),
+        ({"guided_json": json.dumps(SCHEMA), "response_format": {"type": "text"}}, is_thing),
+        ({"structured_outputs": {"regex": "[ab]{3}"}}, lambda text: re.fullmatch("[ab]{3}", text)),
+        ({"guided_regex": "[ab]{3}"}, lambda text: re.fullmatch("[ab]{3}", text)),
+        ({"structured_outputs": {"choice": ["ja", "ne"]}}, lambda text: text in ("ja", "ne")),
+        ({"guided_choice": ["ja", "ne"]}, lambda text: text in ("ja", "ne")),
+        ({"structured_outputs": {"grammar": GRAMMAR}}, lambda text: re.fullmatch("..?!", text)),
+        ({"guided_grammar": GRAMMAR}, lambda text: re.fullmatch("..?!", text)),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_each_field(server: Any, asked: dict[str, Any], is_right: Any) -> None:
+    """In completions and in chats."""
+    chat = server.post(CHAT | LONGER | asked, "/v1/chat/completions").json()["choices"][0]
+    plain = server.post(PLAIN | LONGER | asked).json()["choices"][0]
+    for choice, text in ((chat, chat["message"]["content"]), (plain, plain["text"])):
+        assert "stop" == choice["finish_reason"]
+        assert is_right(text), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "asked",
+    [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}],
+    ids=str,
+)
+def test_any_object(server: Any, asked: dict[str, Any]) -> None:
+    """A random model may go on without end; answers that stop are objects, the others begin one."""
+    body = PLAIN | LONGER | asked | {"n": 12, "max_tokens": 400}
+    choices = server.post(body).json()["choices"]
+    complete = [each["text"] for each in choices if each["finish_reason"] == "stop"]
+    assert complete
+    assert all(map(is_object, complete))
+    assert all(each["text"].startswith("{") for each in choices)
+
+
+@pytest.mark.slow
+def test_streams_and_samples(server: Any) -> None:
+    """With the pieces that the OpenAI client gets, in each sample."""
+    texts = {0: "", 1: ""}
+    stream = server.client().chat.completions.create(
+        **CHAT | LONGER | {"n": 2, "stream": True}, **FORMAT
+    )
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts[0] != texts[1]
+    assert all(map(is_thing, texts.values()))
+
+
+def test_a_streamed_request_with_a_bad_grammar_is_a_400(server: Any) -> None:
+    for bad in ({"guided_regex": "(a"}, {"guided_grammar": "start: start"}):
+        answer = server.post(PLAIN | bad | {"stream": True})
+        assert 400 == answer.status_code
+        assert [*bad] == [answer.json()["error"]["param"]]
+    assert 200 == server.post(PLAIN).status_code

@@ -1,0 +1,541 @@
+"""Guided requests give what their grammar allows, and leave the requests beside them alone."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from helpers.hosted import hosted
+from helpers.serving import TEXT, tiny_llama, tiny_tokenizer
+
+from vmkv import ConfigError
+from vmkv.serve import Engine, FinishReason, RequestHandle, SamplingParams
+from vmkv.serve.guided import TEXT_BYTES_MAX, Grammars, check_grammar
+from vmkv.serve.params import StructuredOutputs
+from vmkv.serve.request import CompletionOutput, Request, joined
+from vmkv.serve.runner import ModelRunner, RunnerOptions
+from vmkv.serve.scheduler import PreemptionCosts
+from vmkv.units import KiB, MiB
+
+END = 1  # The tokenizer's end of sequence.
+WORD = {"type": "string", "pattern": "^[a-z]{1,6}$"}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "nested": {
+        "type": "object",
+        "properties": {
+            "a": {
+                "type": "object",
+                "properties": {"b": WORD},
+                "required": ["b"],
+                "additionalProperties": False,
+            }
+        },
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+    "array": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 5},
+    "enum": {"enum": ["ja", "nein", 3, None]},
+    "reference": {
+        "$defs": {"pair": {"type": "array", "items": WORD, "minItems": 2, "maxItems": 2}},
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/pair"}, "y": {"$ref": "#/$defs/pair"}},
+        "required": ["x", "y"],
+        "additionalProperties": False,
+    },
+    "union": {"anyOf": [{"type": "integer", "minimum": 3, "maximum": 900}, WORD]},
+    "length": {"type": "string", "minLength": 4, "maxLength": 9},
+}
+PROMPTS = [line[:20] for line in TEXT]
+HOT = SamplingParams(temperature=1.0, seed=5, max_tokens=200)
+MakeEngine = Callable[..., Engine]
+
+
+def guided(base: SamplingParams = HOT, /, **form: Any) -> SamplingParams:
+    options = {name: form.pop(name) for name in [*form] if name in vars(base)}
+    given = {name: getattr(base, name) for name in ("temperature", "seed", "max_tokens")}
+    return SamplingParams(**{**given, **options}, structured_outputs=StructuredOutputs(**form))
+
+
+@pytest.fixture
+def engine_of(make_engine: MakeEngine) -> MakeEngine:
+    def make(**options: Any) -> Engine:
+        options = {"max_tokens": 512, "max_num_batched_tokens": 32, **options}
+        return make_engine(copy.deepcopy(tiny_llama()), tokenizer=tiny_tokenizer(), **options)
+
+    return make
+
+
+def run(engine: Engine) -> None:
+    while engine.has_unfinished:
+        engine.step()
+
+
+def first(handle: RequestHandle) -> CompletionOutput:
+    output = handle.output()
+    assert output.error is None, repr(output.error)
+    return output.outputs[0]
+
+
+def is_complete(output: CompletionOutput) -> bool:
+    """It ended by its grammar, with the end-of-sequence token."""
+    return output.finish_reason is FinishReason.STOP and output.token_ids[-1] == END
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
+def test_answers_that_stop_are_valid(engine_of: MakeEngine, options: dict[str, Any]) -> None:
+    engine = engine_of(**options)
+    asked = [(name, seed) for name in SCHEMAS for seed in range(3)]
+    handles = [engine.add("A", guided(json=SCHEMAS[name], seed=seed)) for name, seed in asked]
+    run(engine)
+    for (name, _), handle in zip(asked, handles, strict=True):
+        output = first(handle)
+        assert is_complete(output), output
+        jsonschema.validate(json.loads(output.text), SCHEMAS[name])
+    assert 6 < len({first(each).text for each in handles})
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": "(ab|c){2,5}x"}, "(ab|c){2,5}x"),
+        ({"choice": ['"quoted"\n', "日本", "a\\b"]}, '"quoted"\n|日本|a\\\\b'),
+        ({"grammar": 'start: item ("," item)*\nitem: /[0-9]{1,3}/'}, "[0-9]{1,3}(,[0-9]{1,3})*"),
+        pytest.param({"json_object": True}, r"\{.*", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_other_forms(engine_of: MakeEngine, form: dict[str, Any], pattern: str) -> None:
+    engine = engine_of()
+    handles = [engine.add("A", guided(**form, seed=seed)) for seed in range(8)]
+    run(engine)
+    complete = [each for each in map(first, handles) if is_complete(each)]
+    assert len(complete) >= 3
+    for output in complete:
+        assert re.fullmatch(pattern, output.text, re.DOTALL), output.text
+        if "json_object" in form:
+            assert isinstance(json.loads(output.text), dict)
+
+
+def test_samples_are_guided_each(engine_of: MakeEngine) -> None:
+    """As requests of their own would be."""
+    engine = engine_of()
+    handle = engine.add(PROMPTS[0], guided(json=SCHEMAS["union"], n=3))
+    alone = [engine.add(PROMPTS[0], guided(json=SCHEMAS["union"], seed=5 + at)) for at in range(3)]
+    run(engine)
+    outputs = handle.output().outputs
+    assert [each.token_ids for each in outputs] == [first(each).token_ids for each in alone]
+    assert 1 < len({each.text for each in outputs})
+
+
+def test_log_probabilities_are_of_unmodified_logits(engine_of: MakeEngine) -> None:
+    engine = engine_of()
+    handle = engine.add(PROMPTS[0], guided(regex="[xyz]{4}", temperature=0, logprobs=1))
+    run(engine)
+    output = first(handle)
+    tokens = [*handle.output().prompt_token_ids, *output.token_ids]
+    with torch.no_grad():
+        logits = tiny_llama()(torch.tensor([tokens])).logits[0]
+    expected = logits.log_softmax(-1)[len(tokens) - len(output.token_ids) - 1 : -1]
+    for at, entry in enumerate(output.logprobs or ()):
+        assert expected[at, entry.token_id].item() == pytest.approx(entry.logprob, abs=1e-3)
+        assert expected[at].max().item() == pytest.approx(max(entry.top.values()), abs=1e-3)
+    assert len(output.token_ids) == len(output.logprobs or ())
+
+
+# ---- ends ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"regex": "ab", "min_tokens": 10}, "ab"),  # The grammar ends before.
+        ({"regex": "a{2,90}", "min_tokens": 20, "logits_processors": [lambda ids, s: s]}, "a{19,}"),
+        ({"regex": "ab", "ignore_eos": True}, "ab"),
+        ({"regex": "a{30}", "max_tokens": 8}, "a{8,}"),
+        ({"regex": "a{3}b{3}", "stop": "ab"}, "aa"),
+    ],
+    ids=str,
+)
+def test_ends(engine_of: MakeEngine, options: dict[str, Any], text: str) -> None:
+    engine = engine_of()
+    handle = engine.add("A", guided(**options))
+    run(engine)
+    output = first(handle)
+    assert re.fullmatch(text, output.text)
+    reason = FinishReason.LENGTH if "max_tokens" in options else FinishReason.STOP
+    assert reason is output.finish_reason
+
+
+def test_stop_tokens_end_the_output(engine_of: MakeEngine) -> None:
+    """The request's own, anywhere, but for the first `min_tokens`."""
+    engine = engine_of()
+    [x] = tiny_tokenizer().encode("x")
+    handle = engine.add("A", guided(regex="[xyz]{300}", stop_token_ids=[x], min_tokens=20))
+    run(engine)
+    output = first(handle)
+    assert x == output.token_ids[-1] == output.stop_reason
+    assert x not in output.token_ids[:-1]
+    assert 20 <= len(output.token_ids) < 300
+    assert set("yz") >= set(output.text)
+
+
+def test_a_model_without_end_tokens_takes_the_tokenizers(make_engine: MakeEngine) -> None:
+    model = copy.deepcopy(tiny_llama())
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    engine = make_engine(model, tokenizer=tiny_tokenizer())
+    handle = engine.add("A", guided(regex="ab"))
+    run(engine)
+    assert is_complete(first(handle))
+    assert "ab" == first(handle).text
+
+
+# ---- beside others -------------------------------------------------------------------------------
+
+
+def mixed_requests() -> list[tuple[str, SamplingParams]]:
+    unguided = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    params = [
+        unguided,
+        guided(json=SCHEMAS["reference"], max_tokens=70),
+        guided(json=SCHEMAS["nested"], temperature=0.7, top_p=0.9, max_tokens=50),
+        SamplingParams(temperature=0.8, seed=2, max_tokens=30, top_k=9, ignore_eos=True),
+        guided(regex="[a-f]{20}", temperature=0, max_tokens=30),
+        guided(json=SCHEMAS["array"], n=2, presence_penalty=0.5, max_tokens=40),
+        unguided,
+    ]
+    return [(PROMPTS[at % len(PROMPTS)], each) for at, each in enumerate(params)]
+
+
+def said(handles: Sequence[RequestHandle]) -> list[list[list[int]]]:
+    outputs = [handle.output() for handle in handles]
+    assert [None] * len(outputs) == [each.error for each in outputs]
+    return [[list(each.token_ids) for each in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[list[int]]]:
+    """Tokens of the mixed requests, each alone in an engine."""
+    handles = []
+    with Engine(
+        copy.deepcopy(tiny_llama()),
+        tokenizer=tiny_tokenizer(),
+        max_tokens=512,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        budget_bytes=16 * MiB,
+    ) as engine:
+        for request in mixed_requests():
+            handles.append(engine.add(*request))
+            run(engine)
+    return said(handles)
+
+
+CAPTURED = RunnerOptions(compile_layers=False, capture=True, show_progress=False)
+SWAPS, RECOMPUTES = PreemptionCosts(flops_per_s=1.0), PreemptionCosts(flops_per_s=1e30)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_short"),
+    [
+        ({}, False),
+        ({"runner": "graphs", "runner_options": CAPTURED}, False),
+        ({"budget_bytes": 28 * KiB, "preemption_costs": RECOMPUTES}, True),
+        ({"budget_bytes": 28 * KiB, "preemption_costs": SWAPS, "host_budget_bytes": MiB}, True),
+    ],
+    ids=["eager", "graphs", "recomputed", "swapped"],
+)
+def test_tokens_do_not_depend_on_the_batch(
+    engine_of: MakeEngine, alone: Any, options: dict[str, Any], is_short: bool
+) -> None:
+    engine = engine_of(**options)
+    handles = [engine.add(*request) for request in mixed_requests()]
+    run(engine)
+    assert alone == said(handles)
+    requests = [each for handle in handles for each in handle.requests]
+    assert is_short == any(each.num_preemptions and each.matcher for each in requests)
+
+
+def test_steps_without_guided_requests_are_submitted_whole(engine_of: MakeEngine) -> None:
+    engine = engine_of()
+    launch = mock.patch.object(engine._runner, "launch", wraps=engine._runner.launch)
+    sample = mock.patch.object(engine.loop, "_sample", wraps=engine.loop._sample)
+    with launch as launched, sample as sampled:
+        engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=4))
+        assert 0 == sampled.call_count < launched.call_count
+        engine.generate(PROMPTS, guided(regex="a{9}"))
+        assert 10 <= sampled.call_count
+
+
+@pytest.mark.parametrize("what", ["processor", "grammar"])
+def test_waiting_for_the_last_token_takes_no_more_steps(engine_of: MakeEngine, what: str) -> None:
+    """A step for each token, the prompt's, and one that is superfluous."""
+    engine = engine_of()
+    told: list[list[int]] = []
+
+    def note(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        told.append(input_ids[0].tolist())
+        return scores
+
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logits_processors=[note])
+    handle = engine.add("A", params if what == "processor" else guided(regex="x{19}"))
+    num_steps = 0
+    while engine.has_unfinished:
+        engine.step()
+        num_steps += 1
+    assert num_steps <= 22
+    if what == "processor":
+        tokens = [*handle.output().prompt_token_ids, *first(handle).token_ids]
+        assert [tokens[:end] for end in range(len(tokens) - 20, len(tokens))] == told
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [1, 4, 9])
+@pytest.mark.parametrize("what", ["launch", "sample", "_masks", "result"])
+def test_an_interrupt_between_launch_and_sample(
+    engine_of: MakeEngine, alone: Any, what: str, number: int
+) -> None:
+    """The step is undone; requests continue with the same tokens."""
+    engine = engine_of()
+    handles = [engine.add(*request) for request in mixed_requests()]
+    owner: Any = {"_masks": engine.loop, "result": None}.get(what, engine._runner)
+    if owner is None:
+        from vmkv.serve.runner import PendingTokens as owner  # noqa: N813
+    calls, real = itertools.count(1), getattr(owner, what)
+
+    def interrupted(*arguments: Any) -> Any:
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    with mock.patch.object(owner, what, interrupted), pytest.raises(KeyboardInterrupt):
+        run(engine)
+    engine.cache.check()
+    engine._scheduler.check()
+    run(engine)
+    assert alone == said(handles)
+
+
+@pytest.mark.parametrize("what", ["launch", "sample"])
+def test_a_step_without_memory_is_split(engine_of: MakeEngine, alone: Any, what: str) -> None:
+    engine = engine_of()
+    handles = [engine.add(*request) for request in mixed_requests()]
+    calls, real = itertools.count(1), getattr(engine._runner, what)
+
+    def short(*arguments: Any) -> Any:
+        if next(calls) in (2, 5, 6):
+            raise torch.OutOfMemoryError("none left")
+        return real(*arguments)
+
+    with mock.patch.object(engine._runner, what, short):
+        run(engine)
+    assert alone == said(handles)
+
+
+def test_a_failing_sampler_fails_its_step_only(engine_of: MakeEngine) -> None:
+    engine = engine_of()
+    handle = engine.add("A", guided(regex="a{9}"))
+    engine.step()
+    with mock.patch.object(ModelRunner, "_sample", side_effect=ZeroDivisionError("sampling")):
+        engine.step()
+    assert isinstance(handle.output().error, ZeroDivisionError)
+    assert 1 == len(handle.output().outputs[0].token_ids)
+    later = engine.add("A", guided(regex="a{9}"))
+    run(engine)
+    assert "a" * 9 == first(later).text
+
+
+def test_a_failing_processor_leaves_guided_requests_alone(
+    engine_of: MakeEngine, alone: Any
+) -> None:
+    def broken(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > 14:
+            raise ZeroDivisionError("in the processor")
+        return scores
+
+    engine = engine_of(max_num_seqs=9)
+    handles = [engine.add(*request) for request in mixed_requests()]
+    bad = engine.add("A row", guided(regex="[a-z]{90}", logits_processors=[broken]))
+    run(engine)
+    assert "in the processor" in str(bad.output().error)
+    assert alone == said(handles)
+
+
+def test_a_grammar_that_becomes_too_much_work_ends_its_request_only(
+    engine_of: MakeEngine, alone: Any
+) -> None:
+    import llguidance
+
+    few = llguidance.LLParserLimits(step_max_items=60, verbose_errors=False)
+    engine = engine_of(max_num_seqs=9)
+    handles = [engine.add(*request) for request in mixed_requests()]
+    with mock.patch("vmkv.serve.guided._limits", return_value=few):
+        # Each letter adds to the parses of all before.
+        ambiguous = 'start: s\ns: s s | s s s | "a"'
+        bad = engine.add("A", guided(grammar=ambiguous, min_tokens=150))
+    run(engine)
+    assert isinstance(bad.output().error, ConfigError)
+    assert "structured_outputs" in str(bad.output().error)
+    assert alone == said(handles)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+ENDLESS = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+DEEP = "[" * 3000 + "]" * 3000
+
+
+@pytest.mark.parametrize(
+    ("form", "reason", "needs_tokenizer"),
+    [
+        ({"json": "{"}, "EOF", False),
+        ({"json": {"type": "nope"}}, "Invalid type: nope", False),
+        ({"json": {"$ref": "#/$defs/x"}}, "does not exist", False),
+        ({"json": DEEP}, "recursion limit", False),
+        ({"json": ENDLESS}, "no output satisfies", True),
+        ({"regex": "(a"}, "unclosed group", False),
+        ({"regex": "a" * (TEXT_BYTES_MAX + 1)}, f"at most {TEXT_BYTES_MAX}", False),
+        ({"regex": "\ud800"}, "surrogate", False),
+        ({"grammar": "start: x"}, 'unknown name: "x"', False),
+        ({"grammar": "start: start"}, "no output satisfies", True),
+        ({"choice": ["x" * TEXT_BYTES_MAX, "y"]}, "too large", False),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_grammars_are_refused(
+    engine_of: MakeEngine, form: dict[str, Any], reason: str, needs_tokenizer: bool
+) -> None:
+    asked = StructuredOutputs(**form)
+    if needs_tokenizer:
+        check_grammar(asked)
+    else:
+        with pytest.raises(ConfigError, match=f"^structured_outputs: .*{reason}"):
+            check_grammar(asked)
+    engine = engine_of()
+    with pytest.raises(ConfigError, match=f"^structured_outputs: .*{reason}"):
+        engine.add("A", guided(**form))
+    assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize("has_one", [False, True])
+def test_grammars_need_a_fast_tokenizer(make_engine: MakeEngine, has_one: bool) -> None:
+    class Slow:
+        is_fast = False
+
+    tokenizer = Slow() if has_one else None
+    engine = make_engine(copy.deepcopy(tiny_llama()), tokenizer=tokenizer)
+    engine.grammars.prepare()
+    with pytest.raises(ConfigError, match="a slow Slow" if has_one else "has none"):
+        engine.add([3, 4], guided(regex="a", detokenize=False))
+
+
+def test_without_llguidance_other_requests_are_served(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    engine = engine_of()
+    engine.grammars.prepare()
+    for call in (check_grammar, engine.grammars.matcher):
+        with pytest.raises(ConfigError, match="the package llguidance"):
+            call(StructuredOutputs(regex="a"))
+    assert engine.generate("A", SamplingParams(max_tokens=2))[0].error is None
+
+
+# ---- masks ---------------------------------------------------------------------------------------
+
+
+def request_of(grammars: Grammars, form: dict[str, Any], **options: Any) -> Request:
+    request = Request(0, [2], SamplingParams(stop_token_ids=[END], **options))
+    request.matcher = grammars.matcher(StructuredOutputs(**form))
+    return request
+
+
+def allowed(mask: torch.Tensor) -> set[int]:
+    bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def test_masks() -> None:
+    """Of each request; all tokens without a grammar, and ends where the grammar may end."""
+    tokenizer = tiny_tokenizer()
+    size = len(tokenizer) + 70  # The model's columns, more than the tokenizer's tokens.
+    grammars = Grammars(tokenizer, size, {0, END}, is_pinned=False)
+    [a], [b] = tokenizer.encode("a"), tokenizer.encode("b")
+    plain = Request(0, [2], SamplingParams())
+    assert grammars.masks([plain, None]) is None
+    its = [request_of(grammars, {"regex": each}) for each in ("[ab]", "b?", "b{3}c*")]
+    late = request_of(grammars, {"regex": "b?"}, min_tokens=2)
+    masks = grammars.masks([its[0], plain, its[1], None, its[2], late])
+    assert masks is not None
+    assert (6, -(-size // 32)) == masks.shape
+    assert {a, b} == allowed(masks[0])
+    assert {0, END, b} == allowed(masks[2])
+    assert allowed(masks[4]) <= set(range(2, len(tokenizer)))
+    assert {0, b} == allowed(masks[5])  # Only stop tokens of the request are withheld.
+    for row in (1, 3):
+        assert set(range(size)) <= allowed(masks[row])
+
+
+@pytest.mark.parametrize("token_id", [0, 30, 31, 32, 63])
+def test_stop_tokens_are_withheld_by_their_bit(token_id: int) -> None:
+    from vmkv.serve.guided import _withhold
+
+    mask = torch.full((2,), -1, dtype=torch.int32)
+    _withhold(mask, [token_id])
+    assert set(range(64)) - {token_id} == allowed(mask)
+    _withhold(mask, range(64))
+    assert set(range(64)) - {token_id} == allowed(mask)  # Something stays.
+
+
+def test_grammars_are_compiled_once_and_few_are_kept() -> None:
+    grammars = Grammars(tiny_tokenizer(), len(tiny_tokenizer()), {END}, is_pinned=False)
+    with mock.patch.object(
+        Grammars, "_compiled", autospec=True, side_effect=Grammars._compiled
+    ) as it:
+        for text in ["a", "b", "a"]:
+            grammars.matcher(StructuredOutputs(regex=text))
+        assert 2 == it.call_count
+        for number in range(80):
+            grammars.matcher(StructuredOutputs(regex=f"x{number}"))
+            grammars.matcher(StructuredOutputs(regex="b"))
+        assert 82 == it.call_count
+        grammars.matcher(StructuredOutputs(regex="a"))
+        assert 83 == it.call_count
+
+
+# ---- another process -----------------------------------------------------------------------------
+
+
+def test_a_grammar_reaches_the_engines_process(engine_of: MakeEngine) -> None:
+    """The client has the answer's text; its engine refuses what it did not notice."""
+    engine = engine_of()
+
+    async def main() -> tuple[str, str]:
+        client = hosted(engine)
+        params = guided(json=SCHEMAS["nested"])
+        outputs = [each async for each in client.stream("A", params)]
+        with pytest.raises(ConfigError, match="no output satisfies"):
+            await anext(client.stream("A", guided(json=ENDLESS)))
+        await client.shutdown()
+        last = joined(outputs).outputs[0]
+        return last.text, str(last.finish_reason)
+
+    text, reason = asyncio.run(main())
+    jsonschema.validate(json.loads(text), SCHEMAS["nested"])
+    assert "stop" == reason

@@ -1,0 +1,107 @@
+"""Forms of an answer as clients ask for them: OpenAI's `response_format`, and vLLM's fields."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Any, Literal, TypeGuard
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ...errors import ConfigError
+from ..params import StructuredOutputs
+from .errors import ApiError, invalid
+
+#: A JSON schema, as an object or as its text.
+Schema = str | dict[str, Any]
+Choices = Annotated[list[str], Field(fail_fast=True)]
+_PREFIX = "structured_outputs: "
+
+
+class _Lenient(BaseModel):
+    """Fields that say how to reach a form, such as `strict`, have no effect."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class JsonSchema(_Lenient):
+    """OpenAI's `json_schema`."""
+
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Lenient):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def form(self) -> dict[str, Any]:
+        """Return arguments of `StructuredOutputs`; none for plain text."""
+        if self.type == "text":
+            return {}
+        if self.type == "json_object":
+            return {"json_object": True}
+        if self.json_schema is None:
+            raise invalid(
+                'response_format of type "json_schema" needs json_schema', "response_format"
+            )
+        return {"json": self.json_schema.schema_}
+
+
+class StructuredFields(_Lenient):
+    """vLLM's `structured_outputs`."""
+
+    json_: Schema | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Choices | None = None
+
+    def form(self) -> dict[str, Any]:
+        """Return arguments of `StructuredOutputs`."""
+        return self.model_dump(by_alias=True, exclude_none=True)
+
+
+class Formatted(BaseModel):
+    """Fields of a request that say which form its answer has."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = None
+    # vLLM's names of `structured_outputs` before there was that.
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: Choices | None = None
+
+    @cached_property
+    def form(self) -> tuple[str, StructuredOutputs] | None:
+        """The field that asks for a form, and the form; raises `ApiError`."""
+        found: dict[str, dict[str, Any]] = {}
+        for name in Formatted.model_fields:
+            value = getattr(self, name)
+            if isinstance(value, ResponseFormat | StructuredFields):
+                found[name] = value.form()
+            elif value is not None:
+                found[name] = {name.removeprefix("guided_"): value}
+        if found.get("response_format") == {}:
+            del found["response_format"]
+        if len(found) > 1:
+            names = " and ".join(found)
+            raise invalid(f"{names}: an answer has one form, so send one of them", [*found][1])
+        for name, given in found.items():
+            try:
+                return name, StructuredOutputs(**given)
+            except ConfigError as error:
+                raise explained(error, name) from error
+        return None
+
+
+def is_of_form(error: Exception) -> TypeGuard[ConfigError]:
+    """Whether an error is about `structured_outputs`."""
+    return isinstance(error, ConfigError) and str(error).startswith(_PREFIX)
+
+
+def explained(error: ConfigError, name: str) -> ApiError:
+    """Convert an error about `structured_outputs` to one about the field `name`."""
+    text = str(error)
+    return invalid(f"{name}: {text.removeprefix(_PREFIX)}", name)
