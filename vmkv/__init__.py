@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .serve import Engine as Engine
     from .serve import RequestOutput as RequestOutput
     from .serve import SamplingParams as SamplingParams
+    from .serve import StructuredOutputs as StructuredOutputs
 
 _HOMES = {
     "core.backend": "Backend BackendUsage HostBackend open_backend",
@@ -57,7 +58,7 @@ _HOMES = {
     "OutOfAddressSpaceError OutOfPagesError RankError SequenceFullError VMKVError",
     "hf": "KVScales RaggedCache VMKVCache calibrate_kv_scales capture_decoding generate "
     "ragged_generate",
-    "serve": "AsyncEngine Engine RequestOutput SamplingParams",
+    "serve": "AsyncEngine Engine RequestOutput SamplingParams StructuredOutputs",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -20,9 +20,8 @@ from helpers.hosted import hosted
 from helpers.serving import TEXT, tiny_llama, tiny_tokenizer
 
 from vmkv import ConfigError
-from vmkv.serve import Engine, FinishReason, RequestHandle, SamplingParams
+from vmkv.serve import Engine, FinishReason, RequestHandle, SamplingParams, StructuredOutputs
 from vmkv.serve.guided import TEXT_BYTES_MAX, Grammars, check_grammar
-from vmkv.serve.params import StructuredOutputs
 from vmkv.serve.request import CompletionOutput, Request, joined
 from vmkv.serve.runner import ModelRunner, RunnerOptions
 from vmkv.serve.scheduler import PreemptionCosts

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmkv import ConfigError
-from vmkv.serve import SamplingParams
-from vmkv.serve.params import StructuredOutputs
+from vmkv.serve import SamplingParams, StructuredOutputs
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ event loop; both share `engine_loop.py` and `engine_client.py`.
 from .async_engine import AsyncEngine as AsyncEngine
 from .engine import Engine as Engine
 from .params import SamplingParams as SamplingParams
+from .params import StructuredOutputs as StructuredOutputs
 from .request import CompletionOutput as CompletionOutput
 from .request import FinishReason as FinishReason
 from .request import RequestHandle as RequestHandle

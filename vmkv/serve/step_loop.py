@@ -14,7 +14,8 @@ processors. A step with such requests is submitted in two parts, and the host wo
 Failures do not stop the loop: a plan that cannot be mapped is planned again with less memory, a
 step that runs out of memory is split, and a request that cannot be served ends with its error.
 
-See DESIGN.md, Note [The next step is planned while this one runs].
+See DESIGN.md, Note [The next step is planned while this one runs], and Note [Masks are filled while
+the next step runs].
 """
 
 from __future__ import annotations
