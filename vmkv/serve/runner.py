@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,17 +27,22 @@ from ..step.warm_up import warm_up
 from .memory_view import ServedRows, fit_budget
 from .params import SamplingParams
 from .request import TokenLogprobs
-from .sampler import SampledTokens, Sampler
+from .sampler import SampledTokens, Sampler, with_logprobs
 
 # ---- base ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled tokens, one per sampling piece in order, and log-probabilities or None."""
+    """Sampled tokens, one per sampling piece in order, and log-probabilities or None.
+
+    `prompt_logprobs` are of the tokens that follow those of a piece in its prompt, by the piece's
+    index.
+    """
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None]
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
 
 
 class SlotError(VMKVError):
@@ -93,7 +99,8 @@ class PendingTokens:
 
     `parts` are sampled one after another; by the place of a token in all of them, `num_logprobs`
     is the number of log-probabilities to report, and `histories` a list to append the token to.
-    `order` sorts the result; None if it is in order.
+    `order` sorts the result; None if it is in order. `scores` are tokens of prompts with their
+    log-probabilities, by the index of their piece.
     """
 
     def __init__(
@@ -102,14 +109,16 @@ class PendingTokens:
         num_logprobs: Mapping[int, int],
         histories: Mapping[int, list[int]],
         order: Sequence[int] | None = None,
+        scores: Mapping[int, SampledTokens] | None = None,
     ):
         self._order = order
         self._num_logprobs = num_logprobs
         self._histories = histories
         self._ready: Any = None
-        self._parts = parts
-        if parts and parts[0].token_ids.is_cuda:
+        self._parts, self._scores = parts, scores or {}
+        if any(part.token_ids.is_cuda for part in (*parts, *self._scores.values())):
             self._parts = [part.to_host() for part in parts]
+            self._scores = {at: part.to_host() for at, part in self._scores.items()}
             # Reading a tensor would also wait for later steps.
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record()
@@ -138,18 +147,31 @@ class PendingTokens:
         for part in self._parts:
             start = len(token_ids)
             token_ids += part.token_ids.tolist()
-            told = (part.logprobs, part.top_token_ids, part.top_logprobs)
-            # All None where no slot of the part has asked for any.
-            columns = [each.tolist() for each in told if each is not None]
-            for at, (value, ids, top) in enumerate(zip(*columns, strict=True), start):
+            for at, (value, ids, top) in enumerate(_columns(part), start):
                 if at in self._num_logprobs:
                     count = self._num_logprobs[at]
                     best = dict(zip(ids[:count], top[:count], strict=True))
                     logprobs[at] = TokenLogprobs(token_ids[at], value, best)
+        scores = {
+            at: [
+                TokenLogprobs(token_id, value, dict(zip(ids, top, strict=True)))
+                for token_id, (value, ids, top) in zip(
+                    part.token_ids.tolist(), _columns(part), strict=True
+                )
+            ]
+            for at, part in self._scores.items()
+        }
         for at, history in self._histories.items():
             history.append(token_ids[at])
         order = range(len(token_ids)) if self._order is None else self._order
-        return StepResult([token_ids[at] for at in order], [logprobs.get(at) for at in order])
+        told = [logprobs.get(at) for at in order]
+        return StepResult([token_ids[at] for at in order], told, scores)
+
+
+def _columns(part: SampledTokens) -> Iterator[tuple[float, list[int], list[float]]]:
+    """Iterate over the log-probabilities of a part; over none if no slot has asked for any."""
+    told = (part.logprobs, part.top_token_ids, part.top_logprobs)
+    return zip(*(each.tolist() for each in told if each is not None), strict=True)
 
 
 # ---- model runner --------------------------------------------------------------------------------
@@ -157,6 +179,9 @@ class PendingTokens:
 _LOG = logging.getLogger(__name__)
 #: Attention backend where it can serve a layer; see `RowAttention`.
 _PREFERRED_BACKEND = "flash3"
+#: Tokens of a pass that leaves the logits of all of them (64 MiB for 128k entries in bfloat16), and
+#: rows of logits whose log-probabilities are computed at once (some 200 MiB).
+_SCORED_TOKENS, _SCORED_ROWS = 256, 64
 
 
 @dataclass(frozen=True)
@@ -223,6 +248,8 @@ class ModelRunner:
         )
         self._histories: dict[int, _History] = {}  # By slot, where it has logits processors.
         self._wanted_logprobs: dict[int, int] = {}  # By slot, where it wants some.
+        # By slot, where it wants log-probabilities of its prompt: how many, and the prompt.
+        self._scored: dict[int, tuple[int, Sequence[int]]] = {}
         check_free(model)
         with contextlib.ExitStack() as undo:
             self.stepper = self._make_stepper(
@@ -278,10 +305,16 @@ class ModelRunner:
         self._wanted_logprobs.pop(slot, None)
         if params.logprobs is not None:
             self._wanted_logprobs[slot] = params.logprobs
+        self._scored.pop(slot, None)
+        if params.prompt_logprobs is not None:
+            self._scored[slot] = (params.prompt_logprobs, prompt_token_ids)
 
     @torch.no_grad()
     def submit(self, pieces: Sequence[Piece]) -> PendingTokens:
         """Run the pieces, in one forward pass or one each if deterministic, and sample.
+
+        Pieces of prompts whose log-probabilities are wanted have passes of their own: the others
+        take the same path as without them.
 
         Never waits for the device. If it raises, nothing was sampled and no slot has advanced;
         `SlotError` names the one request at fault. Keys and values may have been written:
@@ -290,12 +323,21 @@ class ModelRunner:
         if self._is_closed:
             raise ClosedError("this runner is closed; make a new one")
         count = len(pieces)
-        bounds = [(at, at + 1) for at in range(count)] if self._deterministic else [(0, count)]
+        passes: list[tuple[Sequence[int], Sequence[Piece]]] = [(range(count), pieces)]
+        if self._deterministic or self._scored:
+            apart = [at for at in range(count) if self._runs_apart(pieces[at])]
+            rest = sorted(set(range(count)).difference(apart))
+            passes = [([at], [pieces[at]]) for at in apart]
+            passes += [(rest, [pieces[at] for at in rest])] if rest else []
         parts: list[SampledTokens] = []
+        scores: dict[int, SampledTokens] = {}
         sampling: list[int] = []  # The pieces that sample, in the order of the parts.
-        for start, end in bounds:
-            step = self.stepper.run(pieces[start:end])
-            its = [start + at for at in step.pieces]
+        for indices, group in passes:
+            if self._scored and self._is_scored(group[0]):
+                step, scores[indices[0]] = self._score(group[0])
+            else:
+                step = self.stepper.run(group)
+            its = [indices[at] for at in step.pieces]
             if its:
                 parts.append(self._sample(step, [pieces[at].slot for at in its]))
                 sampling += its
@@ -308,7 +350,44 @@ class ModelRunner:
             num_logprobs = {at: wanted[slot] for at, slot in slots if slot in wanted}
             known = self._histories
             histories = {at: known[slot][1] for at, slot in slots if slot in known}
-        return PendingTokens(parts, num_logprobs, histories, order)
+        return PendingTokens(parts, num_logprobs, histories, order, scores)
+
+    def _runs_apart(self, piece: Piece) -> bool:
+        return self._deterministic or self._is_scored(piece)
+
+    def _is_scored(self, piece: Piece) -> bool:
+        """Whether log-probabilities are wanted of tokens that follow the piece's in its prompt."""
+        if piece.slot not in self._scored:
+            return False
+        return piece.num_past_tokens + 1 < len(self._scored[piece.slot][1])
+
+    def _score(self, piece: Piece) -> tuple[StepLogits, SampledTokens]:
+        """Run a piece in parts, and compute the log-probabilities of the prompt's next tokens."""
+        (most, prompt), found = self._scored[piece.slot], []
+        for cache in self.stepper.caches:
+            cache.note_stream()
+        assert piece.token_ids is not None  # A prompt is on the host.
+        for start in range(0, piece.num_new_tokens, _SCORED_TOKENS):
+            tokens = piece.token_ids[start : start + _SCORED_TOKENS]
+            first, count = piece.num_past_tokens + start, len(tokens)
+            part = piece._replace(num_past_tokens=first, num_new_tokens=count, token_ids=tokens)
+            keep = torch.arange(count, device=self._device)
+            logits = self.stepper.run_eagerly([part], keep=keep)
+            follow = torch.tensor(list(prompt[first + 1 : first + 1 + count]), dtype=torch.int64)
+            told = follow.to(self._device, non_blocking=True)
+            num_logits = logits.shape[1]  # An embedding may have more rows.
+            for at in range(0, len(told), _SCORED_ROWS):
+                ids, rows = (
+                    told[at : at + _SCORED_ROWS],
+                    logits[: len(told)][at : at + _SCORED_ROWS],
+                )
+                known = ids.clamp(max=num_logits - 1)
+                best = with_logprobs(known, rows, min(most, num_logits))
+                assert best.logprobs is not None
+                logprobs = best.logprobs.masked_fill(ids >= num_logits, -math.inf)
+                found.append((ids, logprobs, best.top_token_ids, best.top_logprobs))
+        step = StepLogits(logits[-1:], [0] if piece.samples else [])
+        return step, SampledTokens(*map(torch.cat, zip(*found, strict=True)))
 
     def _sample(self, step: StepLogits, slots: Sequence[int]) -> SampledTokens:
         has_processors = not self._histories.keys().isdisjoint(slots)

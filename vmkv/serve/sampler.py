@@ -237,7 +237,7 @@ class Sampler:
         self._counts[slots] += 1
         if needs.logprobs < 0:
             return SampledTokens(tokens)
-        return _with_logprobs(tokens, logits, min(needs.logprobs, self.vocab_size))
+        return with_logprobs(tokens, logits, min(needs.logprobs, self.vocab_size))
 
     def _choose(self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs) -> torch.Tensor:
         if not needs.draws:
@@ -395,7 +395,8 @@ def _draw_from_all(scores: torch.Tensor, floats: torch.Tensor, keys: torch.Tenso
     return torch.where(is_greedy, scores, noisy).argmax(-1)
 
 
-def _with_logprobs(tokens: torch.Tensor, logits: torch.Tensor, most: int) -> SampledTokens:
+def with_logprobs(tokens: torch.Tensor, logits: torch.Tensor, most: int) -> SampledTokens:
+    """Add log-probabilities of `tokens [n]` and of the `most` likeliest to them, under `logits`."""
     logprobs = logits.float().log_softmax(-1)
     top, top_ids = _likeliest(logprobs, most)
     return SampledTokens(tokens, logprobs.gather(1, tokens[:, None])[:, 0], top_ids, top)
