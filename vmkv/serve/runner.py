@@ -325,7 +325,8 @@ class ModelRunner:
         count = len(pieces)
         passes: list[tuple[Sequence[int], Sequence[Piece]]] = [(range(count), pieces)]
         if self._deterministic or self._scored:
-            apart = [at for at in range(count) if self._runs_apart(pieces[at])]
+            is_alone = self._deterministic
+            apart = [at for at in range(count) if is_alone or self._is_scored(pieces[at])]
             rest = sorted(set(range(count)).difference(apart))
             passes = [([at], [pieces[at]]) for at in apart]
             passes += [(rest, [pieces[at] for at in rest])] if rest else []
@@ -351,9 +352,6 @@ class ModelRunner:
             known = self._histories
             histories = {at: known[slot][1] for at, slot in slots if slot in known}
         return PendingTokens(parts, num_logprobs, histories, order, scores)
-
-    def _runs_apart(self, piece: Piece) -> bool:
-        return self._deterministic or self._is_scored(piece)
 
     def _is_scored(self, piece: Piece) -> bool:
         """Whether log-probabilities are wanted of tokens that follow the piece's in its prompt."""
