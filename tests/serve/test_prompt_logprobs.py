@@ -13,7 +13,7 @@ from helpers.requests import prompts
 from helpers.tiny_models import VOCABULARY, tiny_model
 
 from vmkv.core.backend import MemoryLocation
-from vmkv.serve import Engine, RequestOutput, SamplingParams, runner
+from vmkv.serve import Engine, RequestOutput, SamplingParams, prompt_scores
 from vmkv.serve.runner import RunnerOptions
 from vmkv.serve.scheduler import PreemptionCosts
 from vmkv.step import Piece, Stepper
@@ -28,8 +28,8 @@ SCORED = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=3)
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes and slices of fewer tokens than a chunk, so that there are several of each."""
-    monkeypatch.setattr(runner, "_SCORED_TOKENS", 5)
-    monkeypatch.setattr(runner, "_SCORED_ROWS", 3)
+    monkeypatch.setattr(prompt_scores, "_PASS_TOKENS", 5)
+    monkeypatch.setattr(prompt_scores, "_ROWS", 3)
 
 
 def check(name: str, prompt: Sequence[int], output: RequestOutput, count: int = 3) -> None:

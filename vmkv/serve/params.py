@@ -98,8 +98,8 @@ class SamplingParams:
         logprobs: Number of likeliest tokens to report log-probabilities of, besides the chosen one;
             0 for that alone, None for none.
         prompt_logprobs: The same for the tokens of the prompt, reported once for all samples. The
-            prompt is computed even if its beginning is cached, in pieces of 256 tokens, so that
-            their logits take little memory; with many prompts that costs speed.
+            prompt is computed even if its beginning is cached, beside others that are scored, in
+            passes of 256 tokens, so that their logits take little memory.
         skip_special_tokens: Whether the text leaves out special tokens.
         detokenize: Whether to produce text; required for stop texts.
         structured_outputs: Form that the output must have; needs a fast tokenizer and llguidance.

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from ..step.row_attention import check_free
 from ..step.warm_up import warm_up
 from .memory_view import ServedRows, fit_budget
 from .params import SamplingParams
+from .prompt_scores import Scores, score
 from .request import TokenLogprobs
-from .sampler import SampledTokens, Sampler, with_logprobs
+from .sampler import SampledTokens, Sampler
 
 # ---- base ----------------------------------------------------------------------------------------
 
@@ -99,8 +100,7 @@ class PendingTokens:
 
     `parts` are sampled one after another; by the place of a token in all of them, `num_logprobs`
     is the number of log-probabilities to report, and `histories` a list to append the token to.
-    `order` sorts the result; None if it is in order. `scores` are tokens of prompts with their
-    log-probabilities, by the index of their piece.
+    `order` sorts the result; None if it is in order. `scores` are of prompts.
     """
 
     def __init__(
@@ -109,16 +109,16 @@ class PendingTokens:
         num_logprobs: Mapping[int, int],
         histories: Mapping[int, list[int]],
         order: Sequence[int] | None = None,
-        scores: Mapping[int, SampledTokens] | None = None,
+        scores: Sequence[Scores] = (),
     ):
         self._order = order
         self._num_logprobs = num_logprobs
         self._histories = histories
         self._ready: Any = None
-        self._parts, self._scores = parts, scores or {}
-        if any(part.token_ids.is_cuda for part in (*parts, *self._scores.values())):
+        self._parts, self._scores = parts, scores
+        if any(part.token_ids.is_cuda for part in (*parts, *(each.tokens for each in scores))):
             self._parts = [part.to_host() for part in parts]
-            self._scores = {at: part.to_host() for at, part in self._scores.items()}
+            self._scores = [each._replace(tokens=each.tokens.to_host()) for each in scores]
             # Reading a tensor would also wait for later steps.
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record()
@@ -147,20 +147,14 @@ class PendingTokens:
         for part in self._parts:
             start = len(token_ids)
             token_ids += part.token_ids.tolist()
-            for at, (value, ids, top) in enumerate(_columns(part), start):
+            for at, (value, ids, top) in enumerate(part.rows(), start):
                 if at in self._num_logprobs:
                     count = self._num_logprobs[at]
                     best = dict(zip(ids[:count], top[:count], strict=True))
                     logprobs[at] = TokenLogprobs(token_ids[at], value, best)
-        scores = {
-            at: [
-                TokenLogprobs(token_id, value, dict(zip(ids, top, strict=True)))
-                for token_id, (value, ids, top) in zip(
-                    part.token_ids.tolist(), _columns(part), strict=True
-                )
-            ]
-            for at, part in self._scores.items()
-        }
+        scores: dict[int, list[TokenLogprobs]] = {}
+        for at, entries in chain.from_iterable(each.entries() for each in self._scores):
+            scores.setdefault(at, []).extend(entries)
         for at, history in self._histories.items():
             history.append(token_ids[at])
         order = range(len(token_ids)) if self._order is None else self._order
@@ -168,20 +162,11 @@ class PendingTokens:
         return StepResult([token_ids[at] for at in order], told, scores)
 
 
-def _columns(part: SampledTokens) -> Iterator[tuple[float, list[int], list[float]]]:
-    """Iterate over the log-probabilities of a part; over none if no slot has asked for any."""
-    told = (part.logprobs, part.top_token_ids, part.top_logprobs)
-    return zip(*(each.tolist() for each in told if each is not None), strict=True)
-
-
 # ---- model runner --------------------------------------------------------------------------------
 
 _LOG = logging.getLogger(__name__)
 #: Attention backend where it can serve a layer; see `RowAttention`.
 _PREFERRED_BACKEND = "flash3"
-#: Tokens of a pass that leaves the logits of all of them (64 MiB for 128k entries in bfloat16), and
-#: rows of logits whose log-probabilities are computed at once (some 200 MiB).
-_SCORED_TOKENS, _SCORED_ROWS = 256, 64
 
 
 @dataclass(frozen=True)
@@ -323,22 +308,27 @@ class ModelRunner:
         if self._is_closed:
             raise ClosedError("this runner is closed; make a new one")
         count = len(pieces)
-        passes: list[tuple[Sequence[int], Sequence[Piece]]] = [(range(count), pieces)]
-        if self._deterministic or self._scored:
-            is_alone = self._deterministic
-            apart = [at for at in range(count) if is_alone or self._is_scored(pieces[at])]
-            rest = sorted(set(range(count)).difference(apart))
-            passes = [([at], [pieces[at]]) for at in apart]
-            passes += [(rest, [pieces[at] for at in rest])] if rest else []
+        scored = {}
+        if self._scored:
+            scored = {at: each for at, each in enumerate(pieces) if self._is_scored(each)}
+        groups: list[Sequence[int]] = [range(count)]
+        if self._deterministic:
+            groups = [[at] for at in range(count)]
+        elif scored:
+            rest = [at for at in range(count) if at not in scored]
+            groups = [list(scored), rest] if rest else [list(scored)]
         parts: list[SampledTokens] = []
-        scores: dict[int, SampledTokens] = {}
+        scores: list[Scores] = []
         sampling: list[int] = []  # The pieces that sample, in the order of the parts.
-        for indices, group in passes:
-            if self._scored and self._is_scored(group[0]):
-                step, scores[indices[0]] = self._score(group[0])
+        for indices in groups:
+            if scored and indices[0] in scored:
+                step, some = score(self.stepper, {at: scored[at] for at in indices}, self._scored)
+                scores += some
+                its = list(step.pieces)
             else:
+                group = pieces if len(groups) == 1 else [pieces[at] for at in indices]
                 step = self.stepper.run(group)
-            its = [indices[at] for at in step.pieces]
+                its = [indices[at] for at in step.pieces]
             if its:
                 parts.append(self._sample(step, [pieces[at].slot for at in its]))
                 sampling += its
@@ -358,34 +348,6 @@ class ModelRunner:
         if piece.slot not in self._scored:
             return False
         return piece.num_past_tokens + 1 < len(self._scored[piece.slot][1])
-
-    def _score(self, piece: Piece) -> tuple[StepLogits, SampledTokens]:
-        """Run a piece in parts, and compute the log-probabilities of the prompt's next tokens."""
-        (most, prompt), found = self._scored[piece.slot], []
-        for cache in self.stepper.caches:
-            cache.note_stream()
-        assert piece.token_ids is not None  # A prompt is on the host.
-        for start in range(0, piece.num_new_tokens, _SCORED_TOKENS):
-            tokens = piece.token_ids[start : start + _SCORED_TOKENS]
-            first, count = piece.num_past_tokens + start, len(tokens)
-            part = piece._replace(num_past_tokens=first, num_new_tokens=count, token_ids=tokens)
-            keep = torch.arange(count, device=self._device)
-            logits = self.stepper.run_eagerly([part], keep=keep)
-            follow = torch.tensor(list(prompt[first + 1 : first + 1 + count]), dtype=torch.int64)
-            told = follow.to(self._device, non_blocking=True)
-            num_logits = logits.shape[1]  # An embedding may have more rows.
-            for at in range(0, len(told), _SCORED_ROWS):
-                ids, rows = (
-                    told[at : at + _SCORED_ROWS],
-                    logits[: len(told)][at : at + _SCORED_ROWS],
-                )
-                known = ids.clamp(max=num_logits - 1)
-                best = with_logprobs(known, rows, min(most, num_logits))
-                assert best.logprobs is not None
-                logprobs = best.logprobs.masked_fill(ids >= num_logits, -math.inf)
-                found.append((ids, logprobs, best.top_token_ids, best.top_logprobs))
-        step = StepLogits(logits[-1:], [0] if piece.samples else [])
-        return step, SampledTokens(*map(torch.cat, zip(*found, strict=True)))
 
     def _sample(self, step: StepLogits, slots: Sequence[int]) -> SampledTokens:
         has_processors = not self._histories.keys().isdisjoint(slots)

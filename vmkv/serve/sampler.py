@@ -13,7 +13,7 @@ need:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,6 +100,11 @@ class SampledTokens:
     logprobs: torch.Tensor | None = None
     top_token_ids: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
+
+    def rows(self) -> Iterator[tuple[float, list[int], list[float]]]:
+        """Iterate over the log-probabilities of each token; over nothing if there are none."""
+        told = (self.logprobs, self.top_token_ids, self.top_logprobs)
+        return zip(*(each.tolist() for each in told if each is not None), strict=True)
 
     def to_host(self) -> SampledTokens:
         """Begin to copy the tensors to pinned memory; synchronise before they are read."""
