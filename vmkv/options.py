@@ -144,6 +144,8 @@ class ServerOptions:
         response_template: Of transformers' `ResponseParser`, by which tool calls and reasoning are
             found in answers; replaces the tokenizer's own and those that vmkv knows.
         share_prefixes: Whether requests with different keys share cached prefixes.
+        sampling_defaults: Parameters of `SamplingParams` for requests that leave them out; of
+            `max_tokens`, as many as fit, and at most 16 for completions.
     """
 
     model_name: str
@@ -155,3 +157,4 @@ class ServerOptions:
     chat_template: str | None = None
     response_template: Mapping[str, Any] | None = None
     share_prefixes: bool = False
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)

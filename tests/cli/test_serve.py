@@ -7,6 +7,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -170,3 +171,31 @@ def test_sigterm_during_the_start_ends_the_engine(model: Path, tmp_path: Path) -
     finally:
         child.kill()
         child.wait()
+
+
+@pytest.mark.parametrize("uses", [True, False])
+def test_sampling_defaults_are_the_models(model: Path, tmp_path: Path, uses: bool) -> None:
+    """With top_k=1 four samples are equal; a request may have values of its own."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    its = {"eos_token_id": 1, "top_k": 1, "max_new_tokens": 9}
+    (folder / "generation_config.json").write_text(json.dumps(its))
+    options = [] if uses else ["--generation-config", "vllm"]
+    with serving(folder, *options) as (child, url):
+        if uses:
+            line = child.stdout.readline()
+            assert line.startswith("requests that leave them out have top_k=1, max_tokens=9")
+
+        def texts(**body: object) -> tuple[int, int]:
+            body = {"prompt": "A row", "n": 4, "ignore_eos": True, "seed": 1} | body
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+            samples = {each["text"] for each in answer["choices"]}
+            return len(samples), answer["usage"]["completion_tokens"] // 4
+
+        assert texts() == ((1, 9) if uses else (4, 16))
+        assert texts(top_k=0, max_tokens=12) == (4, 12)
+        chat = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True}
+        if uses:
+            answer = httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=60).json()
+            assert 9 == answer["usage"]["completion_tokens"]
+        child.send_signal(signal.SIGTERM)

@@ -33,6 +33,7 @@ WRONG = [
     (["--attention-backend", "flash9"], "no attention backend is called"),
     (["--tokenizer", "/nowhere"], "no tokenizer"),
     (["--chat-template", "/nowhere"], "/nowhere"),
+    (["--generation-config", "/nowhere"], "/nowhere"),
     (["--api-key-file", "/nowhere"], "/nowhere"),
 ]
 

@@ -193,6 +193,30 @@ def serves(name: str, runner: str, host_bytes: int, group: TensorParallel) -> No
         assert said(other) == said(again[1:])
 
 
+def scores_prompts(name: str, runner: str, group: TensorParallel) -> None:
+    """Log-probabilities of prompts are those of one process, beside requests that want none."""
+    params = [*PARAMS[:2], replace(PARAMS[2], prompt_logprobs=3), PARAMS[3]]
+    params.append(replace(PARAMS[4], n=2, prompt_logprobs=0))
+    expected: Any = [None] * len(params)
+    if not group.rank:
+        with Engine(copy.deepcopy(tiny_model(name)), **ROOMY) as engine:
+            expected = engine.generate(TRAFFIC, params)
+    options = {**ROOMY, "runner": runner}
+    with engine_on(group, copy.deepcopy(tiny_model(name)), **options) as engine:
+        if engine is None:
+            return
+        got = engine.generate(TRAFFIC, params)
+        assert said(expected) == said(got)
+        for prompt, theirs, ours in zip(TRAFFIC, expected, got, strict=True):
+            pairs = zip(theirs.prompt_logprobs or (), ours.prompt_logprobs or (), strict=True)
+            told = [(one, other) for one, other in pairs if one and other]
+            assert len(told) in (0, len(prompt) - 1)
+            for one, other in told:
+                assert (one.token_id, list(one.top)) == (other.token_id, list(other.top))
+                torch.testing.assert_close(one.logprob, other.logprob, atol=1e-4, rtol=1e-4)
+        assert [0, 0, 47, 0, 57] == [len((each.prompt_logprobs or [None])[1:]) for each in got]
+
+
 def compiles(backend: str, group: TensorParallel) -> None:
     """Layers of a divided model are compiled, and their projections joined, as whole ones are."""
     expected = None if group.rank else alone("llama", PROMPTS, GREEDY)
@@ -457,6 +481,8 @@ def _any_params(choices: random.Random) -> SamplingParams:
         options["min_tokens"] = choices.randrange(options["max_tokens"])
     if choices.random() < 0.2:
         options["logprobs"] = choices.randrange(4)
+    if choices.random() < 0.2:
+        options["prompt_logprobs"] = choices.randrange(4)
     if choices.random() < 0.15:
         failing_rank, num_tokens = choices.randrange(-1, 2), choices.randrange(2, 100)
         options["logits_processors"] = (LeastLikely(failing_rank, num_tokens),)

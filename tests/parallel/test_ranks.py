@@ -35,6 +35,8 @@ CASES = [
     partial(cases.serves, "llama", "eager", 1 * MiB),
     partial(cases.serves, "gemma2", "graphs", 0),
     partial(cases.serves, "mixtral", "graphs", 1 * MiB),
+    partial(cases.scores_prompts, "llama", "eager"),
+    partial(cases.scores_prompts, "mixtral", "graphs"),
     partial(cases.compiles, "eager"),
     partial(cases.compiles, "aot_eager"),
     cases.adds_with_norms,

@@ -76,6 +76,7 @@ def test_outputs_equal_those_of_an_engine_in_a_thread(make_engine: MakeEngine) -
         ("naïve 猫 cat", SamplingParams(temperature=0, max_tokens=20, logprobs=2)),
         ([5, 6, 7, 8] * 8, SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=12)),
         ([5, 6, 7, 8] * 8, SamplingParams(temperature=0, max_tokens=30, stop=["a", "e"])),
+        ([5, 6, 7, 8] * 20, SamplingParams(seed=1, n=2, max_tokens=9, prompt_logprobs=2)),
     ]
 
     async def answers(host: Callable[[Engine], Any]) -> list[RequestOutput]:
@@ -89,9 +90,14 @@ def test_outputs_equal_those_of_an_engine_in_a_thread(make_engine: MakeEngine) -
     for here, there in zip(in_thread, elsewhere, strict=True):
         assert here.outputs == there.outputs
         assert list(here.prompt_token_ids) == list(there.prompt_token_ids)
+        assert here.prompt_logprobs == there.prompt_logprobs
         assert (here.prompt, here.num_cached_tokens) == (there.prompt, there.num_cached_tokens)
     assert elsewhere[2].num_cached_tokens > 0
     assert any(each.stop_reason for each in elsewhere[2].outputs)
+    assert elsewhere[2].prompt_logprobs is None
+    told = elsewhere[3].prompt_logprobs
+    assert told is not None
+    assert [None, 6, 7, 8, *[5, 6, 7, 8] * 19] == [each and each.token_id for each in told]
 
 
 def test_a_client_that_does_not_read_does_not_delay_the_engine(make_engine: MakeEngine) -> None:
@@ -203,7 +209,7 @@ def test_parameters_that_cannot_be_sent_are_refused(make_engine: MakeEngine) -> 
 def test_messages_are_decoded_from_pieces_of_any_size() -> None:
     texts = ["", "x" * 70_000, "y"]
     messages = [Add(1, tuple(range(50_000)), SamplingParams(stop=texts[1:]), 0), Stop(drain=True)]
-    messages += [News([], [Update(1, 0, [3], [], 0, None, text, None)], 0) for text in texts]
+    messages += [News([], [Update(1, 0, [3], [], 0, None, text, None, [])], 0) for text in texts]
     data = b"".join(map(packed, messages))
     draw = random.Random(1)
     for most in (1000, 40_000, len(data)):

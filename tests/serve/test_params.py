@@ -28,6 +28,7 @@ from vmkv.serve import SamplingParams, StructuredOutputs
         {"max_tokens": 0},
         {"max_tokens": 3, "min_tokens": 4},
         {"logprobs": -1},
+        {"prompt_logprobs": -1},
         {"seed": 2**64},
         {"repetition_penalty": 0.0},
         {"presence_penalty": 3},
@@ -43,7 +44,7 @@ def test_invalid_parameters_are_refused(bad: dict[str, object]) -> None:
         SamplingParams(**bad)
 
 
-INTEGERS = ("n", "top_k", "min_tokens", "max_tokens", "logprobs", "seed")
+INTEGERS = ("n", "top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "seed")
 NUMBERS = (
     *("temperature", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers.utils import cached_file
 
 from ..errors import CapacityError, ConfigError, one_line, shown
 from ..hf import compat
 
 #: More layers are a mistake, and would take hours to build.
 _LAYERS_MAX = 10_000
+_GENERATION_CONFIG = "generation_config.json"
+#: Parameters of requests that the file may set; another name in the file is given.
+_SAMPLING = {each: each for each in ("temperature", "top_p", "top_k", "min_p")}
+_SAMPLING |= {"repetition_penalty": "repetition_penalty", "max_tokens": "max_new_tokens"}
 
 
 def be_quiet(*, with_progress: bool) -> None:
@@ -84,6 +90,33 @@ def check_device(device: str) -> None:
         raise ConfigError("torch sees no CUDA device here; run `vmkv doctor`, or pass --device cpu")
     if index >= torch.cuda.device_count():
         raise ConfigError(f"there is no device cuda:{index}; there are {torch.cuda.device_count()}")
+
+
+def load_sampling_defaults(model: str, source: str) -> dict[str, Any]:
+    """Read what requests leave out from a generation_config.json, as vLLM does.
+
+    `source` is "auto" for the model's, if it has one, "vllm" for none, or a folder that has one.
+    Raises `ConfigError` if it cannot be read, or a value is none of `SamplingParams`.
+    """
+    from ..serve.params import SamplingParams
+
+    if source == "vllm":
+        return {}
+    name = model if source == "auto" else source
+    may_lack = dict.fromkeys(("missing_entries", "gated_repo", "connection_errors"), False)
+    options = {f"_raise_exceptions_for_{what}": raises for what, raises in may_lack.items()}
+    try:
+        path = cached_file(name, _GENERATION_CONFIG, **options)
+        told = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+        given = {param: told.get(key) for param, key in _SAMPLING.items()}
+        defaults = {param: value for param, value in given.items() if value is not None}
+        SamplingParams(**defaults)
+    except (OSError, ValueError, AttributeError) as error:
+        hint = "--generation-config vllm serves without it"
+        raise ConfigError(f"{_GENERATION_CONFIG} of {name}: {one_line(error)}; {hint}") from error
+    if path is None and source != "auto":
+        raise ConfigError(f"--generation-config {source} has no {_GENERATION_CONFIG}")
+    return defaults
 
 
 def load_tokenizer(name: str) -> Any:

@@ -76,6 +76,10 @@ def add_parser(commands: types.Commands) -> None:
     add("--chat-template", type=types.name, metavar="FILE", help="in Jinja, not the tokenizer's")
     text = "by which tool calls and reasoning are found: a JSON file, or qwen3, llama3, mistral …"
     add("--response-template", type=types.name, metavar="FILE|NAME", help=text)
+    text = (
+        "folder whose generation_config.json has sampling defaults; auto: the model's; vllm: none"
+    )
+    add("--generation-config", type=types.name, metavar="FOLDER", default="auto", help=text)
     add = parser.add_argument_group("engine").add_argument
     _add_all(add, EngineOptions, _ENGINE)
     add("--kv-dtype", choices=types.KV_DTYPES, default="auto", help="of keys and values")
@@ -123,7 +127,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     _check_combination(arguments)
     from ..serve.server import create_app, run_server
     from ..serve.server.run import ending_in_order, open_socket
-    from .models import load_tokenizer
+    from .models import load_sampling_defaults, load_tokenizer
 
     _set_logging(arguments)
     options_for = server_options(arguments)
@@ -132,9 +136,10 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     )
     with contextlib.closing(listener), ending_in_order():
         _check_engine(arguments)
+        defaults = load_sampling_defaults(arguments.model, arguments.generation_config)
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
         with _running(arguments, tokenizer) as (engine, metrics, max_tokens, budget_bytes):
-            options = options_for(max_tokens)
+            options = options_for(max_tokens, sampling_defaults=defaults)
 
             def announce() -> None:
                 host, port = listener.getsockname()[:2]
@@ -146,6 +151,9 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
                     f"values{' of each' if of_each else ''}, "
                     f"{'with' if options.api_keys else 'without'} API keys\n"
                 )
+                if defaults:
+                    told = ", ".join(f"{name}={value}" for name, value in defaults.items())
+                    out.write(f"requests that leave them out have {told} (--generation-config)\n")
                 out.flush()
 
             run_server(
@@ -300,7 +308,7 @@ def make_engine(
     return Engine(model, tokenizer=tokenizer, observer=observer, **options)
 
 
-def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptions]:
+def server_options(arguments: argparse.Namespace) -> Callable[..., ServerOptions]:
     """Make a function from a request's token limit to server options; raises `ConfigError`."""
     from ..serve.server.guard import read_api_keys
     from ..serve.server.prompts import read_template

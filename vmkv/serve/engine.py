@@ -17,6 +17,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from .prompts import check_tenant, check_text, end_tokens, packed_prompt, resolv
 from .request import FinishReason, Request, RequestHandle, RequestOutput, detokenizer_of
 from .runner import make_runner
 from .scheduler import PreemptionCosts, Scheduler
-from .step_loop import Ended, Sampled, StepLoop
+from .step_loop import Ended, Sampled, Scored, StepLoop
 
 _LOG = logging.getLogger(__name__)
 #: Memory returned to the device between polls for new work: some 10 ms.
@@ -195,6 +196,9 @@ class Engine:
                 if asked is not None:
                     request.matcher = matchers[index]
                 request.arrived_s = time.perf_counter()
+                if params.prompt_logprobs is not None:
+                    request.prompt_logprobs.append(None)
+                    params = replace(params, prompt_logprobs=None)  # Of the other samples.
                 requests.append(request)
                 request.detokenizer = detokenizer_of(self.tokenizer, tokens, resolved)
                 self._scheduler.add(request, self.cache.pool.arbiter.arrival())
@@ -242,9 +246,14 @@ class Engine:
 
     # ---- outcomes -------------------------------------------------------------------------
 
-    def _accept(self, sampled: Sequence[Sampled]) -> list[Ended]:
+    def _accept(self, sampled: Sequence[Sampled], scored: Sequence[Scored]) -> list[Ended]:
         """Take the next token of each request; returns the requests that end."""
         ended: list[Ended] = []
+        for request, num_past, entries in scored:
+            known = request.prompt_logprobs  # More than `num_past`, if a preempted one recomputes.
+            known += entries[len(known) - num_past - 1 :]
+            if self.on_update is not None and request.request_id in self._handles:
+                self.on_update(self._handles[request.request_id])
         for request, token_id, logprobs in sampled:
             if request.finish_reason is not None:
                 continue  # Cancelled by `on_update` of another request.

@@ -77,6 +77,7 @@ class _Stream(RequestHandle):
         request.num_cached_tokens = update.num_cached_tokens
         request.output_token_ids += update.token_ids[:num_tokens]
         request.logprobs += update.logprobs[:num_tokens]
+        request.prompt_logprobs += update.prompt_logprobs
         return reason is not None and update.finish_reason is None
 
     def fail(self, error: Exception) -> None:
@@ -89,6 +90,7 @@ class _Stream(RequestHandle):
         for request in self.requests:
             for column in (request.output_token_ids, request.logprobs, request.texts):
                 column.clear()
+            request.prompt_logprobs.clear()
         return output
 
 
@@ -156,7 +158,8 @@ class EngineClient(abc.ABC):
                 if stream.error is not None:
                     raise stream.error
                 output = stream.take()
-                if output.is_finished or any(each.token_ids for each in output.outputs):
+                has_tokens = any(each.token_ids for each in output.outputs)
+                if has_tokens or output.prompt_logprobs or output.is_finished:
                     yield output
                 if output.is_finished:
                     return

@@ -65,7 +65,10 @@ Command = Add | Cancel | Finish | Stop | Look
 
 
 class Update(NamedTuple):
-    """New tokens of one sample of a request, and its end; fields as in `Request`."""
+    """New tokens of one sample of a request, and its end; fields as in `Request`.
+
+    The first sample has the new log-probabilities of the prompt.
+    """
 
     key: int
     sample: int
@@ -75,6 +78,7 @@ class Update(NamedTuple):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     error: Exception | None
+    prompt_logprobs: Sequence[TokenLogprobs | None]
 
 
 class News(NamedTuple):
@@ -253,7 +257,11 @@ class EngineLoop:
             for sample, request in enumerate(handle.requests):
                 num_sent = request.num_sent
                 token_ids = request.output_token_ids[num_sent:]
-                if not token_ids and request.finish_reason is None:
+                told = request.prompt_logprobs
+                if told:
+                    told = told[request.num_prompt_sent :]
+                    request.num_prompt_sent += len(told)
+                if not token_ids and not told and request.finish_reason is None:
                     continue
                 request.num_sent += len(token_ids)
                 update = Update(
@@ -265,6 +273,7 @@ class EngineLoop:
                     request.finish_reason,
                     request.stop_reason,
                     request.error,
+                    told,
                 )
                 updates.append(update)
             if handle.is_finished:

@@ -178,7 +178,7 @@ class MemoryView:
             sequence = leader.fork(len(request.prompt_token_ids) - 1)
         else:
             tokens = request.tokens(0, request.num_known)
-            prompt = tokens if self._prefix_caching else None
+            prompt = tokens if self._may_hit(request) else None
             sequence = self.cache.open(len(tokens) + 1, prompt=prompt, tenant=request.tenant)
         if request.leader is None and not request.num_preemptions:
             request.num_cached_tokens = sequence.num_tokens
@@ -277,6 +277,10 @@ class MemoryView:
         end = min(request.num_known, request.num_submitted, sequence.num_tokens)
         if end > start:
             sequence.record(request.tokens(start, end))
+
+    def _may_hit(self, request: Request) -> bool:
+        """Whether the request may begin with a cached prefix: not if logits of it are wanted."""
+        return self._prefix_caching and request.params.prompt_logprobs is None
 
     def _leader(self, request: Request) -> CacheSequence | None:
         """Live sequence of the sibling that has computed the whole prompt, for a fork; or None."""
@@ -418,7 +422,7 @@ class MemoryView:
         """Leading tokens that a new sequence would find computed. Costs about 5 ns per token."""
         if self._leader(request) is not None:
             return len(request.prompt_token_ids) - 1
-        if not self._prefix_caching:
+        if not self._may_hit(request):
             return 0
         tokens = request.tokens(0, request.num_known - 1)
         with self.cache.pool.lock:

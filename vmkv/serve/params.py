@@ -98,6 +98,9 @@ class SamplingParams:
         min_tokens: Output tokens before which no stop token is chosen and no stop text is searched.
         logprobs: Number of likeliest tokens to report log-probabilities of, besides the chosen one;
             0 for that alone, None for none.
+        prompt_logprobs: The same for the tokens of the prompt, reported once for all samples. The
+            prompt is computed even if its beginning is cached, beside others that are scored, in
+            passes of 256 tokens, so that their logits take little memory.
         skip_special_tokens: Whether the text leaves out special tokens.
         detokenize: Whether to produce text; required for stop texts.
         structured_outputs: Form that the output must have; needs a fast tokenizer and llguidance.
@@ -125,6 +128,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None
@@ -161,8 +165,9 @@ class SamplingParams:
                 raise ConfigError(
                     f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
                 )
-        if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, _LOGPROBS_MAX)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), 0, _LOGPROBS_MAX)
         if self.seed is not None:
             _check_integer("seed", self.seed, -_INTEGER_MAX, _INTEGER_MAX - _SAMPLES_MAX)
         _check_number("temperature", self.temperature, 0.0, math.inf)

@@ -36,7 +36,7 @@ class FinishReason(str, enum.Enum):
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at one output position, before temperature and filters.
+    """Log-probabilities at one position, before temperature and filters.
 
     `top` holds the likeliest tokens, likeliest first.
     """
@@ -82,6 +82,8 @@ class RequestOutput:
         prompt: The prompt's text, if given as text.
         prompt_token_ids: The prompt.
         outputs: One per sample, in order.
+        prompt_logprobs: One entry per prompt token, None for the first, if requested. In a stream
+            they come once; the first output with tokens completes them.
         num_cached_tokens: Prompt tokens found in the prefix cache, counted once for all samples.
         error: Exception behind a `finish_reason` of "error".
     """
@@ -90,6 +92,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: Sequence[int]
     outputs: Sequence[CompletionOutput]
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     error: Exception | None = None
 
@@ -113,8 +116,15 @@ def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
         for samples in zip(*(output.outputs for output in outputs), strict=True)
     ]
     first, last = outputs[0], outputs[-1]
+    prompt_logprobs = None
+    if first.prompt_logprobs is not None:
+        prompt_logprobs = [entry for each in outputs for entry in each.prompt_logprobs or ()]
     return replace(
-        last, prompt=first.prompt, prompt_token_ids=first.prompt_token_ids, outputs=samples
+        last,
+        prompt=first.prompt,
+        prompt_token_ids=first.prompt_token_ids,
+        prompt_logprobs=prompt_logprobs,
+        outputs=samples,
     )
 
 
@@ -139,7 +149,8 @@ class Request:
     `num_submitted` tokens by submitted steps; its length grows before the submission. `last_step`
     is the number of the step that it was last grown for; None if other work on it was submitted
     since, such as copies: a request that ends by length is not in the step that runs when its last
-    token is read. `num_sent` output tokens were sent to a client.
+    token is read. `num_sent` output tokens and `num_prompt_sent` entries of `prompt_logprobs` were
+    sent to a client.
     """
 
     request_id: int
@@ -153,6 +164,7 @@ class Request:
     matcher: Any = None
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -173,6 +185,7 @@ class Request:
     num_submitted: int = 0
     last_step: int | None = None
     num_sent: int = 0
+    num_prompt_sent: int = 0
 
     @property
     def num_known(self) -> int:
@@ -232,6 +245,7 @@ class RequestHandle:
             prompt=self._prompt,
             prompt_token_ids=tuple(first.prompt_token_ids),
             outputs=[_completion(index, each) for index, each in enumerate(self.requests)],
+            prompt_logprobs=_prompt_logprobs(first),
             num_cached_tokens=first.num_cached_tokens,
             error=errors[0] if errors else None,
         )
@@ -255,6 +269,10 @@ class RequestHandle:
     def __repr__(self) -> str:
         states = ", ".join(str(each.finish_reason or "unfinished") for each in self.requests)
         return f"RequestHandle({self.request_id}: {states})"
+
+
+def _prompt_logprobs(request: Request) -> Sequence[TokenLogprobs | None] | None:
+    return None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)
 
 
 def _completion(index: int, request: Request) -> CompletionOutput:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ..step.row_attention import check_free
 from ..step.warm_up import warm_up
 from .memory_view import ServedRows, fit_budget
 from .params import SamplingParams
+from .prompt_scores import Scores, score
 from .request import TokenLogprobs
 from .sampler import SampledTokens, Sampler
 
@@ -33,10 +35,15 @@ from .sampler import SampledTokens, Sampler
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled tokens, one per sampling piece in order, and log-probabilities or None."""
+    """Sampled tokens, one per sampling piece in order, and log-probabilities or None.
+
+    `prompt_logprobs` are of the tokens that follow those of a piece in its prompt, by the piece's
+    index.
+    """
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None]
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +54,13 @@ class LaunchedStep:
         passes: Logits of each forward pass that samples; valid until the next launch.
         slots: Slots to sample, by row of all passes.
         order: Rows in the order of the pieces; None if they are in order.
+        scores: Log-probabilities of prompts.
     """
 
     passes: Sequence[StepLogits]
     slots: Sequence[int]
     order: Sequence[int] | None
+    scores: Sequence[Scores] = ()
 
 
 class SlotError(VMKVError):
@@ -108,7 +117,7 @@ class PendingTokens:
 
     `parts` are sampled one after another; by the place of a token in all of them, `num_logprobs`
     is the number of log-probabilities to report, and `histories` a list to append the token to.
-    `order` sorts the result; None if it is in order.
+    `order` sorts the result; None if it is in order. `scores` are of prompts.
     """
 
     def __init__(
@@ -117,14 +126,16 @@ class PendingTokens:
         num_logprobs: Mapping[int, int],
         histories: Mapping[int, list[int]],
         order: Sequence[int] | None = None,
+        scores: Sequence[Scores] = (),
     ):
         self._order = order
         self._num_logprobs = num_logprobs
         self._histories = histories
         self._ready: Any = None
-        self._parts = parts
-        if parts and parts[0].token_ids.is_cuda:
+        self._parts, self._scores = parts, scores
+        if any(part.token_ids.is_cuda for part in (*parts, *(each.tokens for each in scores))):
             self._parts = [part.to_host() for part in parts]
+            self._scores = [each._replace(tokens=each.tokens.to_host()) for each in scores]
             # Reading a tensor would also wait for later steps.
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record()
@@ -153,18 +164,19 @@ class PendingTokens:
         for part in self._parts:
             start = len(token_ids)
             token_ids += part.token_ids.tolist()
-            told = (part.logprobs, part.top_token_ids, part.top_logprobs)
-            # All None where no slot of the part has asked for any.
-            columns = [each.tolist() for each in told if each is not None]
-            for at, (value, ids, top) in enumerate(zip(*columns, strict=True), start):
+            for at, (value, ids, top) in enumerate(part.rows(), start):
                 if at in self._num_logprobs:
                     count = self._num_logprobs[at]
                     best = dict(zip(ids[:count], top[:count], strict=True))
                     logprobs[at] = TokenLogprobs(token_ids[at], value, best)
+        scores: dict[int, list[TokenLogprobs]] = {}
+        for at, entries in chain.from_iterable(each.entries() for each in self._scores):
+            scores.setdefault(at, []).extend(entries)
         for at, history in self._histories.items():
             history.append(token_ids[at])
         order = range(len(token_ids)) if self._order is None else self._order
-        return StepResult([token_ids[at] for at in order], [logprobs.get(at) for at in order])
+        told = [logprobs.get(at) for at in order]
+        return StepResult([token_ids[at] for at in order], told, scores)
 
 
 # ---- model runner --------------------------------------------------------------------------------
@@ -238,6 +250,8 @@ class ModelRunner:
         )
         self._histories: dict[int, _History] = {}  # By slot, where it has logits processors.
         self._wanted_logprobs: dict[int, int] = {}  # By slot, where it wants some.
+        # By slot, where it wants log-probabilities of its prompt: how many, and the prompt.
+        self._scored: dict[int, tuple[int, Sequence[int]]] = {}
         check_free(model)
         with contextlib.ExitStack() as undo:
             self.stepper = self._make_stepper(
@@ -293,6 +307,9 @@ class ModelRunner:
         self._wanted_logprobs.pop(slot, None)
         if params.logprobs is not None:
             self._wanted_logprobs[slot] = params.logprobs
+        self._scored.pop(slot, None)
+        if params.prompt_logprobs is not None:
+            self._scored[slot] = (params.prompt_logprobs, prompt_token_ids)
 
     def submit(self, pieces: Sequence[Piece]) -> PendingTokens:
         """Launch the pieces and sample; see `launch` and `sample`."""
@@ -302,6 +319,9 @@ class ModelRunner:
     def launch(self, pieces: Sequence[Piece]) -> LaunchedStep:
         """Run the pieces, in one forward pass or one each if deterministic.
 
+        Pieces of prompts whose log-probabilities are wanted have passes of their own, before the
+        others, which take the same path as without them.
+
         Never waits for the device. Keys and values are written, even if it raises: launching the
         same pieces again is harmless. Without `sample`, no slot has advanced, and the tokens on the
         device are lost.
@@ -309,18 +329,34 @@ class ModelRunner:
         if self._is_closed:
             raise ClosedError("this runner is closed; make a new one")
         count = len(pieces)
-        bounds = [(at, at + 1) for at in range(count)] if self._deterministic else [(0, count)]
+        scored = {}
+        if self._scored:
+            scored = {at: each for at, each in enumerate(pieces) if self._is_scored(each)}
+        groups: list[Sequence[int]] = [range(count)]
+        if self._deterministic:
+            groups = [[at] for at in range(count)]
+        elif scored:
+            rest = [at for at in range(count) if at not in scored]
+            groups = [list(scored), rest] if rest else [list(scored)]
         passes: list[StepLogits] = []
+        scores: list[Scores] = []
         sampling: list[int] = []  # The pieces that sample, in the order of the passes.
-        for start, end in bounds:
-            step = self.stepper.run(pieces[start:end])
-            if step.pieces:
+        for indices in groups:
+            if scored and indices[0] in scored:
+                step, some = score(self.stepper, {at: scored[at] for at in indices}, self._scored)
+                scores += some
+                its = list(step.pieces)
+            else:
+                group = pieces if len(groups) == 1 else [pieces[at] for at in indices]
+                step = self.stepper.run(group)
+                its = [indices[at] for at in step.pieces]
+            if its:
                 passes.append(step)
-                sampling += [start + at for at in step.pieces]
+                sampling += its
         order = None
         if sampling != sorted(sampling):
             order = sorted(range(len(sampling)), key=sampling.__getitem__)
-        return LaunchedStep(passes, [pieces[at].slot for at in sampling], order)
+        return LaunchedStep(passes, [pieces[at].slot for at in sampling], order, scores)
 
     @torch.no_grad()
     def sample(
@@ -350,7 +386,13 @@ class ModelRunner:
             known = self._histories
             num_logprobs = {at: wanted[slot] for at, slot in enumerate(slots) if slot in wanted}
             histories = {at: known[slot][1] for at, slot in enumerate(slots) if slot in known}
-        return PendingTokens(parts, num_logprobs, histories, launched.order)
+        return PendingTokens(parts, num_logprobs, histories, launched.order, launched.scores)
+
+    def _is_scored(self, piece: Piece) -> bool:
+        """Whether log-probabilities are wanted of tokens that follow the piece's in its prompt."""
+        if piece.slot not in self._scored:
+            return False
+        return piece.num_past_tokens + 1 < len(self._scored[piece.slot][1])
 
     def _sample(
         self,

@@ -13,7 +13,7 @@ need:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,6 +100,11 @@ class SampledTokens:
     logprobs: torch.Tensor | None = None
     top_token_ids: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
+
+    def rows(self) -> Iterator[tuple[float, list[int], list[float]]]:
+        """Iterate over the log-probabilities of each token; over nothing if there are none."""
+        told = (self.logprobs, self.top_token_ids, self.top_logprobs)
+        return zip(*(each.tolist() for each in told if each is not None), strict=True)
 
     def to_host(self) -> SampledTokens:
         """Begin to copy the tensors to pinned memory; synchronise before they are read."""
@@ -244,7 +249,7 @@ class Sampler:
         self._counts[slots] += 1
         if needs.logprobs < 0:
             return SampledTokens(tokens)
-        return _with_logprobs(tokens, logits, min(needs.logprobs, self.vocab_size))
+        return with_logprobs(tokens, logits, min(needs.logprobs, self.vocab_size))
 
     def _choose(self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs) -> torch.Tensor:
         if not needs.draws:
@@ -402,7 +407,8 @@ def _draw_from_all(scores: torch.Tensor, floats: torch.Tensor, keys: torch.Tenso
     return torch.where(is_greedy, scores, noisy).argmax(-1)
 
 
-def _with_logprobs(tokens: torch.Tensor, logits: torch.Tensor, most: int) -> SampledTokens:
+def with_logprobs(tokens: torch.Tensor, logits: torch.Tensor, most: int) -> SampledTokens:
+    """Add log-probabilities of `tokens [n]` and of the `most` likeliest to them, under `logits`."""
     logprobs = logits.float().log_softmax(-1)
     top, top_ids = _likeliest(logprobs, most)
     return SampledTokens(tokens, logprobs.gather(1, tokens[:, None])[:, 0], top_ids, top)

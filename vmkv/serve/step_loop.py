@@ -169,6 +169,8 @@ _TRIES_MAX = 8
 
 #: A request with its next token.
 Sampled = tuple[Request, int, TokenLogprobs | None]
+#: A request with log-probabilities of its prompt, after the first tokens of that number.
+Scored = tuple[Request, int, Sequence[TokenLogprobs]]
 #: A request that ends, the reason and the error.
 Ended = tuple[Request, FinishReason, Exception | None]
 
@@ -176,10 +178,10 @@ Ended = tuple[Request, FinishReason, Exception | None]
 class StepLoop:
     """Runs requests step by step, in one thread at a time.
 
-    `accept` takes the next token of each request that a step has sampled, and returns the requests
-    that end. `ended` is called when a request has ended and holds no memory, with the reason and
-    the error. `masks` makes the masks of guided requests, given the live request or None for each
-    slot to be sampled.
+    `accept` takes the next token of each request that a step has sampled, and log-probabilities of
+    prompts that it has computed; it returns the requests that end. `ended` is called when a request
+    has ended and holds no memory, with the reason and the error. `masks` makes the masks of guided
+    requests, given the live request or None for each slot to be sampled.
     """
 
     def __init__(
@@ -188,7 +190,7 @@ class StepLoop:
         view: MemoryView,
         runner: ModelRunner,
         *,
-        accept: Callable[[Sequence[Sampled]], Iterable[Ended]],
+        accept: Callable[[Sequence[Sampled], Sequence[Scored]], Iterable[Ended]],
         ended: Callable[[Request, FinishReason, Exception | None], None],
         masks: Callable[[Sequence[Request | None]], torch.Tensor | None],
         observer: EngineObserver | None = None,
@@ -567,7 +569,11 @@ class StepLoop:
                 if request.state is not RequestState.FINISHED:
                     request.num_unread -= 1
                     sampled.append((request, token_id, logprobs))
-            for request, reason, failure in self._accept(sampled):
+            scored = [
+                (step.chunks[at].request, step.chunks[at].num_past_tokens, entries)
+                for at, entries in result.prompt_logprobs.items()
+            ]
+            for request, reason, failure in self._accept(sampled, scored):
                 self.end(request, reason, failure)
 
     def _report(self, record: StepRecord, plan: StepPlan, observer: EngineObserver) -> None:

@@ -183,7 +183,7 @@ class Stepper:
         self,
         packed: Sequence[Piece],
         rows_elsewhere: Sequence[Sequence[int]] = (),
-        keep: Sequence[int] | None = None,
+        keep: Sequence[int] | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run any step as one forward pass; return logits `[n, vocabulary]`.
 
@@ -203,7 +203,7 @@ class Stepper:
         for cache, rows in zip(self.caches[1:], rows_elsewhere, strict=True):
             there = [piece._replace(row=row) for piece, row in zip(packed, rows, strict=True)]
             steps[cache.device] = pack(there, row_capacities(cache), cache.device).parts
-        kept = step.ends if keep is None else torch.tensor(keep, device=self.device)
+        kept = step.ends if keep is None else torch.as_tensor(keep, device=self.device)
         logits = self.forward(token_ids, step.positions, kept, steps)
         self._logits_like = (logits.shape[1], logits.dtype)
         return logits

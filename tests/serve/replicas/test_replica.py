@@ -31,7 +31,7 @@ async def replica_of(engine: Engine, **options: Any) -> AsyncIterator[EngineRepl
 def test_only_the_first_output_has_the_prompt(make_engine: MakeEngine) -> None:
     """The size of later outputs does not depend on the prompt."""
     prompt = [3 + at % 50 for at in range(1000)]
-    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, prompt_logprobs=0)
 
     async def main() -> None:
         engine = make_engine(max_tokens=1024, max_num_batched_tokens=1024)
@@ -43,6 +43,7 @@ def test_only_the_first_output_has_the_prompt(make_engine: MakeEngine) -> None:
         whole = joined([first, *others])
         assert list(whole.prompt_token_ids) == prompt
         assert len(whole.outputs[0].token_ids) == 8
+        assert len(whole.prompt_logprobs or ()) == 1000
 
     asyncio.run(main())
 

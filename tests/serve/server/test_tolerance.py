@@ -115,3 +115,24 @@ def test_tool_history_without_content_reaches_the_template(run_server) -> None:
         told = httpx.post(f"{server.url}/tokenize", json={"messages": messages}).json()["tokens"]
         expected = f"<user>What is f?\n<assistant>f\n<assistant>f\n<user>{TEXT[0]}\n<assistant>"
         assert expected == tiny_tokenizer().decode(told)
+
+
+def test_sampling_defaults_apply_where_a_request_leaves_them_out(run_server) -> None:
+    """A default of `max_tokens` is cut to what fits behind the prompt, and null is left out."""
+    defaults = {"temperature": 0.0, "max_tokens": 40, "min_p": 0.1}
+    with run_server(sampling_defaults=defaults) as server:
+        body = {"prompt": "A row", "ignore_eos": True, "n": 2}
+        whole = [each["text"] for each in server.post(body).json()["choices"]]
+        assert 1 == len(set(whole))
+        assert 1 == len(
+            {each["text"] for each in server.post(body | {"top_p": None}).json()["choices"]}
+        )
+        warm = server.post(body | {"temperature": 1.5, "min_p": 0}).json()
+        assert 2 == len({each["text"] for each in warm["choices"]})
+        assert 2 * 16 == warm["usage"]["completion_tokens"]
+        for content, num_tokens in (("a", 40), ("a" * 4070, None), ("a" * 4070, 1)):
+            chat = {"messages": [{"role": "user", "content": content}], "ignore_eos": True}
+            chat |= {} if num_tokens != 1 else {"max_tokens": 1}
+            usage = server.post(chat, "/v1/chat/completions").json()["usage"]
+            assert (num_tokens or 4096 - usage["prompt_tokens"]) == usage["completion_tokens"]
+            assert usage["completion_tokens"] <= 40

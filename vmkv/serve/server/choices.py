@@ -19,7 +19,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from ...hf import compat
 from ..request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from .echo import Places, PromptOptions, finite, prompt_entry, told
 from .errors import ApiError, api_error
 from .reply import NewParser, ReplyDelta, ReplyParser, ToolCallDelta
 from .schema import StreamOptions
@@ -55,6 +57,11 @@ class Tokens(dict[int, TokenText]):
     def __init__(self, tokenizer: Any):
         super().__init__()
         self._tokenizer = tokenizer
+        self._decode = compat.decoder(tokenizer)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens together, special ones included."""
+        return self._decode(list(token_ids), False)
 
     def __missing__(self, token_id: int) -> TokenText:
         text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
@@ -98,6 +105,11 @@ class Form:
     def __init__(self, tokens: Tokens, num_samples: int = 1):
         self._tokens = tokens
         self._num_samples = num_samples
+        self.prompts = PromptOptions()
+        self._prompt_ids: dict[int, Sequence[int]] = {}
+        #: Encoded members of `prompt_logprobs` by prompt, and places in echoed texts by choice.
+        self._prompt_logprobs: dict[int, bytearray] = {}
+        self._places: dict[int, Places] = {}
         self._num_tokens = 0
         #: By prompt.
         self._prompt_tokens: Counter[int] = Counter()
@@ -115,6 +127,7 @@ class Form:
         """
         self._prompt_tokens[prompt_index] = len(output.prompt_token_ids)
         self._cached_tokens[prompt_index] = output.num_cached_tokens
+        self._prompt_ids[prompt_index] = output.prompt_token_ids
         for sample in output.outputs:
             if sample.finish_reason is FinishReason.ERROR:
                 raise api_error(output.error or RuntimeError("the engine gave no reason"))
@@ -122,11 +135,61 @@ class Form:
                 message = "the server cancelled this request; it is probably shutting down"
                 raise ApiError(503, message, code="cancelled")
             index = prompt_index * self._num_samples + sample.index
+            if self.prompts.echoes:
+                yield from self._echoed(index, output, with_logprobs=sample.logprobs is not None)
+            if not self.prompts.generates:
+                reason = sample.finish_reason and FinishReason.LENGTH
+                sample = CompletionOutput(sample.index, (), finish_reason=reason)
             self._num_tokens += len(sample.token_ids)
-            if index not in self._ended and (sample.text or sample.logprobs or sample.is_finished):
+            has_news = bool(sample.text or sample.logprobs or sample.is_finished)
+            if index not in self._ended and (
+                has_news or (self.prompts.reports_tokens and sample.token_ids)
+            ):
                 yield from _slices(replace(sample, index=index))
             if sample.is_finished:
                 self._ended.add(index)
+
+    def _echoed(
+        self, index: int, output: RequestOutput, *, with_logprobs: bool
+    ) -> Iterator[CompletionOutput]:
+        """Yield a choice's prompt as deltas, with the log-probabilities that have come."""
+        entries = output.prompt_logprobs if with_logprobs else None
+        text = ""
+        if index not in self._places:
+            given = self.prompts.texts[index // self._num_samples]
+            text = self._tokens.decode(output.prompt_token_ids) if given is None else given
+            self._places[index] = Places(text, len(output.prompt_token_ids))
+        if text or entries:
+            # The first entry is None.
+            yield from _slices(CompletionOutput(index, (), text, entries))  # type: ignore[arg-type]
+
+    def encode_prompt(self, prompt_index: int, output: RequestOutput) -> Iterator[None]:
+        """Encode new members of a prompt's `prompt_logprobs`, in slices, if they are wanted."""
+        count, entries = self.prompts.num_logprobs, output.prompt_logprobs or ()
+        if count is None:
+            return
+        known = self._prompt_logprobs.setdefault(prompt_index, bytearray(b"[]"))
+        size = max(1, SLICE_LOGPROBS // (1 + count))
+        for at in range(0, len(entries), size):
+            part = [
+                prompt_entry(each, count, lambda token_id: self._tokens[token_id].text)
+                for each in entries[at : at + size]
+            ]
+            known[-1:] = (b"," if len(known) > 2 else b"") + encoded(part)[1:]
+            yield
+
+    def prompt_logprobs(self, prompt_index: int) -> list[bytes | bytearray]:
+        """Return the member `prompt_logprobs` as JSON, in parts; none if it is not wanted."""
+        known = self._prompt_logprobs.get(prompt_index)
+        return [] if known is None else [b',"prompt_logprobs":', known]
+
+    def tail(self, index: int | None = None) -> list[bytes | bytearray]:
+        """Return more members of a whole answer, or of one of its choices, as JSON in parts."""
+        return []
+
+    def chunk_members(self) -> dict[str, Any]:
+        """Return members of the next chunk of an answer, beside its choices."""
+        return {}
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's token counts."""
@@ -143,9 +206,11 @@ class Form:
 
         None for a chunk that would add nothing.
         """
+        tokens = {"token_ids": list(delta.token_ids)} if self.prompts.reports_tokens else {}
         return {
             "index": delta.index,
             **self._text(delta, is_chunk),
+            **tokens,
             "logprobs": self.logprobs(delta),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,  # As in vLLM.
@@ -164,11 +229,11 @@ class Form:
 
 def _slices(delta: CompletionOutput) -> Iterator[CompletionOutput]:
     """Divide a delta with many log-probabilities; the first part has the text."""
-    most = max((1 + len(each.top) for each in delta.logprobs or ()), default=1)
+    most = max((1 + len(each.top) for each in delta.logprobs or () if each), default=1)
     num_entries = max(1, SLICE_LOGPROBS // most)
     while delta.logprobs is not None and len(delta.logprobs) > num_entries:
         yield replace(delta, logprobs=delta.logprobs[:num_entries], finish_reason=None)
-        delta = replace(delta, text="", logprobs=delta.logprobs[num_entries:])
+        delta = replace(delta, text="", token_ids=(), logprobs=delta.logprobs[num_entries:])
     yield delta
 
 
@@ -178,10 +243,21 @@ class CompletionForm(Form):
     id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
+    def tail(self, index: int | None = None) -> list[bytes | bytearray]:
+        """Return `prompt_logprobs`, in each choice."""
+        return [] if index is None else self.prompt_logprobs(index // self._num_samples)
+
     def _text(self, delta: CompletionOutput, is_chunk: bool) -> dict[str, Any]:
-        return {"text": delta.text}
+        if not self.prompts.reports_tokens or delta.index in self._begun:
+            return {"text": delta.text}
+        self._begun.add(delta.index)
+        prompt = self._prompt_ids[delta.index // self._num_samples]
+        return {"text": delta.text, "prompt_token_ids": list(prompt)}
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        places = self._places.get(index)
+        if places is not None and places.num_left:
+            return self._logprobs_of_prompt(index, entries, places)
         tokens = [self._tokens[each.token_id].text for each in entries]
         *offsets, self._offsets[index] = accumulate(map(len, tokens), initial=self._offsets[index])
         return {
@@ -192,6 +268,27 @@ class CompletionForm(Form):
                 for each in entries
             ],
             "text_offset": offsets,
+        }
+
+    def _logprobs_of_prompt(
+        self, index: int, entries: Sequence[TokenLogprobs | None], places: Places
+    ) -> dict[str, Any]:
+        """Return log-probabilities of an echoed prompt; of the first token there are none."""
+        first = self._prompt_ids[index // self._num_samples][0]
+        tokens = [self._tokens[first if each is None else each.token_id] for each in entries]
+        self._offsets[index], most = len(places.text), self.prompts.num_echoed
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [None if each is None else finite(each.logprob) for each in entries],
+            "top_logprobs": [
+                each
+                and {self._tokens[token_id].text: value for token_id, value in told(each, most)}
+                for each in entries
+            ],
+            "text_offset": [
+                places.next(token.text.encode() if token.raw is None else token.raw)
+                for token in tokens
+            ],
         }
 
 
@@ -238,8 +335,22 @@ class ChatForm(Form):
             return choice
         reason = choice["finish_reason"] = self.finish_reason(delta)
         # While a parser holds text back there is nothing to say.
-        is_empty = is_chunk and not choice["delta"] and not choice["logprobs"] and reason is None
+        news = (choice.get("delta"), choice["logprobs"], choice.get("token_ids"), reason)
+        is_empty = is_chunk and not any(news)
         return None if is_empty else choice
+
+    def tail(self, index: int | None = None) -> list[bytes | bytearray]:
+        """Return `prompt_logprobs` and `prompt_token_ids`, beside the choices."""
+        parts = self.prompt_logprobs(0) if index is None else []
+        if index is None and self.prompts.reports_tokens:
+            parts += [b',"prompt_token_ids":', encoded(list(self._prompt_ids[0]))]
+        return parts
+
+    def chunk_members(self) -> dict[str, Any]:
+        """Return `prompt_token_ids`, in the first chunk."""
+        if not self.prompts.reports_tokens or self._begun:
+            return {}
+        return {"prompt_token_ids": list(self._prompt_ids[0])}
 
     def _text(self, delta: CompletionOutput, is_chunk: bool) -> dict[str, Any]:
         reply = self.reply(delta)
@@ -289,6 +400,7 @@ class WholeChoice:
     def __init__(self, form: Form):
         self._form = form
         self._texts: list[str] = []
+        self._token_ids: list[int] = []  # If they are reported.
         self._last: CompletionOutput | None = None
         # Encoded members of the choice's `logprobs`; empty if there are none.
         self._logprobs: dict[str, bytearray] = {}
@@ -296,6 +408,8 @@ class WholeChoice:
     def add(self, delta: CompletionOutput) -> None:
         """Append a delta."""
         self._texts.append(delta.text)
+        if self._form.prompts.reports_tokens:
+            self._token_ids += delta.token_ids
         self._last = replace(delta, logprobs=None)
         for name, value in (self._form.logprobs(delta) or {}).items():
             known = self._logprobs.get(name)
@@ -307,17 +421,19 @@ class WholeChoice:
     def parts(self) -> Iterator[bytes | bytearray]:
         """Yield the choice as JSON, in parts; at least one delta must have been added."""
         assert self._last is not None
-        choice = encoded(self._form.choice(replace(self._last, text="".join(self._texts))))
-        if not self._logprobs:
-            yield choice
-            return
-        # Within a JSON text the quotation marks would be escaped.
-        before, after = choice.split(_NULL_LOGPROBS)
-        yield before + b'"logprobs":'
-        for number, (name, values) in enumerate(self._logprobs.items()):
-            yield (b"," if number else b"{") + encoded(name) + b":"
-            yield values
-        yield b"}" + after
+        whole = replace(self._last, text="".join(self._texts), token_ids=self._token_ids)
+        choice = encoded(self._form.choice(whole))[:-1]
+        if self._logprobs:
+            # Within a JSON text the quotation marks would be escaped.
+            before, choice = choice.split(_NULL_LOGPROBS)
+            yield before + b'"logprobs":'
+            for number, (name, values) in enumerate(self._logprobs.items()):
+                yield (b"," if number else b"{") + encoded(name) + b":"
+                yield values
+            yield b"}"
+        yield choice
+        yield from self._form.tail(whole.index)
+        yield b"}"
 
 
 # ---- writers -------------------------------------------------------------------------------------
@@ -380,17 +496,19 @@ class ChoicesWriter:
             parts.extend(self._choices.pop(index).parts())
             parts.append(b"," if self._choices else b'],"usage":')
             await asyncio.sleep(0)
-        parts.append(encoded(self.form.usage()) + b"}")
+        parts.append(encoded(self.form.usage()))
+        parts += [*self.form.tail(), b"}"]
         return parts
 
     def events(self, delta: CompletionOutput) -> bytes:
         """Return a chunk."""
         if self._options.include_usage and self._options.continuous_usage_stats:
             self._tail["usage"] = self.form.usage()
+        members = self.form.chunk_members()  # The first chunk of a choice has more.
         choice = self.form.choice(delta, is_chunk=True)
         if choice is None:
             return b""
-        return event({**self._head, "choices": [choice], **self._tail})
+        return event({**self._head, **members, "choices": [choice], **self._tail})
 
     def end(self) -> bytes:
         """Return the usage, if it was asked for, and the mark of the end."""

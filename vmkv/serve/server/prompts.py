@@ -83,13 +83,19 @@ class Prompts:
                 f"token {wrong} is none of the model's {self._num_tokens} tokens", "prompt"
             )
 
-    async def tokens(self, prompt: Prompt) -> Sequence[int]:
-        """Return a prompt's tokens; raises `ApiError` if it is too long or malformed."""
+    async def tokens(self, prompt: Prompt, num_kept: int | None = None) -> Sequence[int]:
+        """Return a prompt's tokens, or its last `num_kept` ones.
+
+        Raises `ApiError` if it is malformed, or too long to be used whole.
+        """
         if isinstance(prompt, Sequence):
+            if num_kept is not None:
+                prompt = prompt[-num_kept:]
+                self.check(prompt)
             return prompt
         thread = self._threads[prompt.num_chars > _LONG_CHARS]
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(thread, self._encode_prompt, prompt)
+        return await loop.run_in_executor(thread, self._encode_prompt, prompt, num_kept)
 
     async def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
@@ -111,28 +117,36 @@ class Prompts:
         for thread in self._threads:
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def _encode_prompt(self, prompt: TextPrompt | ChatBody) -> list[int]:
+    def _encode_prompt(self, prompt: TextPrompt | ChatBody, num_kept: int | None) -> list[int]:
         if isinstance(prompt, TextPrompt):
-            return self._encode(prompt.text, prompt.add_special_tokens, "prompt")
-        text = self._render(prompt)
-        if not isinstance(text, str):
-            return list(text)
-        self._check_chars(len(text))
-        return self._encode(text, bool(prompt.add_special_tokens), "messages")
+            text, param = prompt.text, "prompt"
+        else:
+            text, param = self._render(prompt), "messages"
+            if not isinstance(text, str):
+                return list(text) if num_kept is None else list(text)[-num_kept:]
+            if num_kept is None:
+                self._check_chars(len(text))
+        if num_kept is not None:
+            text = text[-self._max_chars :]  # The tokens need no more.
+        return self._encode(text, bool(prompt.add_special_tokens), param, num_kept)
 
-    def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    def _encode(
+        self, text: str, add_special_tokens: bool, param: str, num_kept: int | None
+    ) -> list[int]:
         try:
             encoded = self._tokenizer(
                 text,
                 add_special_tokens=add_special_tokens,
                 # One token beyond the limit proves that the prompt is too long.
-                truncation=True,
-                max_length=self._max_tokens + 1,
+                truncation=num_kept is None,
+                max_length=self._max_tokens + 1 if num_kept is None else None,
                 verbose=False,
             )
         except (UnicodeError, TypeError) as error:  # Half a surrogate pair is no text.
             raise invalid(f"the tokenizer cannot read this text: {error}", param) from error
         ids = list(encoded["input_ids"])
+        if num_kept is not None:
+            return ids[-num_kept:]
         if len(ids) > self._max_tokens:
             raise self._too_long(f"more than {self._max_tokens}")
         return ids

@@ -37,9 +37,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "function_call": (("none", "auto"), "send tool_choice, which has replaced it"),
     "logit_bias": (({},), "logit biases are not supported"),
     "suffix": (("",), "insertion is not supported"),
-    "echo": ((False,), "prompts are not echoed; prepend yours"),
+    "echo": ((False,), "completions echo their prompt, chats do not"),
     "use_beam_search": ((False,), "there is no beam search; use n"),
-    "prompt_logprobs": ((), "log-probabilities are reported for generated tokens only"),
     "previous_response_id": ((), "responses are not stored; send the whole conversation as input"),
     "conversation": ((), "conversations are not stored; send the whole one as input"),
     "background": ((False,), "an answer is sent to the request that asks for it"),
@@ -57,8 +56,10 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 _STOPS_MAX = 16
 #: Parameters passed to `SamplingParams` by name; null means the default.
 _SAMPLING = {each.name for each in fields(SamplingParams)} - {
-    *("max_tokens", "logprobs", "structured_outputs")
+    *("max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")
 }
+#: OpenAI's default of a completion's `max_tokens`.
+_COMPLETION_TOKENS = 16
 #: Samples of one request, over all its prompts.
 SAMPLES_MAX = 128
 #: Alternatives per token.
@@ -139,6 +140,9 @@ class GenerationRequest(_Strict, Formatted):
     repetition_penalty: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: _NumLogprobs | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     priority: int = 0
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
 
@@ -146,16 +150,33 @@ class GenerationRequest(_Strict, Formatted):
     def _check_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options needs stream=true", "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise invalid(
+                "prompt_logprobs are not available with stream=true; a completion that echoes its "
+                "prompt streams them as logprobs",
+                "prompt_logprobs",
+            )
+        if self.truncate_prompt_tokens == 0:
+            raise invalid(
+                "truncate_prompt_tokens=0 leaves no prompt: keep at least one token, or -1 for as "
+                "many as the model takes",
+                "truncate_prompt_tokens",
+            )
         return self
 
-    def _params(self, max_tokens: int | None, num_logprobs: int | None) -> SamplingParams:
-        """Convert to `SamplingParams`; raises `ApiError`."""
-        given = self.model_dump(include=_SAMPLING, exclude_none=True)
-        form = self.form
-        if form is not None:
+    def _params(
+        self,
+        max_tokens: int | None,
+        num_logprobs: int | None,
+        prompt_logprobs: int | None,
+        defaults: Mapping[str, Any] | None,
+    ) -> SamplingParams:
+        given = dict(defaults or {}) | self.model_dump(include=_SAMPLING, exclude_none=True)
+        given |= {"max_tokens": max_tokens, "logprobs": num_logprobs}
+        if (form := self.form) is not None:
             given["structured_outputs"] = form[1]
         try:
-            return SamplingParams(max_tokens=max_tokens, logprobs=num_logprobs, **given)
+            return SamplingParams(prompt_logprobs=prompt_logprobs, **given)
         except ConfigError as error:
             # Messages of ConfigError begin with `name=value`.
             name = str(error).partition("=")[0]
@@ -172,6 +193,7 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[_TokenIds], _list(min_length=1, max_length=SAMPLES_MAX)]
     )
     best_of: int | None = None
+    echo: bool | None = None
     logprobs: _NumLogprobs | None = None
     add_special_tokens: bool = True
 
@@ -195,9 +217,18 @@ class CompletionRequest(GenerationRequest):
             for each in ([prompt] if is_one else prompt)
         ]
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """Convert to `SamplingParams`; OpenAI's default of `max_tokens` is 16 here."""
-        return self._params(16 if self.max_tokens is None else self.max_tokens, self.logprobs)
+        most = self.max_tokens
+        if most is None:
+            most = min(_COMPLETION_TOKENS, (defaults or {}).get("max_tokens", _COMPLETION_TOKENS))
+        if most == 0 and not self.echo:
+            raise invalid(
+                "max_tokens=0 leaves nothing to answer; with echo=true the prompt is", "max_tokens"
+            )
+        wanted = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        num_prompt_logprobs = max((each for each in wanted if each is not None), default=None)
+        return self._params(most or 1, self.logprobs, num_prompt_logprobs, defaults)
 
 
 class TextPart(BaseModel):
@@ -334,11 +365,12 @@ class ChatRequest(GenerationRequest, ChatBody):
         """The messages as one prompt."""
         return [self]
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """Convert to `SamplingParams`; as in vLLM, `max_completion_tokens` overrides."""
         most = self.max_completion_tokens
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._params(self.max_tokens if most is None else most, num_logprobs)
+        most = self.max_tokens if most is None else most
+        return self._params(most, num_logprobs, self.prompt_logprobs, defaults)
 
 
 class TokenizeRequest(ChatBody):

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -28,10 +28,11 @@ from ..metrics import CONTENT_TYPE
 from ..params import SamplingParams
 from ..request import CompletionOutput, RequestOutput
 from .choices import ChatForm, ChoicesWriter, CompletionForm, Form, Tokens, Writer
+from .echo import PromptOptions
 from .errors import ApiError, api_error, invalid
 from .formats import explained, is_of_form
 from .guard import Gate, receive_body, tenant_of
-from .prompts import Prompt, Prompts
+from .prompts import Prompt, Prompts, TextPrompt
 from .reply import NewParser
 from .reply_format import Replies
 from .schema import (
@@ -121,6 +122,7 @@ class Service:
         self.tokens = Tokens(tokenizer)
         self.replies = Replies(tokenizer, options.chat_template, options.response_template)
         self.model_name = options.model_name
+        self.sampling_defaults = options.sampling_defaults
         self.limits = limits
         self._metrics = metrics
         self._http_metrics = CollectorRegistry()
@@ -136,7 +138,7 @@ class Service:
         self._tokenizing = Gate(_NUM_TOKENIZING, limits.max_queued)
         # Large bodies are parsed one at a time, so that a turn of the event loop has little of it.
         self._parsing = asyncio.Lock()
-        self._max_model_tokens = max_model_tokens
+        self._max_model_tokens, self._max_prompt_tokens = max_model_tokens, most_tokens
         self._max_values = max(limits.max_body_bytes // _BYTES_PER_VALUE, 2 * max_model_tokens)
         self._started_s = int(time.time())
         self._unknown: set[str] = set()
@@ -164,7 +166,7 @@ class Service:
         if body.request_id is not None and not request.state.has_request_id:
             request.state.request_id = body.request_id
         request_id: str = request.state.request_id
-        params, new_parser = body.sampling_params(), None
+        params, new_parser = body.sampling_params(self.sampling_defaults), None
         if isinstance(body, ChatRequest):
             params, new_parser = self.replies.plan(body, params)
         answer = Answer(
@@ -285,21 +287,50 @@ class Service:
                 "context_length_exceeded",
             )
 
-    def check_logprobs(self, num_samples: int, params: SamplingParams) -> None:
-        """Raise `ApiError` for an answer with too many log-probabilities."""
-        if params.logprobs is None:
+    def tokens_kept(self, truncate_tokens: int | None, params: SamplingParams) -> int | None:
+        """Return the number of tokens to cut a prompt to; None if it stays whole."""
+        most = min(self._max_model_tokens - (params.max_tokens or 1), self._max_prompt_tokens)
+        if truncate_tokens == -1:
+            return max(most, 1)
+        if (truncate_tokens or 0) > self._max_prompt_tokens:
+            raise invalid(
+                f"truncate_prompt_tokens={truncate_tokens}, and this server takes prompts of "
+                f"{self._max_prompt_tokens} tokens; -1 keeps as many as fit",
+                "truncate_prompt_tokens",
+            )
+        return truncate_tokens
+
+    def output_limit(self, num_tokens: int, params: SamplingParams) -> SamplingParams:
+        """Apply the default of `max_tokens`, as far as it fits behind a prompt's tokens."""
+        most = self.sampling_defaults.get("max_tokens")
+        if params.max_tokens is not None or most is None:
+            return params
+        return replace(params, max_tokens=min(most, self._max_model_tokens - num_tokens))
+
+    def check_logprobs(
+        self, num_samples: int, params: SamplingParams, num_prompt_tokens: int = 0
+    ) -> None:
+        """Raise `ApiError` for an answer with too many log-probabilities.
+
+        `num_prompt_tokens` are those of all prompts, as often as they are reported.
+        """
+        if params.logprobs is None and params.prompt_logprobs is None:
             return
         most_tokens = self._max_model_tokens
         num_tokens = min(params.max_tokens or most_tokens, most_tokens)
         # A single sample is never refused for its length.
         most = max(self.limits.max_answer_logprobs, most_tokens * (1 + LOGPROBS_MAX))
-        num_logprobs = num_samples * num_tokens * (1 + params.logprobs)
-        if num_logprobs > most:
+        each = 0 if params.logprobs is None else 1 + params.logprobs
+        each_of_prompt = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
+        num_of_prompts = num_prompt_tokens * each_of_prompt
+        num_logprobs = num_samples * num_tokens * each + num_of_prompts
+        if num_samples > 1 and num_logprobs > most:
+            prompts = f"{num_of_prompts} of the prompts, and " if num_of_prompts else ""
             raise invalid(
-                f"{num_samples} samples of up to {num_tokens} tokens with {1 + params.logprobs} "
+                f"{prompts}{num_samples} samples of up to {num_tokens} tokens with {each} "
                 f"log-probabilities each are {num_logprobs}; max_answer_logprobs={most} of this "
                 "server: ask for fewer samples (n), tokens (max_tokens) or log-probabilities",
-                "max_tokens",
+                "max_tokens" if params.logprobs is not None else "prompt_logprobs",
             )
 
     def check_priority(self, priority: int) -> None:
@@ -365,6 +396,8 @@ class Answer:
             )
         service.check_priority(self.body.priority)
         service.check_logprobs(num_samples, self.params)
+        if service.tokens_kept(self.body.truncate_prompt_tokens, self.params) is not None:
+            return
         for prompt in self.prompts:
             service.prompts.check(prompt)
             if isinstance(prompt, Sequence):
@@ -407,6 +440,8 @@ class Answer:
         """Yield the deltas of all outputs; the event loop runs other tasks between slices."""
         async with contextlib.aclosing(self._outputs()) as outputs:
             async for at, output in outputs:
+                for _ in form.encode_prompt(at, output):
+                    await asyncio.sleep(0)
                 for delta in form.advance(at, output):
                     if delta.logprobs:
                         await asyncio.sleep(0)
@@ -424,11 +459,20 @@ class Answer:
                 except ConfigError as error:
                     raise explained(error, form_name) from error
             prompts = []
+            kept = service.tokens_kept(self.body.truncate_prompt_tokens, self.params)
             for prompt in self.prompts:
-                prompts.append(await service.prompts.tokens(prompt))
+                prompts.append(await service.prompts.tokens(prompt, kept))
                 service.check_length(len(prompts[-1]), self.params)
+            num_samples, num_tokens = len(prompts) * self.params.n, sum(map(len, prompts))
+            num_tokens *= self.params.n if self._echoes else 1
+            service.check_logprobs(num_samples, self.params, num_tokens)
             streams = [
-                service.engine.stream(prompt, self.params, self.body.priority, tenant=self.tenant)
+                service.engine.stream(
+                    prompt,
+                    service.output_limit(len(prompt), self.params),
+                    self.body.priority,
+                    tenant=self.tenant,
+                )
                 for prompt in prompts
             ]
             try:
@@ -440,12 +484,28 @@ class Answer:
                     raise explained(error, form_name) from error
                 raise api_error(error) from error
 
+    @property
+    def _echoes(self) -> bool:
+        return isinstance(self.body, CompletionRequest) and bool(self.body.echo)
+
     def _new_writer(self) -> Writer:
         form: Form
         if isinstance(self.body, CompletionRequest):
             form = CompletionForm(self.service.tokens, self.params.n)
         else:
             form = ChatForm(self.service.tokens, self.params.n, self.new_parser)
+        body = self.body
+        texts: list[str | None] = [None for _ in self.prompts]
+        if body.truncate_prompt_tokens is None:
+            texts = [each.text if isinstance(each, TextPrompt) else None for each in self.prompts]
+        form.prompts = PromptOptions(
+            echoes=self._echoes,
+            generates=body.max_tokens != 0,
+            num_echoed=self.params.logprobs,
+            num_logprobs=body.prompt_logprobs,
+            reports_tokens=bool(body.return_token_ids),
+            texts=texts,
+        )
         if self.new_writer is not None:
             return self.new_writer(form, self.request_id)
         head = {
