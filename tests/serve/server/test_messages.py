@@ -315,6 +315,7 @@ def user(*blocks: Any) -> dict[str, Any]:
     [
         ({"messages": None}, "messages: input should be a valid list"),
         ({"messages": []}, "messages: list should have at least 1 item"),
+        (user(), "messages: list should have at least 1 item"),
         ({"messages": [{"role": "pope", "content": "x"}]}, "messages.0.role: input should be 'u"),
         ({"messages": [{"role": "user"}]}, "messages.0.content: field required"),
         (user(IMAGE), "messages.0.content.0: type 'image' is not served, only: text, tool_use"),

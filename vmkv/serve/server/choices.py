@@ -445,27 +445,21 @@ class Writer(Protocol):
     @property
     def form(self) -> Form:
         """Converts the engine's outputs to deltas."""
-        ...
 
     def add(self, delta: CompletionOutput) -> None:
         """Append a delta to a whole answer."""
-        ...
 
     async def whole(self) -> deque[bytes | bytearray]:
         """Return the whole answer as JSON, in parts; other tasks run between choices."""
-        ...
 
     def events(self, delta: CompletionOutput) -> bytes:
         """Return the events that tell a delta; empty if there is nothing to tell yet."""
-        ...
 
     def end(self) -> bytes:
         """Return the last events of a complete answer."""
-        ...
 
     def failure(self, error: ApiError) -> bytes:
         """Return the last events of an answer that fails after its first event."""
-        ...
 
 
 def event(payload: dict[str, Any]) -> bytes:

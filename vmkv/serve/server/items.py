@@ -1,4 +1,4 @@
-"""What the Responses and the Messages API share: conversations and answers are lists of items.
+"""Items: the parts of a conversation or an answer in the Responses and the Messages API.
 
 A request becomes a `ChatRequest`, so that it passes the checks of a chat and is served as one. The
 parts of the reply become items: reasoning, texts and tool calls, one after the other.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..request import FinishReason
 from . import items
-from .choices import Form, Writer
+from .choices import Form
 from .errors import ApiError
 from .items import Change, Event, Item, TypedItem, text_part
 from .schema import ChatRequest
@@ -118,7 +119,7 @@ class CountTokensRequest(items.ItemsRequest):
             of_template = {"enable_thinking": thinks, "thinking": thinks}
             converted["chat_template_kwargs"] = of_template | (self.chat_template_kwargs or {})
         messages = self._conversation()
-        last = messages[-1]
+        last = messages[-1] if messages else {"role": None}
         # Text at the end of a request is the beginning of the answer.
         is_begun = last["role"] == "assistant" and "content" in last and "tool_calls" not in last
         return self.as_chat(
@@ -184,10 +185,7 @@ class Messages:
         """Answer a conversation, with texts and uses of tools."""
         body = await self._service.read(request, MessagesRequest)
         chat = body.chat(stop=body.stop_sequences)
-
-        def writer(form: Form, answer_id: str) -> Writer:
-            return MessageWriter(self._service.model_name, form, answer_id)
-
+        writer = partial(MessageWriter, self._service.model_name)
         return await self._service.generate(request, chat, writer)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -202,12 +200,8 @@ class MessageWriter(items.ItemWriter):
 
     def __init__(self, model_name: str, form: Form, answer_id: str):
         super().__init__(form)
-        self._head = {
-            "id": f"msg_{answer_id}",
-            "type": "message",
-            "role": "assistant",
-            "model": model_name,
-        }
+        self._head = {"id": f"msg_{answer_id}", "model": model_name}
+        self._head |= {"type": "message", "role": "assistant"}
 
     def failure(self, error: ApiError) -> bytes:
         """Return the event of an error."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -12,12 +13,13 @@ from starlette.responses import Response
 
 from ..request import FinishReason
 from . import items
-from .choices import Form, Writer
+from .choices import Form
 from .errors import ApiError, invalid
 from .items import Change, Event, Item
 from .schema import ChatRequest
 from .service import Service
 
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _LOGPROBS = "message.output_text.logprobs"
 #: Parameters that a response repeats, and their defaults.
 _REPEATED: dict[str, Any] = {
@@ -42,11 +44,7 @@ _KINDS = {
 class TextPart(items.TypedItem):
     """A text in a message, a function's output or reasoning."""
 
-    needs: ClassVar = {
-        **dict.fromkeys(("input_text", "output_text", "text"), ("text",)),
-        **dict.fromkeys(("summary_text", "reasoning_text"), ("text",)),
-        "refusal": ("refusal",),
-    }
+    needs: ClassVar = dict.fromkeys(_TEXTS, ("text",)) | {"refusal": ("refusal",)}
 
     text: str | None = None
     refusal: str | None = None
@@ -167,10 +165,7 @@ class Responses:
     async def create(self, request: Request) -> Response:
         """Answer a conversation, with texts and function calls."""
         body = await self._service.read(request, ResponsesRequest)
-
-        def writer(form: Form, answer_id: str) -> Writer:
-            return ResponseWriter(body, self._service.model_name, form, answer_id)
-
+        writer = partial(ResponseWriter, body, self._service.model_name)
         return await self._service.generate(request, body.chat(), writer)
 
 
@@ -181,16 +176,9 @@ class ResponseWriter(items.ItemWriter):
         super().__init__(form)
         self._answer_id = answer_id
         self._num_events = 0
-        repeated = body.model_dump(include=set(_REPEATED), exclude_none=True)
-        self._head = {
-            "id": f"resp_{answer_id}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": model_name,
-            "store": False,
-            **_REPEATED,
-            **repeated,
-        }
+        self._head: dict[str, Any] = {"id": f"resp_{answer_id}", "object": "response"}
+        self._head |= {"created_at": int(time.time()), "model": model_name, **_REPEATED}
+        self._head |= body.model_dump(include=set(_REPEATED), exclude_none=True)
 
     def failure(self, error: ApiError) -> bytes:
         """Return the event of a failed response."""
@@ -245,14 +233,13 @@ class ResponseWriter(items.ItemWriter):
         output = [self._item(item, "completed") for item in self.items]
         if output and status != "completed":
             output[-1]["status"] = "incomplete"
+        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         usage = self.form.usage()
         return {
             **self._head,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"}
-            if status == "incomplete"
-            else None,
+            "incomplete_details": why,
             "output": output,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
