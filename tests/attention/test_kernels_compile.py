@@ -12,6 +12,7 @@ import torch
 from vmkv import ConfigError
 from vmkv.attention import decode_fp8
 from vmkv.attention.nvrtc import FORMATS, Kernel, assembled
+from vmkv.serve import draw
 from vmkv.serve.parallel import one_shot
 
 append_cuda = importlib.import_module("vmkv.attention.append")  # The package exports a function.
@@ -52,6 +53,11 @@ KERNELS = {
         )
         for dtype in FORMATS
         for size, vectors in ((1, 512), (2, None), (2, 640), (3, 3), (8, None), (8, 2048))
+    },
+    **{
+        f"draw from {dtype}, {count} at a time": (draw, "_kernel", (0, dtype, count))
+        for dtype in FORMATS
+        for count in (1, 16 // dtype.itemsize)
     },
 }
 

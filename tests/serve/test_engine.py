@@ -293,12 +293,52 @@ def test_outputs_have_a_logprob_for_each_token(make_engine: MakeEngine) -> None:
     assert all(len(each.token_ids) == len(each.logprobs or ()) for each in seen)
 
 
-def test_text_prompts_outputs_and_stop_texts(make_engine: MakeEngine) -> None:
+def word_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {f"w{at}": at for at in range(VOCABULARY)}
     inner = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
     inner.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
-    engine = make_engine(tokenizer=tokenizer)
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@pytest.mark.parametrize("runner", ["eager", "graphs"])
+def test_bad_words_are_not_generated(make_engine: MakeEngine, runner: str) -> None:
+    """Of several tokens, the last one is banned where the others were just generated."""
+    options = RunnerOptions(show_progress=False) if runner == "graphs" else None
+    engine = make_engine(tokenizer=word_tokenizer(), runner=runner, runner_options=options)
+    prompt = prompts(1, seed=16)[0]
+    said = reference("llama", prompt)
+    # The last token of the prompt and the first of the answer are no bad word.
+    words = [f"w{prompt[-1]} w{said[0]}", f"w{said[1]} w{said[2]}"]
+    params = dataclasses.replace(GREEDY, bad_words=words)
+    other, [answer] = prompts(1, seed=17)[0], tokens(engine, [prompt], params)
+    assert said[:2] == answer[:2]
+    assert (said[1], said[2]) not in itertools.pairwise(answer)
+    one = dataclasses.replace(GREEDY, bad_words=[f"w{said[0]}"])
+    [answer, beside] = tokens(engine, [prompt, other], [one, GREEDY])
+    assert said[0] not in answer
+    assert reference("llama", other) == beside
+    given = dataclasses.replace(GREEDY, bad_words=[[said[0]]], n=2)
+    [output] = engine.generate([prompt], given)
+    assert [answer, answer] == [list(each.token_ids) for each in output.outputs]
+
+
+def test_preemption_keeps_bad_words_and_biases(make_engine: MakeEngine) -> None:
+    """Requests are resumed with their output, and choose as if alone."""
+    pages = smallest_budget(make_engine, "llama", 50)
+    params = [
+        SamplingParams(seed=1, max_tokens=20, bad_words=[[7, 7], [9, 4, 7]], top_p=0.9),
+        SamplingParams(seed=2, max_tokens=20, allowed_token_ids=[3, 4, 5, 6]),
+        SamplingParams(seed=3, max_tokens=20, logit_bias={5: 4.0, 6: 4.0}),
+    ]
+    wanted = prompts(3, longest=20, seed=21)
+    large, small = make_engine(), make_engine(budget_bytes=2 * pages * 4 * KiB)
+    alone = [tokens(large, [each], its)[0] for each, its in zip(wanted, params, strict=True)]
+    assert alone == tokens(small, wanted, params)
+    assert set(alone[1]) <= {3, 4, 5, 6}
+
+
+def test_text_prompts_outputs_and_stop_texts(make_engine: MakeEngine) -> None:
+    engine = make_engine(tokenizer=word_tokenizer())
     prompt = prompts(1, seed=16)[0]
     said = reference("llama", prompt)
     text = " ".join(f"w{each}" for each in prompt)
@@ -353,7 +393,11 @@ def test_invalid_requests_are_refused(make_engine: MakeEngine) -> None:
         ("text", GREEDY, "tokenizer"),
         ([1] * 32, GREEDY, "no room for an answer"),
         ([1], SamplingParams(stop="a"), "tokenizer"),
+        ([1], SamplingParams(bad_words=["a"]), "bad_words need a tokenizer"),
         ([1], SamplingParams(stop_token_ids=[VOCABULARY]), "not in a vocabulary"),
+        ([1], SamplingParams(logit_bias={VOCABULARY: 1}), "logit_bias .* not in a vocabulary"),
+        ([1], SamplingParams(allowed_token_ids=[VOCABULARY]), "allowed_token_ids .* not in a"),
+        ([1], SamplingParams(bad_words=[[1, VOCABULARY]]), "bad_words .* not in a vocabulary"),
         ([1] * 30, SamplingParams(min_tokens=9), "min_tokens"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -194,6 +194,60 @@ def test_stop_tokens_wait_for_min_tokens() -> None:
     assert [1] * 5 == third
 
 
+# ---- biases, and bans ---------------------------------------------------------------------------
+
+
+def chosen(sampler: Sampler, logits: torch.Tensor) -> list[int]:
+    slots = torch.arange(len(logits))
+    return sampler.sample(logits, slots, slots.tolist()).token_ids.tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-4])
+def test_biases_are_added_to_the_logits(temperature: float) -> None:
+    """Of one slot alone, however many another one has; a later request of the slot has none."""
+    options = {"temperature": temperature, "seed": 0}
+    plain = SamplingParams(**options)
+    biased = [
+        SamplingParams(**options, logit_bias={5: 100}),
+        SamplingParams(**options, logit_bias={0: -100, 5: 3, 6: 4.5, 7: 4}),
+        plain,
+    ]
+    logits = torch.zeros(3, VOCABULARY)
+    logits[:, 0] = 1
+    sampler = sampler_of(*biased)
+    assert [5, 6, 0] == chosen(sampler, logits)
+    sampler.set_slot(0, plain, PROMPT)
+    sampler.set_slot(2, biased[0], PROMPT)
+    assert [0, 6, 5] == chosen(sampler, logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_only_allowed_tokens_are_chosen(temperature: float) -> None:
+    """Whatever the logits; other slots and later requests choose among all."""
+    options = {"temperature": temperature, "seed": 3}
+    some = SamplingParams(**options, allowed_token_ids=[9, 4, 9], repetition_penalty=1.1)
+    logits = some_logits(2, seed=3)
+    logits[:, [4, 9]] = -30.0
+    sampler = sampler_of(some, SamplingParams(**options))
+    for _ in range(20):
+        first, second = chosen(sampler, logits)
+        assert first in (4, 9)
+        assert second not in (4, 9)
+    sampler.set_slot(0, SamplingParams(**options, bad_words=[(1,)]), PROMPT)
+    assert chosen(sampler, logits)[0] not in (4, 9)
+
+
+def test_bad_words_of_one_token_are_never_chosen() -> None:
+    """Those of several tokens are a logits processor's, see `resolve`."""
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, 1], logits[0, 2], logits[0, 3] = 9, 8, 7
+    params = SamplingParams(
+        temperature=0, bad_words=[(2,), (3, 1)], min_tokens=2, stop_token_ids=(1,)
+    )
+    sampler = sampler_of(params)
+    assert [[3], [3], [1]] == [chosen(sampler, logits) for _ in range(3)]
+
+
 # ---- independence -------------------------------------------------------------------------------
 
 MIXED = [
@@ -377,6 +431,9 @@ def test_only_plain_greedy_slots_are_sampled_in_graphs() -> None:
         SamplingParams(temperature=0, logprobs=0),
         SamplingParams(temperature=0, presence_penalty=0.1),
         SamplingParams(temperature=0, min_tokens=1, stop_token_ids=(3,)),
+        SamplingParams(temperature=0, logit_bias={3: 1}),
+        SamplingParams(temperature=0, allowed_token_ids=[3]),
+        SamplingParams(temperature=0, bad_words=[[3]]),
     ):
         assert not sampler_of(params).is_greedy([0])
     plain = SamplingParams(temperature=0, top_k=4, top_p=0.5, seed=3, stop_token_ids=(3,))

@@ -32,7 +32,7 @@ from .guided import Grammars, advance
 from .memory_view import MemoryView, open_rows, pool_beside
 from .observer import EngineObserver, FirstToken, Idle, RequestAdded, RequestRecord
 from .params import SamplingParams
-from .prompts import check_tenant, check_text, end_tokens, packed_prompt, resolve, vocabulary_sizes
+from .prompts import check_tenant, end_tokens, packed_prompt, resolve, tokenised, vocabulary_sizes
 from .request import FinishReason, Request, RequestHandle, RequestOutput, detokenizer_of
 from .runner import make_runner
 from .scheduler import PreemptionCosts, Scheduler
@@ -164,7 +164,7 @@ class Engine:
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         text = prompt if isinstance(prompt, str) else None
         tokens = packed_prompt(prompt, self.tokenizer, self._input_vocab_size)
-        check_text(params, self.tokenizer)
+        params = tokenised(params, self.tokenizer)
         check_tenant(tenant)
         max_total = longest = self.max_tokens
         if params.max_tokens is not None:
@@ -189,6 +189,7 @@ class Engine:
                     ends,
                     max_total - len(tokens),
                     self._vocab_size,
+                    len(tokens),
                 )
                 number = self._num_requests
                 leader = requests[0] if requests else None

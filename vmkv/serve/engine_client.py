@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ClosedError
 from .engine_loop import FAILED_STEPS_MAX, Add, Cancel, Command, Finish, News, Stop, Update
 from .params import SamplingParams
-from .prompts import check_tenant, check_text, token_ids_of
+from .prompts import check_tenant, token_ids_of, tokenised
 from .request import FinishReason, Request, RequestHandle, RequestOutput, detokenizer_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class _Stream(RequestHandle):
 
     def __init__(self, key: int, prompt: Any, params: SamplingParams, tokenizer: Any):
         tokens = token_ids_of(prompt, tokenizer)
-        check_text(params, tokenizer)
         super().__init__(
             [
                 Request(key, tokens, params, detokenizer=detokenizer_of(tokenizer, tokens, params))
@@ -145,6 +144,7 @@ class EngineClient(abc.ABC):
         params = params or SamplingParams()
         check_tenant(tenant)
         key = next(self._new_keys)
+        params = tokenised(params, self._tokenizer)
         stream = _Stream(key, prompt, params, self._tokenizer)
         if not self.has_work:
             self._heard_s = self._clock()  # An idle engine is silent.

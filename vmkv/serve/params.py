@@ -7,13 +7,15 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from json import dumps
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..errors import ConfigError, shown
 
 #: Most alternatives per token.
 _LOGPROBS_MAX = 1024
 _SAMPLES_MAX = 1024
+#: The device has as much room for every slot as the request with most biases.
+_BIASES_MAX = 1024
 #: Largest integer on the device, int64; seeds are 64 bits, too.
 _INTEGER_MAX = 2**63 - 1
 _FLOAT_MAX = sys.float_info.max
@@ -87,6 +89,11 @@ class SamplingParams:
         repetition_penalty: Above 1 makes tokens of the prompt or the output less likely.
         presence_penalty: Subtracted from the logits of tokens in the output.
         frequency_penalty: Subtracted once per occurrence of the token in the output.
+        logit_bias: Added to the logits of the tokens, each in [-100, 100].
+        allowed_token_ids: Choose among these tokens alone; None for all.
+        bad_words: Texts that the output does not contain, or their token ids. Texts need a
+            tokenizer, and are tokenised alone and after a space, as in vLLM. For one of several
+            tokens the host waits for every token of the request.
         seed: Makes the request repeatable; sample i of `n` uses `seed + i`. None draws a seed.
         stop: Texts that end the output. Needs a tokenizer.
         include_stop_str_in_output: Whether the output's text keeps the stop text.
@@ -120,6 +127,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()
     seed: int | None = None
     stop: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
@@ -146,14 +156,42 @@ class SamplingParams:
             raise ConfigError(f"stop={shown(self.stop)} must be non-empty texts")
         if stop and not self.detokenize:
             raise ConfigError("detokenize=False leaves no text to find stop texts in")
-        if not all(_is_integer(each) and 0 <= each <= _INTEGER_MAX for each in self.stop_token_ids):
+        if not _are_tokens(self.stop_token_ids):
             raise ConfigError(f"stop_token_ids={shown(self.stop_token_ids)} must be token ids")
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             raise ConfigError(
                 f"structured_outputs={shown(self.structured_outputs)} must be StructuredOutputs"
             )
+        self._check_choice()
         if not all(callable(each) for each in self.logits_processors):
             raise ConfigError("logits_processors must be callable as processor(input_ids, scores)")
+
+    def _check_choice(self) -> None:
+        """Check which tokens may be chosen; sequences become tuples."""
+        allowed, biases = self.allowed_token_ids, self.logit_bias
+        if allowed is not None:
+            allowed = _tuple("allowed_token_ids", allowed)
+            object.__setattr__(self, "allowed_token_ids", allowed)
+            if not allowed or not _are_tokens(allowed):
+                raise ConfigError(
+                    f"allowed_token_ids={shown(allowed)} must be token ids, one or more"
+                )
+        is_map = isinstance(biases, Mapping) and _are_tokens(biases)
+        if not is_map or len(biases) > _BIASES_MAX:
+            raise ConfigError(
+                f"logit_bias={shown(biases)} must map token ids, at most {_BIASES_MAX}, to biases"
+            )
+        object.__setattr__(self, "logit_bias", dict(biases))
+        for value in biases.values():
+            _check_number("logit_bias", value, -100.0, 100.0)
+        words = [
+            each if isinstance(each, str) else _tuple("bad_words", each)
+            for each in _tuple("bad_words", self.bad_words)
+        ]
+        object.__setattr__(self, "bad_words", tuple(words))
+        for word in words:
+            if not (word.strip() if isinstance(word, str) else word and _are_tokens(word)):
+                raise ConfigError(f"bad_words={shown(word)} must be texts that are not blank")
 
     def _check_numbers(self) -> None:
         _check_integer("n", self.n, 1, _SAMPLES_MAX)
@@ -194,8 +232,12 @@ def _tuple(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
         raise ConfigError(f"{name}={shown(values)} must be a sequence") from error
 
 
-def _is_integer(value: object) -> bool:
+def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_tokens(values: Iterable[object]) -> bool:
+    return all(_is_integer(each) and 0 <= each <= _INTEGER_MAX for each in values)
 
 
 def _check_integer(name: str, value: Any, least: int, most: int = _INTEGER_MAX) -> None:

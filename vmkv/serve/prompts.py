@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError, shown
@@ -50,10 +52,28 @@ def check_tenant(tenant: object) -> None:
         raise ConfigError(f"tenant={shown(tenant)} must be a string, or None")
 
 
-def check_text(params: SamplingParams, tokenizer: Any) -> None:
-    """Raise `ConfigError` for stop texts without a tokenizer."""
-    if params.stop and tokenizer is None:
-        raise ConfigError("stop texts need a tokenizer: pass Engine(tokenizer=…)")
+def tokenised(params: SamplingParams, tokenizer: Any) -> SamplingParams:
+    """Return parameters with bad words as tokens: each alone and, if that differs, after a space.
+
+    `ConfigError` for stop texts or bad words without a tokenizer.
+    """
+    texts = [each for each in params.bad_words if isinstance(each, str)]
+    if tokenizer is None and (params.stop or texts):
+        name = "stop texts" if params.stop else "bad_words"
+        raise ConfigError(f"{name} need a tokenizer: pass Engine(tokenizer=…)")
+    if not texts:
+        return params
+    words = [each for each in params.bad_words if not isinstance(each, str)]
+    for text in texts:
+        alone, spaced = (
+            tokenizer.encode(before + text.lstrip(), add_special_tokens=False)
+            for before in ("", " ")
+        )
+        words.append(alone)
+        # As vLLM does: not if the space is a token of its own.
+        if spaced[:1] != alone[:1] and len(spaced) == len(alone):
+            words.append(spaced)
+    return replace(params, bad_words=words)
 
 
 def resolve(
@@ -62,15 +82,25 @@ def resolve(
     end_tokens: Collection[int],
     max_tokens: int,
     vocab_size: int,
+    num_prompt_tokens: int,
 ) -> SamplingParams:
-    """Complete the parameters of one sample: seed, stop tokens, `max_tokens`.
+    """Complete the parameters of one sample: seed, stop tokens, `max_tokens`, bad words.
 
-    `ConfigError` if a stop token is not in the vocabulary, or `min_tokens` do not fit.
+    Bad words of several tokens become a logits processor. `ConfigError` if a token is not in the
+    vocabulary, or `min_tokens` do not fit.
     """
-    stops = set(params.stop_token_ids)
-    outside = sorted(each for each in stops if each >= vocab_size)
-    if outside:
-        raise ConfigError(f"stop_token_ids {outside} are not in a vocabulary of {vocab_size}")
+    stops, processors = set(params.stop_token_ids), params.logits_processors
+    words: Any = params.bad_words
+    named: dict[str, Iterable[int]] = {"stop_token_ids": stops, "logit_bias": params.logit_bias}
+    named["allowed_token_ids"] = params.allowed_token_ids or ()
+    named["bad_words"] = itertools.chain(*words)
+    for name, token_ids in named.items():
+        outside = sorted({each for each in token_ids if each >= vocab_size})
+        if outside:
+            raise ConfigError(f"{name} {outside} are not in a vocabulary of {vocab_size}")
+    long_words = [list(each) for each in words if len(each) > 1]
+    if long_words:
+        processors = (_without_words(long_words, num_prompt_tokens), *processors)
     if params.min_tokens > max_tokens:
         raise ConfigError(
             f"min_tokens={params.min_tokens}, and at most {max_tokens} fit after this prompt"
@@ -79,9 +109,21 @@ def resolve(
         stops |= {each for each in end_tokens if 0 <= each < vocab_size}
     resolved = copy.copy(params)  # Not `replace`, which would check every value again.
     vars(resolved).update(
-        n=1, seed=seed, stop_token_ids=tuple(sorted(stops)), max_tokens=max_tokens
+        n=1,
+        seed=seed,
+        stop_token_ids=tuple(sorted(stops)),
+        max_tokens=max_tokens,
+        logits_processors=processors,
     )
     return resolved
+
+
+def _without_words(words: list[list[int]], num_prompt_tokens: int) -> Callable[..., Any]:
+    """Make a logits processor that bans the last tokens of words whose others were generated."""
+    from transformers import NoBadWordsLogitsProcessor
+
+    processor = NoBadWordsLogitsProcessor(words)
+    return lambda input_ids, scores: processor(input_ids[:, num_prompt_tokens:], scores)
 
 
 def end_tokens(model: Any) -> frozenset[int]:

@@ -245,9 +245,7 @@ class ModelRunner:
         self.graph_bytes = 0
         vocab_size = vocabulary.num_logits(model)
         compiles = self._wants(self._options.compile_layers)
-        self.sampler = Sampler(
-            max_num_seqs, vocab_size, self._device, compiled=self._is_cuda and compiles
-        )
+        self.sampler = Sampler(max_num_seqs, vocab_size, self._device)
         self._histories: dict[int, _History] = {}  # By slot, where it has logits processors.
         self._wanted_logprobs: dict[int, int] = {}  # By slot, where it wants some.
         # By slot, where it wants log-probabilities of its prompt: how many, and the prompt.

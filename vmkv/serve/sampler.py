@@ -6,8 +6,11 @@ neither on the rest of the batch nor on the code path. The host selects the path
 need:
 
   greedy       argmax of the logits; can be part of a CUDA graph
-  full         noise over the whole vocabulary: temperature and min-p only
-  candidates   tokens sorted by likelihood: top-k, top-p
+  kernel       on CUDA, everything else: one launch (`draw.py`)
+  full         elsewhere, noise over the whole vocabulary: temperature and min-p only
+  candidates   elsewhere, tokens sorted by likelihood: top-k, top-p
+
+Biases, penalties and bans change the logits before.
 """
 
 from __future__ import annotations
@@ -15,13 +18,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
+from ..attention.nvrtc import FORMATS
 from ..errors import CapacityError
 from ..step.piece import likeliest
 from ..units import format_bytes
+from .draw import MAX_VOCABULARY, DrawKernel
 from .params import SamplingParams
 
 # ---- random --------------------------------------------------------------------------------------
@@ -81,6 +87,8 @@ def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
 _TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
 #: Columns of the integer parameters, followed by the token count sent with them.
 _SEED, _TOP_K, _MIN_TOKENS, _COUNT = range(4)
+#: Bits of a token's mark: it is in the prompt, is never drawn, or not before `min_tokens`.
+_PROMPT, _NEVER, _EARLY = 1, 2, 4
 #: Bounds that keep scores in the range of float32; a temperature of 1e-5 is greedy in practice.
 _LEAST, _MOST = 1e-5, 1e5
 
@@ -126,6 +134,7 @@ class _Needs(NamedTuple):
     num_candidates: int = 0  # Of a drawing slot: tokens to choose among, at most.
     penalties: bool = False
     bans: bool = False
+    biases: bool = False
     logprobs: int = -1
 
     @classmethod
@@ -138,27 +147,25 @@ class _Needs(NamedTuple):
             num_candidates,
             params.has_penalties,
             # The masks of a grammar leave out stop tokens where they may.
-            bool(params.min_tokens and params.stop_token_ids and params.structured_outputs is None),
+            bool(params.min_tokens and params.stop_token_ids and params.structured_outputs is None)
+            or params.allowed_token_ids is not None
+            or any(len(each) == 1 for each in params.bad_words),
+            bool(params.logit_bias),
             -1 if params.logprobs is None else params.logprobs,
         )
+
+
+_PLAIN = _Needs()
 
 
 class Sampler:
     """Samples for `max_num_seqs` slots, and one greedy slot for padding.
 
-    `vocab_size` is the logits' number of columns. With `compiled`, drawing from the whole
-    vocabulary is compiled at first use, to save some thirty launches. `CapacityError` if the
-    device has no memory for the token counts, 5 bytes per slot and vocabulary entry.
+    `vocab_size` is the logits' number of columns. `CapacityError` if the device has no memory for
+    the token counts, 5 bytes per slot and vocabulary entry.
     """
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        vocab_size: int,
-        device: torch.device | str,
-        *,
-        compiled: bool = False,
-    ):
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str):
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = torch.device(device)
@@ -171,12 +178,13 @@ class Sampler:
         #: Per slot: float parameters, and integer parameters with the count, to be uploaded.
         self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # For penalties. Allocated now: the cache's budget is fitted to the remaining memory.
-        self._in_prompt, self._token_counts = _token_tables(slots, vocab_size, self.device)
-        self._is_compiled = compiled
-        self._draw_from_all = _draw_from_all
-        if compiled:
-            self._draw_from_all = torch.compile(_draw_from_all, dynamic=True)
-        self._banned = torch.zeros(slots, 0, dtype=torch.int64, device=device)
+        self._marks, self._token_counts = _token_tables(slots, vocab_size, self.device)
+        #: Biased tokens of each slot, and their biases; rows are padded with biases of 0.
+        self._biased = torch.zeros(slots, 0, dtype=torch.int64, device=device)
+        self._biases = torch.zeros(slots, 0, dtype=torch.float32, device=device)
+        self._kernel: DrawKernel | None = None
+        if self.device.type == "cuda" and vocab_size <= MAX_VOCABULARY:
+            self._kernel = DrawKernel(slots, vocab_size, self.device)
         #: Masks of the bits of a byte.
         self._bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
 
@@ -190,13 +198,12 @@ class Sampler:
         output_token_ids: Sequence[int] = (),
     ) -> None:
         """Set the state of a slot; see `ModelRunner.set_slot`."""
-        needs = _Needs.of(params, self.vocab_size)
-        if needs.penalties:
-            self._count_tokens(slot, prompt_token_ids, output_token_ids)
-        if needs.bans:
-            self._ban(slot, params.stop_token_ids)
-        self._needs.pop(slot, None)
-        if needs != _Needs():
+        needs, earlier = _Needs.of(params, self.vocab_size), self._needs.pop(slot, _PLAIN)
+        if needs.penalties or needs.bans or earlier.bans:
+            self._mark(slot, params, prompt_token_ids, output_token_ids)
+        if needs.biases or earlier.biases:
+            self._bias(slot, params)
+        if needs != _PLAIN:
             self._needs[slot] = needs
         self._staged[slot] = self._as_tensors(params, needs, len(output_token_ids))
 
@@ -205,14 +212,13 @@ class Sampler:
         return self._needs.keys().isdisjoint(slots)
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile for logits of `dtype`; slots are left in their initial state."""
-        for count in {1, min(2, self.max_num_seqs)} if self._is_compiled else ():
-            logits = torch.zeros(count, self.vocab_size, dtype=dtype, device=self.device)
-            for slot in range(count):
-                self.set_slot(slot, SamplingParams(seed=0), [])
-            self.sample(logits, torch.arange(count, device=self.device), range(count))
-            for slot in range(count):
-                self.set_slot(slot, SamplingParams(temperature=0), [])
+        """Compile the kernel for logits of `dtype`, and for float32 that biases make of them."""
+        if self._kernel is not None:
+            for each in {dtype, torch.float32}:
+                logits = torch.zeros(1, self.vocab_size, dtype=each, device=self.device)
+                slots = torch.tensor([self.max_num_seqs], device=self.device)
+                tables = self._floats, self._integers, self._counts, None
+                self._kernel.draw(logits, slots, tables)
 
     # ---- sampling -------------------------------------------------------------------------
 
@@ -236,17 +242,23 @@ class Sampler:
         if masks is None and self.is_greedy(slot_ids):
             return SampledTokens(likeliest(scores))
         self._upload()
-        its = {self._needs.get(slot, _Needs()) for slot in slot_ids}
+        its = {self._needs.get(slot, _PLAIN) for slot in slot_ids}
         needs = _Needs(*map(max, zip(*its, strict=True)))
-        scores = self._adjusted(scores.float(), slots, needs)
+        scores = self._adjusted(scores, slots, needs)
         if masks is not None:
             is_out = (masks.view(torch.uint8)[..., None] & self._bits) == 0
             scores = scores.masked_fill(is_out.flatten(1)[:, : self.vocab_size], -math.inf)
-        tokens = self._choose(scores, slots, needs)
-        if needs.penalties:
-            ones = torch.ones_like(tokens, dtype=torch.int32)
-            self._token_counts.index_put_((slots, tokens), ones, accumulate=True)
-        self._counts[slots] += 1
+        if self._kernel is not None:
+            scores = scores if scores.dtype in FORMATS else scores.float()
+            token_counts = self._token_counts if needs.penalties else None
+            tables = self._floats, self._integers, self._counts, token_counts
+            tokens = self._kernel.draw(scores, slots, tables)
+        else:
+            tokens = self._choose(scores.float(), slots, needs)
+            if needs.penalties:
+                ones = torch.ones_like(tokens, dtype=torch.int32)
+                self._token_counts.index_put_((slots, tokens), ones, accumulate=True)
+            self._counts[slots] += 1
         if needs.logprobs < 0:
             return SampledTokens(tokens)
         return with_logprobs(tokens, logits, min(needs.logprobs, self.vocab_size))
@@ -256,45 +268,49 @@ class Sampler:
             return likeliest(scores)
         floats, integers = self._floats[slots], self._integers[slots]
         keys = row_keys(integers[:, _SEED], self._counts[slots])
-        if not needs.orders:
-            return self._draw_from_all(scores, floats, keys)
         temperature = floats[:, _TEMPERATURE, None]
         is_greedy = temperature == 0
-        scores = scores / temperature.masked_fill(is_greedy, 1.0)
+        ordered = scores / temperature.masked_fill(is_greedy, 1.0)
+        ids = torch.arange(self.vocab_size, device=scores.device)
         if needs.num_candidates < self.vocab_size:
-            ordered, ids = _likeliest(scores, needs.num_candidates)
-        else:
-            ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
-        rank = torch.arange(ids.shape[1], device=ids.device)
-        ordered = ordered.masked_fill(rank >= integers[:, _TOP_K, None], -math.inf)
-        # A token stays while the probability of the likelier ones has not reached top-p.
-        probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities
-        is_out = before >= floats[:, _TOP_P, None]
-        is_out |= ordered < ordered[:, :1] + floats[:, _MIN_P, None]
-        is_out |= is_greedy
-        is_out[:, 0] = False
+            ordered, ids = _likeliest(ordered, needs.num_candidates)
+        elif needs.orders:
+            ordered, ids = ordered.sort(dim=-1, descending=True, stable=True)
+        most, first = ordered.max(-1, keepdim=True)
+        is_out = (ordered < most + floats[:, _MIN_P, None]) | is_greedy
+        if needs.orders:
+            rank = torch.arange(ids.shape[1], device=ids.device)
+            ordered = ordered.masked_fill(rank >= integers[:, _TOP_K, None], -math.inf)
+            # A token stays while the probability of the likelier ones has not reached top-p.
+            probabilities = ordered.softmax(-1)
+            before = probabilities.cumsum(-1) - probabilities
+            is_out |= before >= floats[:, _TOP_P, None]
+        is_out.scatter_(1, first, False)
         noisy = (ordered + gumbel_noise(keys, ids)).masked_fill(is_out, -math.inf)
-        return ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
+        return ids.expand_as(noisy).gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
 
     def _adjusted(self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs) -> torch.Tensor:
+        if needs.biases:
+            # Padding adds 0 to the first token, so the order of additions does not matter.
+            scores = scores.float().scatter_add(1, self._biased[slots], self._biases[slots])
+        if needs.penalties or needs.bans:
+            scores, marks = scores.float(), self._marks[slots]
         if needs.penalties:
             floats = self._floats[slots]
             counts = self._token_counts[slots]
             is_in_output = counts > 0
             repetition = floats[:, _REPETITION, None]
             scores = torch.where(
-                self._in_prompt[slots] | is_in_output,
+                (marks & _PROMPT > 0) | is_in_output,
                 torch.where(scores > 0, scores / repetition, scores * repetition),
                 scores,
             )
             scores = scores - counts * floats[:, _FREQUENCY, None]
             scores = scores - is_in_output * floats[:, _PRESENCE, None]
         if needs.bans:
-            ids = self._banned[slots]
-            is_banned = self._counts[slots] < self._integers[slots, _MIN_TOKENS]
-            theirs = scores.gather(1, ids).masked_fill(is_banned[:, None], -math.inf)
-            scores = scores.scatter(1, ids, theirs)
+            is_early = self._counts[slots] < self._integers[slots, _MIN_TOKENS]
+            bits = is_early.to(torch.uint8) * _EARLY + _NEVER
+            scores = scores.masked_fill(marks & bits[:, None] > 0, -math.inf)
         return scores
 
     # ---- state ----------------------------------------------------------------------------
@@ -330,28 +346,39 @@ class Sampler:
         # Last: after a device failure, the next step uploads them again.
         self._staged.clear()
 
-    def _count_tokens(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
-        counts, in_prompt = self._token_counts[slot].zero_(), self._in_prompt[slot].zero_()
-        # An embedding may have more rows than there are logits; those tokens are never sampled.
-        known = [each for each in prompt if each < self.vocab_size]
-        tokens = torch.tensor([*known, *output], dtype=torch.int64)
-        tokens = tokens.to(self.device, non_blocking=True)
-        in_prompt.index_fill_(0, tokens[: len(known)], 1)
-        generated = tokens[len(known) :]
-        counts.index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
+    def _mark(
+        self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+    ) -> None:
+        """Mark tokens of the prompt and banned ones, and count those of the output."""
+        marks, counts = self._marks[slot].zero_(), self._token_counts[slot].zero_()
+        if params.allowed_token_ids is not None:
+            marks.fill_(_NEVER).index_fill_(0, self._sent(params.allowed_token_ids), 0)
+        words: Any = params.bad_words  # Token ids, in resolved parameters.
+        never = [each[0] for each in words if len(each) == 1]
+        has_early = params.min_tokens and params.structured_outputs is None
+        early = params.stop_token_ids if has_early else ()
+        known: Sequence[int] = ()
+        if params.has_penalties:
+            # An embedding may have more rows than there are logits; those are never sampled.
+            known = [each for each in prompt if each < self.vocab_size]
+            generated = self._sent(output)
+            counts.index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
+        for token_ids, bit in ((never, _NEVER), (early, _EARLY), (known, _PROMPT)):
+            if token_ids:
+                marks[self._sent(token_ids)] |= bit
 
-    def _ban(self, slot: int, token_ids: Sequence[int]) -> None:
-        width = self._banned.shape[1]
+    def _bias(self, slot: int, params: SamplingParams) -> None:
+        token_ids, width = list(params.logit_bias), self._biased.shape[1]
         if len(token_ids) > width:
-            # Rows are padded with their first entry, as repetitions have no effect.
-            padding = (
-                self._banned[:, :1] if width else self._banned.new_zeros(self.max_num_seqs + 1, 1)
-            )
-            more = padding.expand(-1, len(token_ids) - width)
-            self._banned = torch.cat([self._banned, more], 1)
-            width = len(token_ids)
-        padded = [*token_ids, *([token_ids[0]] * (width - len(token_ids)))]
-        self._banned[slot] = torch.tensor(padded).to(self.device, non_blocking=True)
+            more = (0, len(token_ids) - width)
+            self._biased, self._biases = pad(self._biased, more), pad(self._biases, more)
+        self._biases[slot] = 0
+        self._biased[slot, : len(token_ids)] = self._sent(token_ids)
+        biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+        self._biases[slot, : len(token_ids)] = biases.to(self.device, non_blocking=True)
+
+    def _sent(self, token_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(token_ids, dtype=torch.int64).to(self.device, non_blocking=True)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -364,10 +391,10 @@ def is_out_of_memory(error: Exception) -> bool:
 def _token_tables(
     slots: int, vocab_size: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make `[slots, vocab_size]` tables: is a token in the prompt, and its count in the output."""
+    """Make `[slots, vocab_size]` tables: marks of tokens, and their counts in the output."""
     try:
-        in_prompt = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
-        return in_prompt, torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
+        marks = torch.zeros(slots, vocab_size, dtype=torch.uint8, device=device)
+        return marks, torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -394,17 +421,6 @@ def _likeliest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
     keys |= torch.arange(last, -1, -1, device=scores.device)
     ids = last - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
     return scores.gather(1, ids), ids
-
-
-def _draw_from_all(scores: torch.Tensor, floats: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Draw tokens `[n]` by temperature and min-p; greedy if the temperature is 0."""
-    temperature = floats[:, _TEMPERATURE, None]
-    is_greedy = temperature == 0
-    scores = scores / temperature.masked_fill(is_greedy, 1.0)
-    least = scores.amax(-1, keepdim=True) + floats[:, _MIN_P, None]
-    noise = gumbel_noise(keys, torch.arange(scores.shape[1], device=scores.device))
-    noisy = (scores + noise).masked_fill(scores < least, -math.inf)
-    return torch.where(is_greedy, scores, noisy).argmax(-1)
 
 
 def with_logprobs(tokens: torch.Tensor, logits: torch.Tensor, most: int) -> SampledTokens:

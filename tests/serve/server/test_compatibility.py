@@ -63,6 +63,20 @@ def test_add_special_tokens_applies_to_chats(server) -> None:
         assert expected == chat_of(server, add_special_tokens=adds)
 
 
+def test_requests_choose_their_tokens(server) -> None:
+    """By OpenAI's `logit_bias`, with keys of text, and vLLM's other names."""
+    words = tiny_tokenizer().get_vocab()
+    word = max((each for each in words if each.isalpha() and each.isascii()), key=len)
+    token, four = words[word], 4 * word
+    assert four == text_of(server, TEXT[0], logit_bias={str(token): 100})
+    assert four == text_of(server, TEXT[0], allowed_token_ids=[token])
+    assert four == chat_of(server, allowed_token_ids=[token])
+    assert word not in text_of(server, TEXT[0], logit_bias={str(token): 100}, bad_words=[word])
+    outside = server.post(PLAIN | {"logit_bias": {"100000": 1}})
+    assert 400 == outside.status_code
+    assert "logit_bias [100000] are not in a vocabulary" in outside.json()["error"]["message"]
+
+
 def test_continuous_usage_stats_are_in_every_chunk(server) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = PLAIN | {"stream": True, "stream_options": options}

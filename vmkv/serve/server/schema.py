@@ -35,7 +35,6 @@ _IGNORED = frozenset(
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), "send tools, which have replaced them"),
     "function_call": (("none", "auto"), "send tool_choice, which has replaced it"),
-    "logit_bias": (({},), "logit biases are not supported"),
     "suffix": (("",), "insertion is not supported"),
     "echo": ((False,), "completions echo their prompt, chats do not"),
     "use_beam_search": ((False,), "there is no beam search; use n"),
@@ -74,6 +73,7 @@ def _list(**options: Any) -> Any:
 
 
 _TokenIds = Annotated[list[int], _list()]
+_TokenId = Annotated[int, Field(strict=False)]  # Keys of an object are texts.
 _Stop = Annotated[str, Field(max_length=1000)]
 _NumLogprobs = Annotated[int, Field(ge=0, le=LOGPROBS_MAX)]
 
@@ -138,6 +138,9 @@ class GenerationRequest(_Strict, Formatted):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: dict[_TokenId, float] | None = None
+    allowed_token_ids: _TokenIds | None = None
+    bad_words: Annotated[list[_Stop], _list(max_length=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: _NumLogprobs | None = None
