@@ -79,6 +79,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "serve --drain-timeout": (SERVE, [*NUMBERS, "0", "1e9"]),
     "serve --log-level": (SERVE, ["", "loud"]),
     "serve --chat-template": (SERVE, ["", "/nowhere", "/", "{binary}", "{unended}", "n" * 300]),
+    "serve --response-template": (SERVE, ["", "/nowhere", "/", "{binary}", "qwen", "n" * 300]),
     "serve --trace": (SERVE, ["/nowhere/x", "/", "n" * 300]),
     "serve --tokenizer": (SERVE, ["/nowhere", "a b", "x/y/z", "{empty}", "n" * 300]),
     "top --interval": (TOP, [*NUMBERS, "0"]),

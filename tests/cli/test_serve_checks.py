@@ -34,6 +34,7 @@ WRONG = [
     (["--tokenizer", "/nowhere"], "no tokenizer"),
     (["--chat-template", "/nowhere"], "/nowhere"),
     (["--generation-config", "/nowhere"], "/nowhere"),
+    (["--response-template", "qwen"], "'qwen' is none of harmony, "),
     (["--api-key-file", "/nowhere"], "/nowhere"),
 ]
 

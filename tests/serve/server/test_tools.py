@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import transformers
 from helpers.scripted import script, scripted
+from helpers.serving import tiny_tokenizer
 
+from vmkv.errors import ConfigError
+from vmkv.serve.detokenize import Detokenizer
+from vmkv.serve.params import SamplingParams
 from vmkv.serve.server import reply_format
+from vmkv.serve.server.errors import ApiError
+from vmkv.serve.server.prompts import Prompts
+from vmkv.serve.server.reply_format import Replies
+from vmkv.serve.server.schema import ChatRequest
 
 CHAT_PATH = "/v1/chat/completions"
 NAMES = ("weather", "time")
@@ -49,7 +60,7 @@ SCRIPTS = {
     + '"}}</tool_call>',
 }
 
-pytestmark = pytest.mark.skipif(
+needs_parser = pytest.mark.skipif(
     not reply_format._CAN_PARSE, reason="this release of transformers has no ResponseParser"
 )
 
@@ -57,6 +68,8 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def speaker(run_server: Any) -> Iterator[Any]:
     """A server of the scripted model."""
+    if not reply_format._CAN_PARSE:
+        pytest.skip("this release of transformers has no ResponseParser")
     model, tokenizer = scripted(SCRIPTS)
     with run_server(model=model, tokenizer=tokenizer) as it:
         yield it
@@ -285,6 +298,52 @@ def test_the_template_gets_tools_history_and_effort(speaker) -> None:
     assert text.count("high") == 1
 
 
+def test_arguments_are_text_for_templates_that_join_them(run_server) -> None:
+    template = (
+        "{% for message in messages %}{% for call in message.tool_calls or () %}"
+        "{{ call.function.name + ':' + call.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    call = {"function": {"name": "time", "arguments": '{"city":  "Oslo"}'}}
+    with run_server(chat_template=template) as server:
+        messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+        body = {"messages": messages, "add_generation_prompt": False}
+        assert 'time:{"city":  "Oslo"}' == rendered(server, body)
+
+
+@needs_parser
+@pytest.mark.slow
+def test_mistral_common_renders_chats_and_its_calls_are_parsed() -> None:
+    mistral_common = pytest.importorskip("mistral_common")
+    data = Path(mistral_common.__file__).with_name("data")
+    tokenizer = transformers.MistralCommonBackend(data / "tekken_240911.json")
+    call = {"id": "abcdefghi", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "warm"},
+    ]
+    body = ChatRequest.model_validate({"model": "tiny", "messages": messages, "tools": TOOLS})
+    prompts = Prompts(tokenizer, 4096)
+    try:
+        tokens = asyncio.run(prompts.tokens(body))
+        with pytest.raises(ApiError, match="this server takes 8"):
+            asyncio.run(Prompts(tokenizer, 8).tokens(body))
+    finally:
+        prompts.close()
+    text = tokenizer.decode(tokens)
+    assert '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}' in text
+    assert '"description": "Tells the time."' in text
+    params, new_parser = Replies(tokenizer).plan(body, SamplingParams())
+    listed = json.dumps([{"name": name, "arguments": values} for name, values in CALLS])
+    encode = tokenizer.tokenizer.instruct_tokenizer.tokenizer.encode
+    output = [tokenizer.convert_tokens_to_ids("[TOOL_CALLS]"), *encode(listed, False, False)]
+    detokenizer = Detokenizer(tokenizer, tokens, params)
+    detokenizer.extend(output, is_last=True)
+    reply = new_parser(tokens).push(detokenizer.take_text(), is_last=True)
+    assert "" == reply.content
+    assert CALLS == [(each.name, json.loads(each.arguments)) for each in reply.tool_calls]
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -336,15 +395,30 @@ def test_an_unknown_format_of_calls_is_refused_unless_calls_are_forced(server) -
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
     answer = server.post(body | {"max_tokens": 2}, CHAT_PATH)
     assert (400, "tools") == (answer.status_code, answer.json()["error"]["param"])
-    assert "--response-template" in answer.json()["error"]["message"]
+    needed = "--response-template" if reply_format._CAN_PARSE else "transformers 5.17"
+    assert needed in answer.json()["error"]["message"]
     for choice in ("none", "required"):
         answer = server.post(body | {"max_tokens": 2, "tool_choice": choice}, CHAT_PATH)
         assert 200 == answer.status_code
 
 
+@needs_parser
 @pytest.mark.slow
 def test_an_option_names_the_format(run_server) -> None:
     template = reply_format.read_response_template("qwen3")
     with run_server(response_template=template) as server:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
         assert 200 == server.post(body | {"max_tokens": 2}, CHAT_PATH).status_code
+
+
+def test_releases_without_a_parser_name_the_one_that_is_needed(monkeypatch) -> None:
+    monkeypatch.setattr(reply_format, "_CAN_PARSE", False)
+    replies = Replies(tiny_tokenizer())
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    assert (SamplingParams(), None) == replies.plan(
+        ChatRequest.model_validate(body), SamplingParams()
+    )
+    with pytest.raises(ApiError, match=r"transformers 5\.17"):
+        replies.plan(ChatRequest.model_validate(body | {"tools": TOOLS}), SamplingParams())
+    with pytest.raises(ConfigError, match=r"transformers 5\.17"):
+        reply_format.read_response_template("qwen3")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ _RESERVED = frozenset(
     | {"truncation", "max_length", "tokenizer_kwargs", "continue_final_message"}
     | {"add_generation_prompt", "tools"}
 )
-#: A template that asks whether a message's content is null.
-_NULL_CONTENT = re.compile(r"content['\"]?\]? is (?:not )?none", re.IGNORECASE)
 #: A longer text takes more than some 50 ms, and goes to the thread for long texts.
 _LONG_CHARS = 1 << 16
 
@@ -123,7 +120,7 @@ class Prompts:
         else:
             text, param = self._render(prompt), "messages"
             if not isinstance(text, str):
-                return list(text) if num_kept is None else list(text)[-num_kept:]
+                return self._cut(list(text), num_kept)
             if num_kept is None:
                 self._check_chars(len(text))
         if num_kept is not None:
@@ -145,11 +142,7 @@ class Prompts:
         except (UnicodeError, TypeError) as error:  # Half a surrogate pair is no text.
             raise invalid(f"the tokenizer cannot read this text: {error}", param) from error
         ids = list(encoded["input_ids"])
-        if num_kept is not None:
-            return ids[-num_kept:]
-        if len(ids) > self._max_tokens:
-            raise self._too_long(f"more than {self._max_tokens}")
-        return ids
+        return self._cut(ids, num_kept)
 
     def _render(self, chat: ChatBody) -> Any:
         """Return a chat as the template's text, or as tokens of mistral-common."""
@@ -160,8 +153,7 @@ class Prompts:
         if chat.reasoning_effort is not None:
             extra = {"reasoning_effort": chat.reasoning_effort} | extra
         is_mistral = is_mistral_common(self._tokenizer)
-        template = self._chat_template or (None if is_mistral else self._tokenizer.chat_template)
-        if not is_mistral and not template:
+        if not (is_mistral or self._chat_template or self._tokenizer.chat_template):
             raise invalid(
                 "this model's tokenizer has no chat template: use /v1/completions, or start the "
                 "server with --chat-template FILE",
@@ -170,14 +162,13 @@ class Prompts:
         try:
             if is_mistral:
                 return self._apply(chat, extra | {"tokenize": True}, arguments_as_text=True)
-            extra |= {"chat_template": self._chat_template, "tokenize": False}
-            may_be_null = bool(_NULL_CONTENT.search(str(template)))
+            extra = extra | {"chat_template": self._chat_template, "tokenize": False}
             try:
-                return self._apply(chat, extra, may_be_null=may_be_null)
+                return self._apply(chat, extra)
             except TypeError:  # Some templates join the arguments' text with others.
                 if not chat.has_calls:
                     raise
-                return self._apply(chat, extra, may_be_null=may_be_null, arguments_as_text=True)
+                return self._apply(chat, extra, arguments_as_text=True)
         except Exception as error:  # A template is a program, run on these messages.
             reason = f"{type(error).__name__}: {error}"
             raise invalid(
@@ -193,6 +184,14 @@ class Prompts:
             return_dict=False,
             **options,
         )
+
+    def _cut(self, token_ids: list[int], num_kept: int | None) -> list[int]:
+        """Keep the last tokens; if all are to be kept, check that there are not too many."""
+        if num_kept is not None:
+            return token_ids[-num_kept:]
+        if len(token_ids) > self._max_tokens:
+            raise self._too_long(f"more than {self._max_tokens}")
+        return token_ids
 
     def _check_chars(self, num_chars: int) -> None:
         if num_chars > self._max_chars:

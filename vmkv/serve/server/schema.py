@@ -252,18 +252,15 @@ class Message(BaseModel):
     content: str | Annotated[list[TextPart], _list()] | None = None
     tool_calls: Annotated[list[ToolCall], _list()] | None = None
 
-    def rendered(self, *, arguments_as_text: bool, may_be_null: bool) -> dict[str, Any]:
+    def rendered(self, *, arguments_as_text: bool) -> dict[str, Any]:
         """Return the message for a template.
 
-        An assistant's content may be missing beside tool calls; it is null if `may_be_null`, or
-        else empty. Reasoning has both names that templates know.
+        Missing content is empty, since many templates join it with other text. Reasoning has both
+        names that templates know.
         """
         whole = self.model_dump(exclude_none=True)
         whole.pop("tool_calls", None)
-        if self.content is not None:
-            whole["content"] = self.text
-        elif self.role == "assistant":
-            whole["content"] = None if may_be_null else ""
+        whole["content"] = self.text or ""
         if self.tool_calls:
             whole["tool_calls"] = [
                 each.rendered(as_text=arguments_as_text) for each in self.tool_calls
@@ -338,14 +335,10 @@ class ChatBody(_Strict):
         """Whether there are tool calls among the messages."""
         return any(message.tool_calls for message in self.messages or ())
 
-    def conversation(
-        self, *, arguments_as_text: bool = False, may_be_null: bool = False
-    ) -> list[dict[str, Any]]:
+    def conversation(self, *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
         """Return the messages for the template; see `Message.rendered`."""
-        return [
-            each.rendered(arguments_as_text=arguments_as_text, may_be_null=may_be_null)
-            for each in self.messages or ()
-        ]
+        messages = self.messages or ()
+        return [each.rendered(arguments_as_text=arguments_as_text) for each in messages]
 
 
 class ChatRequest(GenerationRequest, ChatBody):
