@@ -74,7 +74,7 @@ def check_servable(model: str, config: Any) -> None:
             f"{model} is a {config.model_type} model, with an encoder; decoders are served, and "
             "generate runs it with VMKVCache.for_encoder_decoder"
         )
-    compat.auto_class(model, config)
+    compat.auto_class(config)
 
 
 def longest_request(config: Any, max_tokens: int | None) -> int:

@@ -132,7 +132,7 @@ def cropped_length(length: int, argument: int) -> int:
     return min(length, argument)
 
 
-def auto_class(name: str, config: Any) -> Any:
+def auto_class(config: Any) -> Any:
     """Return the class of transformers that loads a model which continues text.
 
     A model that reads images too is loaded whole. Raises `ConfigError` for a model of another kind.
@@ -148,7 +148,7 @@ def auto_class(name: str, config: Any) -> Any:
     for auto, models in kinds:
         if type(config) in models or auto.__name__ in own:
             return auto
-    raise ConfigError(f"{name} is a {config.model_type} model, which does not continue text")
+    raise ConfigError(f"a {config.model_type} model does not continue text")
 
 
 def load_causal_lm(name: str, dtype: str | None, **options: Any) -> Any:
@@ -165,7 +165,7 @@ def load_causal_lm(name: str, dtype: str | None, **options: Any) -> Any:
         options = {"trust_remote_code": False, **options}
         source = {key: options[key] for key in ("trust_remote_code", "revision") if key in options}
         config = transformers.AutoConfig.from_pretrained(name, **source)
-        model, info = auto_class(name, config).from_pretrained(
+        model, info = auto_class(config).from_pretrained(
             name, dtype=dtype or "auto", output_loading_info=True, **options
         )
     except ConfigError:

@@ -48,7 +48,7 @@ def build_without_weights(config: Any, dtype: torch.dtype) -> Any:
     """Build the causal language model of a configuration on the `meta` device, in eval mode."""
     try:
         with _shapes_only():
-            return transformers.AutoModelForCausalLM.from_config(
+            return compat.auto_class(config).from_config(
                 config, dtype=dtype, trust_remote_code=False, **compat.eager_options()
             ).eval()
     except Exception as error:  # any model's constructor, with any values
