@@ -414,6 +414,11 @@ def _part(arguments: argparse.Namespace, ranks: TensorParallel) -> Any:
 def _set_logging(arguments: argparse.Namespace) -> None:
     from .models import be_quiet
 
+    if arguments.log_requests and arguments.log_level in ("debug", "info"):
+        log = logging.getLogger("vmkv.serve.server.request_log")
+        log.handlers, log.propagate = [logging.StreamHandler()], False
+        log.handlers[0].setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        log.setLevel(logging.INFO)
     if arguments.log_level != "debug":
         be_quiet(with_progress=sys.stderr is not None and sys.stderr.isatty())
 

@@ -127,8 +127,12 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 def view(url: str, now: Scrape, before: Scrape | None = None) -> str:
     """Render one screen: a row for each metric, in the server's order; rates need two scrapes."""
     rows: dict[str, list[str]] = {}
+    budget_bytes = now.value("memory_bytes", state="budget")
     for (sample, labels), value in now.samples.items():
         name = sample.removeprefix("vmkv_")
+        if name == "memory_bytes" and ("state", "free") in labels:
+            # For new requests: what the pool keeps free, and what the device would give it.
+            value = budget_bytes - now.value("memory_bytes", state="resident")
         metric = name.removesuffix("_total").removesuffix("_count")
         if name.endswith("_count"):
             rows[metric] = [_times(now, metric, value)]
