@@ -86,6 +86,28 @@ def write(name: str, contents: bytes) -> None:
 
 # ---- folders of other libraries ------------------------------------------------------------------
 
+_COMPILER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def choose_compiler_folder() -> None:
+    """Have torch's compiler keep its files here, unless the user has chosen a folder for them.
+
+    Call it before the compiler is imported, which chooses one in /tmp. It names files by everything
+    that they depend on.
+    """
+    path = folder() / f"compiled-{metadata.version('torch')}"
+    os.environ.setdefault(_COMPILER_VARIABLE, str(path))
+
+
+@contextlib.contextmanager
+def compiler_folder() -> Iterator[None]:
+    """Context for compiling: the chosen folder is checked before, and noted after it."""
+    choose_compiler_folder()
+    path = Path(os.environ[_COMPILER_VARIABLE])
+    is_ours = path.parent == folder()
+    with kept_folder(path.name) if is_ours else contextlib.nullcontext():
+        yield
+
 
 @contextlib.contextmanager
 def kept_folder(name: str) -> Iterator[Path]:

@@ -341,7 +341,7 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
     device = _device(arguments.device)
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as start:
         progress = start.enter_context(_progress(arguments))
-        start.enter_context(_compiler_files())
+        start.enter_context(kept.compiler_folder())
         if arguments.trace:
             trace = stack.enter_context(contextlib.closing(ChromeTrace(arguments.trace)))
             observer = Observers([observer, trace])
@@ -385,21 +385,6 @@ def _end_start(start: contextlib.ExitStack, progress: Progress | None) -> None:
     start.close()
     if progress is not None:
         progress.write(f"the engine is ready: {progress.summary()}")
-
-
-@contextlib.contextmanager
-def _compiler_files() -> Iterator[None]:
-    """Context in which torch's compiler keeps its files in vmkv's folder, unless told another."""
-    variable = "TORCHINDUCTOR_CACHE_DIR"
-    if variable in os.environ:
-        yield
-        return
-    import torch
-
-    # The compiler names files by everything that they depend on.
-    with kept.kept_folder(f"compiled-{torch.__version__}") as path:
-        os.environ[variable] = str(path)
-        yield
 
 
 def _part(arguments: argparse.Namespace, ranks: TensorParallel) -> Any:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from .. import kept
 from ..errors import ConfigError, one_line
 from .children import be_child, end_child, start_child
 
@@ -113,6 +114,7 @@ def start_process() -> StartedProcess:
 
 def _run(connection: socket.socket) -> None:
     be_child(connection)
+    kept.choose_compiler_folder()
     run_engine = importlib.import_module(".process.host", __package__).run_engine
     importlib.import_module(".engine", __package__)
     if Path("/dev/nvidiactl").exists():  # Layers are compiled on CUDA only.
