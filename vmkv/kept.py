@@ -7,6 +7,7 @@ servers that start together write the same. A folder that cannot be written cost
 else.
 
 Contents are trusted like the code of vmkv: the folder is readable and writable by its owner only.
+See Note [Kept results cannot change an answer].
 """
 
 from __future__ import annotations

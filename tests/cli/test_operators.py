@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -126,6 +127,16 @@ def test_slips_are_found_before_torch_is_imported(
         )
     assert 2 == done.returncode, done.stderr
     assert words in done.stderr
+
+
+def test_too_little_memory_is_found_before_weights_are_loaded(
+    complaint: Complaint, model: Path, tmp_path: Path
+) -> None:
+    """There are none to load here."""
+    for file in model.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    line = ["serve", str(tmp_path), "--port", "0", "--device", "cpu", "--memory"]
+    assert "--memory of 1.024 MiB does not hold one token" in complaint(*line, "0.001")
 
 
 def test_a_length_beyond_the_models_is_refused(complaint: Complaint, model: Path) -> None:

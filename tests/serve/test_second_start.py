@@ -111,18 +111,13 @@ def test_ranks_use_sizes_that_all_of_them_have(
 SCRIPT = """
 from vmkv import kept
 kept.choose_compiler_folder()
-from helpers.tiny_models import tiny_model
+import torch
 from torch._dynamo.utils import counters
-from vmkv import Engine
-from vmkv.serve.runner import RunnerOptions
+from vmkv.step.compiled_layers import _compiler
 
-options = RunnerOptions(compile_layers=True, capture=True, show_progress=False)
 with kept.compiler_folder():
-    with Engine(
-        tiny_model("llama"), max_num_seqs=2, max_num_batched_tokens=32, budget_bytes=1 << 26,
-        runner="graphs", runner_options=options,
-    ):
-        pass
+    backend = _compiler("inductor", {})
+    torch.compile(torch.nn.functional.silu, dynamic=True, backend=backend)(torch.ones(3, 8))
 print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
 """
 
@@ -132,7 +127,7 @@ print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_c
 def test_compiled_layers_are_kept(folder: Path) -> None:
     """By torch's compiler, in vmkv's folder; nothing is compiled again."""
     root = Path(__file__).parents[2]
-    its = {"PYTHONPATH": f"{root}:{root / 'tests'}", "OMP_NUM_THREADS": "1"}
+    its = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **its}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
 
@@ -149,11 +144,10 @@ def test_compiled_layers_are_kept(folder: Path) -> None:
         hits, misses = map(int, done.stdout.split())
         return hits, misses
 
-    hits, misses = hits_and_misses()
-    assert 0 == hits < misses
-    assert (misses, 0) == hits_and_misses()
+    assert (0, 1) == hits_and_misses()
+    assert (1, 0) == hits_and_misses()
     [compiled] = [each for each in folder.iterdir() if each.is_dir()]
-    assert len([*compiled.rglob("*.py")]) >= misses
+    assert len([*compiled.rglob("*.py")]) >= 1
     assert (folder / f"{compiled.name}.files").is_file()
 
 

@@ -21,7 +21,7 @@ from .. import kept
 from ..errors import CapacityError, ConfigError, VMKVError, one_line
 from ..options import EngineOptions, Limits, ServerOptions
 from ..phases import phase
-from ..units import MiB, format_bytes
+from ..units import GiB, MiB, format_bytes
 from . import arguments as types
 from .folders import check_folder
 from .progress import Progress, showing
@@ -311,6 +311,7 @@ def _check_engine(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.model, **types.source_of(arguments))
     check_servable(arguments.model, config)
     longest = longest_request(config, arguments.max_tokens)
+    _check_memory(arguments, config)
     make_store(config, EngineOptions(**_chosen(EngineOptions, arguments)))
     Scheduler(arguments.max_num_seqs, arguments.max_num_batched_tokens)  # Checks its bounds.
     device = _device(arguments.device)
@@ -327,6 +328,23 @@ def _check_engine(arguments: argparse.Namespace) -> int:
     if arguments.trace:
         ChromeTrace(arguments.trace).close()
     return longest
+
+
+def _check_memory(arguments: argparse.Namespace, config: Any) -> None:
+    """Raise `ConfigError` if the memory for keys and values does not hold one token."""
+    # Larger budgets hold one of any model; the model's shape takes a second.
+    if arguments.budget_bytes is None or arguments.budget_bytes >= GiB:
+        return
+    from .capacity import kind_bytes, model_shape
+
+    num_ranks = arguments.tensor_parallel
+    shape = model_shape(config, kv_dtype=arguments.kv_dtype, num_ranks=num_ranks)
+    least_bytes = sum(kind_bytes(each, 1).prompt_bytes for each in shape.kinds if each.is_paged)
+    if arguments.budget_bytes < least_bytes:
+        raise ConfigError(
+            f"--memory of {format_bytes(arguments.budget_bytes)} does not hold one token of this "
+            f"model, which takes {format_bytes(least_bytes)}: raise it"
+        )
 
 
 @contextlib.contextmanager
