@@ -80,8 +80,8 @@ def add_parser(commands: types.Commands) -> None:
         formatter_class=types.DefaultsFormatter,
         description="Completions, chats, OpenAI's responses and Anthropic's messages, streamed or "
         "not; /tokenize, /health, /metrics and /version beside them. SIGTERM drains: what is under "
-        f"way is finished. API keys come from --api-key, a file or the variable {_API_KEY_VARIABLE}; "
-        "without any everybody may ask.",
+        "way is finished. API keys come from --api-key, a file or the variable "
+        f"{_API_KEY_VARIABLE}; without any everybody may ask.",
     )
     parser.add_argument("model", metavar="MODEL", type=types.name, help="a folder, or a Hub name")
     add = parser.add_argument_group("model").add_argument
