@@ -254,7 +254,7 @@ def test_models_that_read_images_continue_text(
 
 def test_phases_are_shown_and_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
     """With the seconds since the start; not once the start is over."""
-    with progress.showing(0.0) as shown:
+    with progress.handling(phases.__name__, progress.Progress(0.0)) as shown:
         with phases.phase("loading weights"):
             assert re.fullmatch(r"\[ *[\d.]+ s\] loading weights\n", capsys.readouterr().err)
         with phases.phase("compiling"), phases.phase("loading weights"):

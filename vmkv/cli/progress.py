@@ -7,8 +7,9 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from typing import TypeVar
 
-from .. import phases
+HandlerT = TypeVar("HandlerT", bound=logging.Handler)
 
 
 class Progress(logging.Handler):
@@ -45,16 +46,16 @@ class Progress(logging.Handler):
 
 
 @contextlib.contextmanager
-def showing(began_s: float) -> Iterator[Progress]:
-    """Context in which phases are shown, and summed up at the end."""
-    log, progress = logging.getLogger(phases.__name__), Progress(began_s)
-    before = log.level
-    log.addHandler(progress)
+def handling(name: str, handler: HandlerT) -> Iterator[HandlerT]:
+    """Context in which a handler alone has the records of a logger, from info on."""
+    log = logging.getLogger(name)
+    before = log.level, log.propagate
+    log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
     try:
-        yield progress
+        yield handler
     finally:
-        log.removeHandler(progress)
-        log.setLevel(before)
-        log.propagate = True
+        log.removeHandler(handler)
+        log.setLevel(before[0])
+        log.propagate = before[1]

@@ -24,7 +24,7 @@ from ..phases import phase
 from ..units import GiB, MiB, format_bytes
 from . import arguments as types
 from .folders import check_folder
-from .progress import Progress, showing
+from .progress import Progress, handling
 
 if TYPE_CHECKING:
     from ..serve.engine import Engine
@@ -166,6 +166,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         stack.enter_context(contextlib.closing(listener))
         stack.enter_context(ending_in_order())
         progress = stack.enter_context(_progress(arguments))
+        stack.enter_context(_request_log(arguments))
         stack.enter_context(_names_of_options())
         started = None
         if not arguments.replicas:
@@ -221,8 +222,17 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _progress(arguments: argparse.Namespace) -> AbstractContextManager[Progress | None]:
-    is_shown = arguments.log_level in ("debug", "info") and not arguments.replicas
-    return showing(arguments.began_s) if is_shown else contextlib.nullcontext()
+    if arguments.log_level not in ("debug", "info") or arguments.replicas:
+        return contextlib.nullcontext()
+    return handling("vmkv.phases", Progress(arguments.began_s))
+
+
+def _request_log(arguments: argparse.Namespace) -> AbstractContextManager[object]:
+    if arguments.log_level not in ("debug", "info") or not arguments.log_requests:
+        return contextlib.nullcontext()
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    return handling("vmkv.serve.server.request_log", handler)
 
 
 @contextlib.contextmanager
@@ -417,11 +427,6 @@ def _part(arguments: argparse.Namespace, ranks: TensorParallel) -> Any:
 def _set_logging(arguments: argparse.Namespace) -> None:
     from .models import be_quiet
 
-    if arguments.log_requests and arguments.log_level in ("debug", "info"):
-        log = logging.getLogger("vmkv.serve.server.request_log")
-        log.handlers, log.propagate = [logging.StreamHandler()], False
-        log.handlers[0].setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        log.setLevel(logging.INFO)
     if arguments.log_level != "debug":
         be_quiet(with_progress=sys.stderr is not None and sys.stderr.isatty())
 
