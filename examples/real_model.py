@@ -26,7 +26,7 @@ def convert(source: Path, folder: Path) -> None:
     options = {"gguf_file": source.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
     model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **options)
-    # A model marked as quantised is refused, so its weights go into one without the mark.
+    # The weights are decoded, so they go into a model without the mark of quantised ones.
     del model.config.quantization_config
     plain = LlamaForCausalLM(model.config)
     plain.load_state_dict(model.state_dict())

@@ -111,6 +111,12 @@ def same_chances() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def own_kept_files(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep compiled kernels and measured sizes for this run only, its child processes included."""
+    os.environ["VMKV_CACHE_DIR"] = str(tmp_path_factory.mktemp("kept"))
+
+
+@pytest.fixture(scope="session", autouse=True)
 def collected_in_the_end() -> Iterator[None]:
     """Undo `gc.freeze` at the end of the session."""
     yield

@@ -1,7 +1,7 @@
 """Imports point left only, and all layers up to `memory` are free of torch.
 
-    errors, units, interrupts <- core (_native <- backend <- memory <- cache) <- viz <- attention
-        <- step <- hf <- options <- serve <- cli
+    errors, units, interrupts, phases, kept <- core (_native <- backend <- memory <- cache) <- viz
+        <- attention <- step <- hf <- options <- serve <- cli
 
 An import inside a function counts like any other, and across packages so does one under
 TYPE_CHECKING. No modules import each other in a circle; within one package, imports under
@@ -19,7 +19,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "vmkv"
 LAYERS = [
-    *("errors", "units", "interrupts", "_native", "backend", "memory", "cache", "viz"),
+    *(
+        "errors",
+        "units",
+        "interrupts",
+        "phases",
+        "kept",
+        "_native",
+        "backend",
+        "memory",
+        "cache",
+        "viz",
+    ),
     *("attention", "step", "hf", "options", "serve", "cli"),
 ]
 TORCH_FREE = {*LAYERS[: LAYERS.index("cache")], "testing"}

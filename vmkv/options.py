@@ -39,6 +39,8 @@ class EngineOptions:
             default, for no extra bound, which suits requests that arrive together.
         max_tokens: Maximum length of a request, prompt and output; by default the model's.
         budget_bytes: Physical memory for keys and values; by default 0.9 of what is free now.
+        memory_fraction: Without `budget_bytes`, share of a GPU's whole memory for weights, graphs,
+            keys and values; the rest stays free. Elsewhere, share of the free memory.
         host_budget_bytes: Host memory for swapping preempted requests; 0 to recompute them.
         deterministic: Make a request's tokens independent of the rest of the batch, by forward
             passes of its own. This costs most of the throughput.
@@ -63,6 +65,7 @@ class EngineOptions:
     max_num_mixed_tokens: int | None = None
     max_tokens: int | None = None
     budget_bytes: int | None = None
+    memory_fraction: float | None = None
     host_budget_bytes: int = 0
     deterministic: bool = False
     prefix_caching: bool = True

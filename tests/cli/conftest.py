@@ -38,7 +38,7 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         out, err = capsys.readouterr()
         assert status in (1, 2), (status, out, err)
         assert "" == out
-        lines = err.splitlines()
+        lines = [line for line in err.splitlines() if not line.startswith("[")]  # Progress.
         if lines[0].startswith("usage: "):
             lines = [line for line in lines[1:] if not line.startswith(" ")]
         assert 1 == len(lines), err

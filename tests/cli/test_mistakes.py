@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -127,6 +128,8 @@ def engines_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AssertionError("the engine was made despite a wrong option")
 
     monkeypatch.setattr(EngineProcess, "_start", start)
+    nothing = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr("vmkv.serve.start.start_process", lambda: nothing)
 
 
 @pytest.mark.slow

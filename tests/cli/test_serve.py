@@ -95,6 +95,30 @@ def test_an_idle_server_ends_on_sigint(model: Path, capsys: pytest.CaptureFixtur
         child.send_signal(signal.SIGINT)
 
 
+def test_the_start_is_shown_and_memory_that_shortens_requests(model: Path, tmp_path: Path) -> None:
+    """On stderr, which is no terminal here: phases with seconds, a summary, and a warning."""
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 65536
+    (folder / "config.json").write_text(json.dumps(config))
+    with serving(folder, "--memory", "0.004") as (child, url):
+        (served,) = httpx.get(f"{url}/v1/models").json()["data"]
+        assert 4096 < served["max_model_len"] < 65536
+        body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        child.send_signal(signal.SIGTERM)
+        said = child.stderr.read()
+    for line in (
+        r"\[ *[\d.]+ s\] importing torch and transformers\n",
+        r"\[ *[\d.]+ s\] loading weights\n",
+        r"\[ *[\d.]+ s\] the engine is ready: loading weights [\d.]+ s, ",
+        r"\[ *[\d.]+ s\] listening\n",
+        r"the model's are up to 65536: give it more \(--memory\)",
+        r"POST /v1/completions 200 prompt=3 cached=0 output=\d ",
+    ):
+        assert re.search(line, said), said
+
+
 def engine_of(server_pid: int) -> int:
     """The process of a server's engine: a child, or a child of the child that forks processes."""
 

@@ -28,7 +28,8 @@ from vmkv.serve.observer import (
     RequestRecord,
     StepRecord,
 )
-from vmkv.serve.server.run import Server, make_server, open_socket
+from vmkv.serve.server.run import Server, make_server
+from vmkv.serve.start import open_socket
 
 TEXT = [
     "A row is one sequence's range in a reservation.",

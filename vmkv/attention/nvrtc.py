@@ -1,4 +1,4 @@
-"""Small CUDA kernels of vmkv: compiled by NVRTC on first use, launched natively.
+"""Small CUDA kernels of vmkv: compiled by NVRTC once, launched natively.
 
 Triton's launcher takes 14 us of host time and needs a C compiler on the user's machine, while NVRTC
 comes with torch and cuda-python. A launch takes 3 us. Arguments are 64-bit words, see
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import kept
 from ..core import _native
 from ..errors import ConfigError, CudaDriverError
 
@@ -76,7 +77,7 @@ def addresses(*tensors: torch.Tensor | None) -> list[int]:
 
 @functools.cache
 def compiled(source: str, name: str, device_index: int, *options: str) -> Kernel:
-    """Compile the kernel `name` of `source` for a device: 15 to 60 ms, once per device and options.
+    """Compile the kernel `name` of `source` for a device: 15 to 60 ms the first time.
 
     Raises `ConfigError` if NVRTC refuses the source, `CudaDriverError` if the driver refuses the
     kernel.
@@ -95,9 +96,14 @@ def compiled(source: str, name: str, device_index: int, *options: str) -> Kernel
 
 
 def assembled(source: str, name: str, architecture: str, *options: str) -> bytes:
-    """Compile the kernel `name` of `source` to a cubin; needs no device."""
+    """Compile the kernel `name` of `source` to a cubin, or read the kept one; needs no device."""
     from cuda.bindings import nvrtc
 
+    release = _checked(name, nvrtc.nvrtcVersion())
+    file = kept.name_of("kernel", source, name, architecture, options, release)
+    found = kept.read(file)
+    if found is not None:
+        return found
     flags = [each.encode() for each in (f"--gpu-architecture={architecture}", *options)]
     program = _checked(
         name, nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
@@ -110,6 +116,7 @@ def assembled(source: str, name: str, architecture: str, *options: str) -> bytes
     binary: bytes = b" " * _checked(name, nvrtc.nvrtcGetCUBINSize(program))
     _checked(name, nvrtc.nvrtcGetCUBIN(program, binary))
     nvrtc.nvrtcDestroyProgram(program)
+    kept.write(file, binary)
     return binary
 
 

@@ -88,6 +88,28 @@ gib = size(0, _GIB_MAX, "GiB", GiB)
 positive_gib = size(1e-9, _GIB_MAX, "GiB", GiB)
 positive_mib = size(1e-6, _MIB_MAX, "MiB", MiB)
 seconds = number(1e-3, _SECONDS_MAX, "seconds")
+#: A share of the whole.
+share = number(0.01, 1.0, "shares")
+
+
+class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults in the help, where there are any."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_default = action.default not in (None, False, (), []) and action.nargs != 0
+        return super()._get_help_string(action) if has_default else action.help
+
+
+def add_source(add: Callable[..., object]) -> None:
+    """Add the options that say where a model comes from."""
+    add("--revision", type=name, help="branch, tag or commit of the model on the Hub")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def source_of(arguments: argparse.Namespace, of: str | None = None) -> dict[str, Any]:
+    """Return the options of `from_pretrained` for the model, or for a tokenizer named `of`."""
+    revision = arguments.revision if of in (None, arguments.model) else None
+    return {"trust_remote_code": arguments.trust_remote_code, "revision": revision}
 
 
 def device(text: str) -> str:

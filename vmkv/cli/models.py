@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import torch
 import transformers
 from transformers.utils import cached_file
 
-from ..errors import CapacityError, ConfigError, one_line, shown
+from ..errors import CapacityError, ConfigError, one_line
 from ..hf import compat
+from ..hf.configuration import default_max_tokens, stated_max_tokens
+from .folders import check_folder
 
 #: More layers are a mistake, and would take hours to build.
 _LAYERS_MAX = 10_000
@@ -28,24 +31,16 @@ def be_quiet(*, with_progress: bool) -> None:
         transformers.logging.disable_progress_bar()
 
 
-def load_config(model: str) -> Any:
-    """Load the configuration of a folder, file or Hub name; raises `ConfigError` if it cannot."""
-    path = Path(model)
-    is_path = model.endswith(".json") or model.startswith((".", "/", "~"))
+def load_config(model: str, **source: Any) -> Any:
+    """Load the configuration of a folder, file or Hub name; raises `ConfigError` if it cannot.
+
+    `source` are options of `from_pretrained`.
+    """
+    check_folder(model)
     try:
-        # Opening a pipe would block, and transformers takes it for a name on the Hub.
-        is_folder, is_there = path.is_dir(), path.is_dir() or path.is_file()
-        has_config = is_folder and (path / "config.json").is_file()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{shown(model)} cannot be read: {one_line(error)}") from error
-    if is_path and not is_there:
-        raise ConfigError(f"there is no file or folder {model}")
-    if is_folder and not has_config:
-        raise ConfigError(
-            f"{model} holds no config.json; name the folder that save_pretrained wrote"
+        config = transformers.AutoConfig.from_pretrained(
+            model, **{"trust_remote_code": False, **source}
         )
-    try:
-        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
         num_layers = getattr(compat.text_config(config), "num_hidden_layers", 1)
     except Exception as error:  # a file or the Hub may hold anything
         raise ConfigError(_why_no_config(model, error)) from error
@@ -56,15 +51,51 @@ def load_config(model: str) -> Any:
 
 def _why_no_config(model: str, error: Exception) -> str:
     reason = one_line(error)
+    if "trust_remote_code" in reason:
+        return (
+            f"{model} comes with code of its own: read it, and pass --trust-remote-code to run it"
+        )
     if Path(model).exists():
         return f"{model} is no configuration that the installed transformers can read: {reason}"
+    if "gated repo" in reason.lower():
+        return (
+            f"{model} is gated on the Hub: accept its terms there, and log in (hf auth login, or "
+            "HF_TOKEN in the environment)"
+        )
     return (
         f"no model {model!r}: neither a folder or file here, nor to be had from the Hub ({reason})"
     )
 
 
-def load_model(model: str, *, device: str, dtype: str | None) -> Any:
+def check_servable(model: str, config: Any) -> None:
+    """Raise `ConfigError` for a kind of model that has no decoder to serve."""
+    if config.is_encoder_decoder:
+        raise ConfigError(
+            f"{model} is a {config.model_type} model, with an encoder; decoders are served, and "
+            "generate runs it with VMKVCache.for_encoder_decoder"
+        )
+    compat.auto_class(config)
+
+
+def longest_request(config: Any, max_tokens: int | None) -> int:
+    """Return the tokens of the longest request, by default the model's.
+
+    Raises `ConfigError` for a length beyond the model's.
+    """
+    decoder = compat.text_config(config)
+    stated = stated_max_tokens(decoder)
+    if max_tokens is not None and stated is not None and max_tokens > stated:
+        raise ConfigError(
+            f"--max-model-tokens {max_tokens}: the model was made for {stated} tokens at most"
+        )
+    return max_tokens or default_max_tokens(decoder, past_stated=False)
+
+
+def load_model(model: str, *, device: str, dtype: str | None, **source: Any) -> Any:
     """Load a model with its weights onto a device, in eval mode.
+
+    `source` are options of `from_pretrained`. With accelerate, weights are read onto the device
+    without a copy in host memory.
 
     Raises:
         ConfigError: It is not a causal language model with all its weights, or there is no such
@@ -72,7 +103,9 @@ def load_model(model: str, *, device: str, dtype: str | None) -> Any:
         CapacityError: Its weights do not fit the device.
     """
     check_device(device)
-    loaded = compat.load_causal_lm(model, dtype)
+    if importlib.util.find_spec("accelerate") is not None:
+        source["device_map"] = {"": device}
+    loaded = compat.load_causal_lm(model, dtype, **source)
     try:
         return loaded.to(device)
     except torch.OutOfMemoryError as error:
@@ -92,7 +125,9 @@ def check_device(device: str) -> None:
         raise ConfigError(f"there is no device cuda:{index}; there are {torch.cuda.device_count()}")
 
 
-def load_sampling_defaults(model: str, source: str) -> dict[str, Any]:
+def load_sampling_defaults(
+    model: str, source: str, *, revision: str | None = None
+) -> dict[str, Any]:
     """Read what requests leave out from a generation_config.json, as vLLM does.
 
     `source` is "auto" for the model's, if it has one, "vllm" for none, or a folder that has one.
@@ -104,7 +139,10 @@ def load_sampling_defaults(model: str, source: str) -> dict[str, Any]:
         return {}
     name = model if source == "auto" else source
     may_lack = dict.fromkeys(("missing_entries", "gated_repo", "connection_errors"), False)
-    options = {f"_raise_exceptions_for_{what}": raises for what, raises in may_lack.items()}
+    options: dict[str, Any] = {
+        f"_raise_exceptions_for_{what}": raises for what, raises in may_lack.items()
+    }
+    options["revision"] = revision if source == "auto" else None
     try:
         path = cached_file(name, _GENERATION_CONFIG, **options)
         told = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
@@ -119,10 +157,12 @@ def load_sampling_defaults(model: str, source: str) -> dict[str, Any]:
     return defaults
 
 
-def load_tokenizer(name: str) -> Any:
-    """Load a model's tokenizer; raises `ConfigError` if it has none."""
+def load_tokenizer(name: str, **source: Any) -> Any:
+    """Load a model's tokenizer, with options of `from_pretrained`; `ConfigError` if it has none."""
     try:
-        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(
+            name, **{"trust_remote_code": False, **source}
+        )
     except Exception as error:  # a folder or the Hub may hold anything
         raise ConfigError(
             f"no tokenizer for {name}: {one_line(error)}; pass --tokenizer with a folder that has "

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import ConfigError
 from ..units import GiB, MiB, format_bytes
-from .arguments import DTYPES, KV_DTYPES, Commands, count, gib, name, positive_gib, positive_int
+from .arguments import (
+    DTYPES,
+    KV_DTYPES,
+    Commands,
+    add_source,
+    count,
+    gib,
+    name,
+    positive_gib,
+    positive_int,
+    source_of,
+)
 
 if TYPE_CHECKING:
     from .capacity import KindBytes, ModelShape
@@ -37,12 +48,19 @@ def add_parser(commands: Commands) -> None:
     add("--weights", type=gib, metavar="GiB", help="(default: counted from the configuration)")
     text = "for activations, CUDA graphs and the context (default: 4)"
     add("--reserve", type=gib, metavar="GiB", default=4 * GiB, help=text)
-    add("--tensor-parallel", type=positive_int, default=1, help="GPUs that share the model")
+    add(
+        "--tensor-parallel",
+        "--tensor-parallel-size",
+        type=positive_int,
+        default=1,
+        help="GPUs that share the model",
+    )
     add("--share-prefix", type=count, metavar="TOKENS", default=0, help="common to all users")
     add("--swap", type=gib, metavar="GiB", default=0, help="host memory for idle sequences")
     add("--dtype", choices=DTYPES, help="of keys and values (default: the configuration's)")
     text = "fp8: keys and values in eight bits (default: auto, as --dtype says)"
-    add("--kv-dtype", choices=KV_DTYPES, default="auto", help=text)
+    add("--kv-dtype", "--kv-cache-dtype", choices=KV_DTYPES, default="auto", help=text)
+    add_source(add)
     add("--json", action="store_true", help="for programs")
 
 
@@ -58,7 +76,10 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             f"--share-prefix {shared_tokens} is longer than --context {num_tokens}; a prefix is "
             "part of its sequence"
         )
-    config, num_ranks = load_config(arguments.model), arguments.tensor_parallel
+    config, num_ranks = (
+        load_config(arguments.model, **source_of(arguments)),
+        arguments.tensor_parallel,
+    )
     shape = model_shape(
         config, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype, num_ranks=num_ranks
     )

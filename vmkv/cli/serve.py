@@ -6,40 +6,57 @@ import argparse
 import contextlib
 import functools
 import importlib.util
+import logging
 import os
+import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..errors import CapacityError, ConfigError, one_line
+from .. import kept
+from ..errors import CapacityError, ConfigError, VMKVError, one_line
 from ..options import EngineOptions, Limits, ServerOptions
-from ..units import MiB, format_bytes
+from ..phases import phase
+from ..units import GiB, MiB, format_bytes
 from . import arguments as types
+from .folders import check_folder
+from .progress import Progress, handling
 
 if TYPE_CHECKING:
     from ..serve.engine import Engine
     from ..serve.observer import EngineObserver
     from ..serve.parallel import TensorParallel
     from ..serve.server.service import ServerMetrics, StreamingEngine
+    from ..serve.start import StartedProcess
 
+_LOG = logging.getLogger(__name__)
 _API_KEY_VARIABLE = "VMKV_API_KEY"
-_MIXED_HELP = """tokens in a step that decodes and computes prompts, both counted; twice as many for
-half of a long prompt; all running requests decode and prompts get half of this anyway; no bound
-while more prompt tokens are left than --max-num-batched-tokens; 0 for none"""
-#: Fields of `EngineOptions`: name, type, metavar, help, and the flag where it is not the name.
+_MIXED_HELP = """tokens in a step that both decodes and computes prompts; up to twice as many for a
+long prompt; prompts get at least half; no bound while more prompt tokens wait than
+--max-num-batched-tokens; 0 for none"""
+_LENGTH_HELP = "prompt and answer of a request together; by default the model's length"
+_WATERMARK_HELP = "device memory kept while no request runs; by default everything"
+_SHARE_HELP = """share of the device's memory for weights, graphs, keys and values together,
+as in vLLM; instead of --memory"""
+#: Fields of `EngineOptions`: name, type, metavar, help, and the flags where they are not the name;
+#: flags after the first are vLLM's.
 _ENGINE = (
-    ("max_num_seqs", types.integer(1, 1 << 16), "N", "sequences in a step"),
+    ("max_num_seqs", types.integer(1, 1 << 16), "N", "requests in a step"),
     ("max_num_batched_tokens", types.integer(1, 1 << 20), "N", "tokens in a step"),
     ("max_num_mixed_tokens", types.count_or_none, "N", _MIXED_HELP),
-    ("max_tokens", types.positive_int, "N", "of a request; else the model's", "--max-model-tokens"),
+    ("max_tokens", types.positive_int, "N", _LENGTH_HELP, "--max-model-tokens", "--max-model-len"),
     ("budget_bytes", types.positive_gib, "GiB", "for keys and values; by default all", "--memory"),
+    ("memory_fraction", types.share, "SHARE", _SHARE_HELP, "--gpu-memory-utilization"),
     ("host_budget_bytes", types.gib, "GiB", "host memory for preempted requests", "--swap"),
-    ("watermark_bytes", types.gib, "GiB", "kept when idle; by default everything", "--watermark"),
+    ("watermark_bytes", types.gib, "GiB", _WATERMARK_HELP, "--watermark"),
     ("attention_backend", types.name, "NAME", "see vmkv doctor; by default the best that runs"),
     ("kv_scales", types.name, "FILE", "of keys and values in fp8; by default 1"),
     ("skip_layers", types.layers, "LAYERS", "which stay in the model's type, as in 0,1,sliding"),
+    ("seed", types.count, "N", "for requests without one; by default random"),
 )
 #: Fields of `Limits`, likewise.
 _LIMITS = (
@@ -60,19 +77,22 @@ def add_parser(commands: types.Commands) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve",
         help="serve a model behind the OpenAI API",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=types.DefaultsFormatter,
         description="Completions, chats, OpenAI's responses and Anthropic's messages, streamed or "
         "not; /tokenize, /health, /metrics and /version beside them. SIGTERM drains: what is under "
-        f"way is finished. API keys come from a file or from the variable {_API_KEY_VARIABLE}; "
-        "without either everybody may ask.",
+        "way is finished. API keys come from --api-key, a file or the variable "
+        f"{_API_KEY_VARIABLE}; without any everybody may ask.",
     )
     parser.add_argument("model", metavar="MODEL", type=types.name, help="a folder, or a Hub name")
     add = parser.add_argument_group("model").add_argument
+    types.add_source(add)
     add("--tokenizer", type=types.name, help="a folder or Hub name, where it is not the model's")
     add("--served-model-name", type=types.name, help="what clients call it; by default MODEL")
     add("--device", type=types.device, default="auto", help="auto, cpu, cuda, cuda:1 …")
-    add("--dtype", choices=types.DTYPES, help="of the weights; by default as they were saved")
-    add("--tensor-parallel", type=types.positive_int, default=1, help="GPUs that share the model")
+    text = "of the weights; by default as they were saved, like auto"
+    add("--dtype", choices=("auto", *types.DTYPES), help=text)
+    flags, text = ("--tensor-parallel", "--tensor-parallel-size"), "GPUs that share the model"
+    add(*flags, type=types.positive_int, default=1, help=text)
     add("--chat-template", type=types.name, metavar="FILE", help="in Jinja, not the tokenizer's")
     text = "by which tool calls and reasoning are found: a JSON file, or qwen3, llama3, mistral …"
     add("--response-template", type=types.name, metavar="FILE|NAME", help=text)
@@ -82,9 +102,11 @@ def add_parser(commands: types.Commands) -> None:
     add("--generation-config", type=types.name, metavar="FOLDER", default="auto", help=text)
     add = parser.add_argument_group("engine").add_argument
     _add_all(add, EngineOptions, _ENGINE)
-    add("--kv-dtype", choices=types.KV_DTYPES, default="auto", help="of keys and values")
-    text = "compute common prefixes again"
-    add("--no-prefix-caching", dest="prefix_caching", action="store_false", help=text)
+    flags, text = ("--kv-dtype", "--kv-cache-dtype"), "of keys and values"
+    add(*flags, choices=types.KV_DTYPES, default="auto", help=text)
+    flags, dest = ("--no-prefix-caching", "--no-enable-prefix-caching"), "prefix_caching"
+    add(*flags, dest=dest, action="store_false", help="compute common prefixes again")
+    add("--enable-prefix-caching", dest=dest, action="store_true", help="as by default")
     add("--deterministic", action="store_true", help="tokens do not depend on other requests")
     add = parser.add_argument_group("replicas").add_argument
     text = "engines on a GPU each, on the Ray cluster that RAY_ADDRESS names, or on this machine"
@@ -92,26 +114,34 @@ def add_parser(commands: types.Commands) -> None:
     add = parser.add_argument_group("server").add_argument
     add("--host", type=types.name, default="127.0.0.1", help="0.0.0.0 for every address")
     add("--port", type=types.port, default=8000, help="0 for any free one")
+    text = "that clients send; may be repeated. Other users of this machine can see it"
+    add("--api-key", metavar="KEY", type=types.name, action="append", default=[], help=text)
     add("--api-key-file", metavar="FILE", type=Path, help="one key per line, in UTF-8")
     text = "one prefix cache for all keys: usage tells each what others have sent"
     add("--share-prefixes", action="store_true", help=text)
     add("--protect-all", action="store_true", help="metrics and documentation need a key too")
     add("--cors-origin", action="append", default=[], metavar="URL", help="whose pages may ask")
     _add_all(add, Limits, _LIMITS)
-    add("--silence-timeout", type=types.seconds, default=60, help="until a hung engine fails")
+    text = "seconds without a finished step after which a busy engine counts as hung"
+    add("--silence-timeout", type=types.seconds, default=60, help=text)
     add("--drain-timeout", type=types.seconds, default=300, help="seconds to finish, on SIGTERM")
     add("--trace", type=types.name, metavar="FILE", help="of every step, in Chrome's format")
+    flags, dest = ("--no-log-requests", "--no-enable-log-requests"), "log_requests"
+    text = "no line on stderr for each request"
+    add(*flags, "--disable-log-requests", dest=dest, action="store_false", help=text)
+    add("--enable-log-requests", dest=dest, action="store_true", help="as by default")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    parser.set_defaults(run=run, max_num_mixed_tokens=_MAX_NUM_MIXED_TOKENS)
+    its = {"max_num_mixed_tokens": _MAX_NUM_MIXED_TOKENS, "prefix_caching": True}
+    parser.set_defaults(run=run, log_requests=True, **its)
 
 
 def _add_all(add: Callable[..., object], options: type, rows: Sequence[tuple[Any, ...]]) -> None:
     """Add a flag for each of some fields, with the field's default."""
     for dest, of, metavar, text, *flags in rows:
-        flag = flags[0] if flags else f"--{dest.replace('_', '-')}"
         default = getattr(options, dest)
         shown = str(default // MiB) if metavar == "MiB" else default
-        add(flag, dest=dest, type=of, default=shown, metavar=metavar, help=text)
+        flags = flags or [f"--{dest.replace('_', '-')}"]
+        add(*flags, dest=dest, type=of, default=shown, metavar=metavar, help=text)
 
 
 def _chosen(options: type, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -125,50 +155,104 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     # Checks that need no model come before one is loaded, the cheapest first.
     _check_installed()
     _check_combination(arguments)
-    from ..serve.server import create_app, run_server
-    from ..serve.server.run import ending_in_order, open_socket
-    from .models import load_sampling_defaults, load_tokenizer
+    check_folder(arguments.model)
+    from ..serve.start import ending_in_order, open_socket, start_process
 
-    _set_logging(arguments)
-    options_for = server_options(arguments)
-    listener = open_socket(
-        arguments.host, arguments.port, unread_timeout_s=arguments.send_timeout_s
-    )
-    with contextlib.closing(listener), ending_in_order():
-        _check_engine(arguments)
-        defaults = load_sampling_defaults(arguments.model, arguments.generation_config)
-        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-        with _running(arguments, tokenizer) as (engine, metrics, max_tokens, budget_bytes):
-            options = options_for(max_tokens, sampling_defaults=defaults)
+    arguments.began_s = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        listener = open_socket(
+            arguments.host, arguments.port, unread_timeout_s=arguments.send_timeout_s
+        )
+        stack.enter_context(contextlib.closing(listener))
+        stack.enter_context(ending_in_order())
+        progress = stack.enter_context(_progress(arguments))
+        stack.enter_context(_request_log(arguments))
+        stack.enter_context(_names_of_options())
+        started = None
+        if not arguments.replicas:
+            started = stack.enter_context(contextlib.closing(start_process()))
+        with phase("importing torch and transformers"):
+            from ..serve.server import create_app, run_server
+            from .models import load_sampling_defaults, load_tokenizer
 
-            def announce() -> None:
-                host, port = listener.getsockname()[:2]
-                host = f"[{host}]" if ":" in host else host
-                of_each = f" with {arguments.replicas} replicas" if arguments.replicas else ""
-                out.write(
-                    f"vmkv serves {options.model_name} at http://{host}:{port}/v1{of_each}: up to "
-                    f"{max_tokens:,} tokens a request, {format_bytes(budget_bytes)} for keys and "
-                    f"values{' of each' if of_each else ''}, "
-                    f"{'with' if options.api_keys else 'without'} API keys\n"
-                )
-                if defaults:
-                    told = ", ".join(f"{name}={value}" for name, value in defaults.items())
-                    out.write(f"requests that leave them out have {told} (--generation-config)\n")
-                out.flush()
-
-            run_server(
-                create_app(engine, tokenizer, options, metrics),
-                listener,
-                drain_timeout_s=arguments.drain_timeout,
-                log_level=arguments.log_level,
-                on_ready=announce,
+        _set_logging(arguments)
+        options_for = server_options(arguments)
+        longest = _check_engine(arguments)
+        defaults = load_sampling_defaults(
+            arguments.model, arguments.generation_config, revision=arguments.revision
+        )
+        name = arguments.tokenizer or arguments.model
+        tokenizer = load_tokenizer(name, **types.source_of(arguments, name))
+        running = _running(arguments, tokenizer, started)
+        engine, metrics, max_tokens, budget_bytes = stack.enter_context(running)
+        if max_tokens < longest:
+            _LOG.warning(
+                "the memory for keys and values holds requests of %d tokens, the model's are up to "
+                "%d: give it more (--memory)",
+                max_tokens,
+                longest,
             )
+        options = options_for(max_tokens, sampling_defaults=defaults)
+
+        def announce() -> None:
+            host, port = listener.getsockname()[:2]
+            host = f"[{host}]" if ":" in host else host
+            of_each = f" with {arguments.replicas} replicas" if arguments.replicas else ""
+            if progress is not None:
+                progress.write("listening")
+            out.write(
+                f"vmkv serves {options.model_name} at http://{host}:{port}/v1{of_each}: up to "
+                f"{max_tokens:,} tokens a request, {format_bytes(budget_bytes)} for keys and "
+                f"values{' of each' if of_each else ''}, "
+                f"{'with' if options.api_keys else 'without'} API keys\n"
+            )
+            if defaults:
+                told = ", ".join(f"{name}={value}" for name, value in defaults.items())
+                out.write(f"requests that leave them out have {told} (--generation-config)\n")
+            out.flush()
+
+        run_server(
+            create_app(engine, tokenizer, options, metrics),
+            listener,
+            drain_timeout_s=arguments.drain_timeout,
+            log_level=arguments.log_level,
+            on_ready=announce,
+        )
     return 0
+
+
+def _progress(arguments: argparse.Namespace) -> AbstractContextManager[Progress | None]:
+    if arguments.log_level not in ("debug", "info") or arguments.replicas:
+        return contextlib.nullcontext()
+    return handling("vmkv.phases", Progress(arguments.began_s))
+
+
+def _request_log(arguments: argparse.Namespace) -> AbstractContextManager[object]:
+    if arguments.log_level not in ("debug", "info") or not arguments.log_requests:
+        return contextlib.nullcontext()
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    return handling("vmkv.serve.server.request_log", handler)
+
+
+@contextlib.contextmanager
+def _names_of_options() -> Iterator[None]:
+    """Have errors name options as the command line does."""
+    rows = (*_ENGINE, ("kv_dtype", None, "", ""))
+    names = {dest: (*flags, f"--{dest.replace('_', '-')}")[0] for dest, _, _, _, *flags in rows}
+    pattern = re.compile(rf"\b({'|'.join(each for each in names if '_' in each)})\b")
+    try:
+        yield
+    except VMKVError as error:
+        if error.args and isinstance(error.args[0], str):
+            message = pattern.sub(lambda found: names[found.group()], error.args[0])
+            error.args = (message, *error.args[1:])
+        raise
 
 
 @contextlib.contextmanager
 def _running(
-    arguments: argparse.Namespace, tokenizer: Any
+    arguments: argparse.Namespace, tokenizer: Any, started: StartedProcess | None
 ) -> Iterator[tuple[StreamingEngine, ServerMetrics, int, int]]:
     """Start an engine in a process of its own, or replicas, each with a tokenizer.
 
@@ -177,7 +261,7 @@ def _running(
     make, silence_max_s = functools.partial(_engine, arguments), arguments.silence_timeout
     if arguments.replicas:
         if importlib.util.find_spec("ray") is None:
-            raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
+            raise ConfigError("--replicas needs the package ray: pip install '.[ray]'")
         from ..serve.replicas.deployment import running_replicas
 
         on_gpus = _device(arguments.device) == "cuda"
@@ -191,7 +275,11 @@ def _running(
 
     metrics = Metrics()
     process = EngineProcess(
-        make, tokenizer=tokenizer, observer=metrics, silence_max_s=silence_max_s
+        make,
+        tokenizer=tokenizer,
+        observer=metrics,
+        started=started,
+        silence_max_s=silence_max_s,
     )
     with contextlib.closing(process):
         metrics.bind_pages(process.page_bytes)
@@ -199,6 +287,8 @@ def _running(
 
 
 def _check_combination(arguments: argparse.Namespace) -> None:
+    if None not in (arguments.budget_bytes, arguments.memory_fraction):
+        raise ConfigError("--memory and --gpu-memory-utilization state the same: take one")
     if arguments.tensor_parallel > 1 and ":" in arguments.device:
         raise ConfigError(
             f"--tensor-parallel takes the first GPUs, not {arguments.device}; choose them with "
@@ -217,14 +307,21 @@ def _check_combination(arguments: argparse.Namespace) -> None:
         )
 
 
-def _check_engine(arguments: argparse.Namespace) -> None:
-    """Raise `ConfigError` for engine options that are wrong without loading the model."""
+def _check_engine(arguments: argparse.Namespace) -> int:
+    """Raise `ConfigError` for engine options that are wrong without loading the model.
+
+    Returns the tokens of the longest request that is wanted.
+    """
     from ..serve.memory_view import make_store
     from ..serve.scheduler import Scheduler
     from ..serve.trace import ChromeTrace
-    from .models import check_device, load_config
+    from .models import check_device, check_servable, load_config, longest_request
 
-    config = load_config(arguments.model)  # The most common error first.
+    # The most common error first.
+    config = load_config(arguments.model, **types.source_of(arguments))
+    check_servable(arguments.model, config)
+    longest = longest_request(config, arguments.max_tokens)
+    _check_memory(arguments, config)
     make_store(config, EngineOptions(**_chosen(EngineOptions, arguments)))
     Scheduler(arguments.max_num_seqs, arguments.max_num_batched_tokens)  # Checks its bounds.
     device = _device(arguments.device)
@@ -240,6 +337,24 @@ def _check_engine(arguments: argparse.Namespace) -> None:
             check_device(f"cuda:{arguments.tensor_parallel - 1}")
     if arguments.trace:
         ChromeTrace(arguments.trace).close()
+    return longest
+
+
+def _check_memory(arguments: argparse.Namespace, config: Any) -> None:
+    """Raise `ConfigError` if the memory for keys and values does not hold one token."""
+    # Larger budgets hold one of any model; the model's shape takes a second.
+    if arguments.budget_bytes is None or arguments.budget_bytes >= GiB:
+        return
+    from .capacity import kind_bytes, model_shape
+
+    num_ranks = arguments.tensor_parallel
+    shape = model_shape(config, kv_dtype=arguments.kv_dtype, num_ranks=num_ranks)
+    least_bytes = sum(kind_bytes(each, 1).prompt_bytes for each in shape.kinds if each.is_paged)
+    if arguments.budget_bytes < least_bytes:
+        raise ConfigError(
+            f"--memory of {format_bytes(arguments.budget_bytes)} does not hold one token of this "
+            f"model, which takes {format_bytes(least_bytes)}: raise it"
+        )
 
 
 @contextlib.contextmanager
@@ -252,12 +367,15 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
 
     _set_logging(arguments)
     device = _device(arguments.device)
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as start:
+        progress = start.enter_context(_progress(arguments))
+        start.enter_context(kept.compiler_folder())
         if arguments.trace:
             trace = stack.enter_context(contextlib.closing(ChromeTrace(arguments.trace)))
             observer = Observers([observer, trace])
         # Of every engine, for grammars.
-        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+        name = arguments.tokenizer or arguments.model
+        tokenizer = load_tokenizer(name, **types.source_of(arguments, name))
         if arguments.tensor_parallel > 1:
             from ..serve.parallel.engine import open_parallel_engine
 
@@ -269,9 +387,13 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
                 tokenizer=tokenizer,
                 **_chosen(EngineOptions, arguments),
             )
-            yield stack.enter_context(parallel_engine)
+            engine = stack.enter_context(parallel_engine)
+            _end_start(start, progress)
+            yield engine
             return
-        model = load_model(arguments.model, device=device, dtype=arguments.dtype)
+        with phase("loading weights"):
+            source = types.source_of(arguments)
+            model = load_model(arguments.model, device=device, dtype=arguments.dtype, **source)
         try:
             engine = make_engine(arguments, model, observer, tokenizer)
         except RuntimeError as error:
@@ -281,14 +403,25 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
                 f"there is no memory left for the engine's own tensors ({one_line(error)}); lower "
                 "--max-num-seqs, --max-num-batched-tokens or --memory"
             ) from error
-        yield stack.enter_context(engine)
+        stack.enter_context(engine)
+        _end_start(start, progress)
+        yield engine
+
+
+def _end_start(start: contextlib.ExitStack, progress: Progress | None) -> None:
+    """Keep the compiler's files, and show how long each phase has taken."""
+    start.close()
+    if progress is not None:
+        progress.write(f"the engine is ready: {progress.summary()}")
 
 
 def _part(arguments: argparse.Namespace, ranks: TensorParallel) -> Any:
     from ..serve.parallel.localise import load
 
     _set_logging(arguments)
-    return load(arguments.model, ranks, dtype=arguments.dtype)
+    with phase("loading weights"):
+        source = types.source_of(arguments)
+        return load(arguments.model, ranks, dtype=arguments.dtype, **source)
 
 
 def _set_logging(arguments: argparse.Namespace) -> None:
@@ -318,7 +451,8 @@ def server_options(arguments: argparse.Namespace) -> Callable[..., ServerOptions
     response_template = None
     if arguments.response_template:
         response_template = read_response_template(arguments.response_template)
-    api_keys = read_api_keys(arguments.api_key_file, os.environ.get(_API_KEY_VARIABLE))
+    from_file = read_api_keys(arguments.api_key_file, os.environ.get(_API_KEY_VARIABLE))
+    api_keys = [*arguments.api_key, *from_file]
     limits = Limits(**_chosen(Limits, arguments))
     return functools.partial(
         ServerOptions,
@@ -344,4 +478,4 @@ def _device(wanted: str) -> str:
 def _check_installed() -> None:
     for package in ("fastapi", "msgspec", "prometheus_client", "uvicorn"):
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"serving needs the package {package}: pip install 'vmkv[serve]'")
+            raise ConfigError(f"serving needs the package {package}: pip install '.[serve]'")

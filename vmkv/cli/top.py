@@ -56,7 +56,7 @@ def scrape(address: str, *, timeout_s: float = TIMEOUT_S) -> Scrape:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:
         raise ConfigError(
-            f"reading metrics needs the package {error.name}: pip install 'vmkv[serve]'"
+            f"reading metrics needs the package {error.name}: pip install '.[serve]'"
         ) from error
 
     url = address if "://" in address else f"http://{address}"
@@ -127,8 +127,12 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 def view(url: str, now: Scrape, before: Scrape | None = None) -> str:
     """Render one screen: a row for each metric, in the server's order; rates need two scrapes."""
     rows: dict[str, list[str]] = {}
+    budget_bytes = now.value("memory_bytes", state="budget")
     for (sample, labels), value in now.samples.items():
         name = sample.removeprefix("vmkv_")
+        if name == "memory_bytes" and ("state", "free") in labels:
+            # For new requests: what the pool keeps free, and what the device would give it.
+            value = budget_bytes - now.value("memory_bytes", state="resident")
         metric = name.removesuffix("_total").removesuffix("_count")
         if name.endswith("_count"):
             rows[metric] = [_times(now, metric, value)]

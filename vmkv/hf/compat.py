@@ -132,24 +132,44 @@ def cropped_length(length: int, argument: int) -> int:
     return min(length, argument)
 
 
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that loads a model which continues text.
+
+    A model that reads images too is loaded whole. Raises `ConfigError` for a model of another kind.
+    """
+    kinds = (
+        (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
+        (
+            transformers.AutoModelForImageTextToText,
+            transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        ),
+    )
+    own = getattr(config, "auto_map", None) or {}
+    for auto, models in kinds:
+        if type(config) in models or auto.__name__ in own:
+            return auto
+    raise ConfigError(f"a {config.model_type} model does not continue text")
+
+
 def load_causal_lm(name: str, dtype: str | None, **options: Any) -> Any:
     """Load a model with its weights in eval mode, with further options of `from_pretrained`.
 
     `name` is a folder or a Hub name; `dtype` is of the weights, by default as saved. Raises
-    `ConfigError` unless it is a causal language model with all its weights, `CapacityError` if they
-    do not fit.
+    `ConfigError` unless it is a causal language model, or one that reads images and text, with all
+    its weights; `CapacityError` if they do not fit.
     """
     try:
         if (Path(name) / "generation_config.json").exists():
             # transformers ignores a broken file, and texts would then never end.
             transformers.GenerationConfig.from_pretrained(name)
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=dtype or "auto",
-            trust_remote_code=False,
-            output_loading_info=True,
-            **options,
+        options = {"trust_remote_code": False, **options}
+        source = {key: options[key] for key in ("trust_remote_code", "revision") if key in options}
+        config = transformers.AutoConfig.from_pretrained(name, **source)
+        model, info = auto_class(config).from_pretrained(
+            name, dtype=dtype or "auto", output_loading_info=True, **options
         )
+    except ConfigError:
+        raise
     except torch.OutOfMemoryError as error:
         raise CapacityError(f"the weights of {name} do not fit: {one_line(error)}") from error
     except Exception as error:  # a folder or the Hub may hold anything

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import cache_utils
 
@@ -48,9 +47,11 @@ def build_without_weights(config: Any, dtype: torch.dtype) -> Any:
     """Build the causal language model of a configuration on the `meta` device, in eval mode."""
     try:
         with _shapes_only():
-            return transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=False, **compat.eager_options()
-            ).eval()
+            return (
+                compat.auto_class(config)
+                .from_config(config, dtype=dtype, trust_remote_code=False, **compat.eager_options())
+                .eval()
+            )
     except Exception as error:  # any model's constructor, with any values
         raise ConfigError(
             f"the installed transformers builds no {config.model_type} model from this "

@@ -25,6 +25,7 @@ from ..hf.configuration import check_length, layer_windows
 from ..hf.proof import prove
 from ..hf.store import CacheOptions, Store
 from ..options import EngineOptions
+from ..phases import phase
 from ..units import format_bytes
 from .request import Request
 from .scheduler import PlannedChunk
@@ -60,7 +61,8 @@ def open_rows(model: Any, pool: ExtentPool, options: EngineOptions) -> ServedRow
                 "the engine serves decoder-only models; use model.generate with "
                 "past_key_values=VMKVCache.for_encoder_decoder(config)"
             )
-        signatures, calls, _ = prove(model, options.attention_backend)
+        with phase("proving that packed steps compute the same"):
+            signatures, calls, _ = prove(model, options.attention_backend)
         if len({each.device for each in signatures.values()}) > 1:
             raise ConfigError(
                 "the model is spread over several devices, which the engine cannot serve yet; "
@@ -114,8 +116,9 @@ def pool_beside(
     pool = open_pool(open_memory(name), options.budget_bytes, options.host_budget_bytes)
     if options.budget_bytes is None:
         page_bytes = pool.page_bytes
-        fraction = int(pool.stats().budget_bytes * _BUDGET_FRACTION)
-        pool.set_budget(max(page_bytes, fraction // page_bytes * page_bytes))
+        share = options.memory_fraction or _BUDGET_FRACTION
+        most_bytes = int(pool.stats().budget_bytes * share)
+        pool.set_budget(max(page_bytes, most_bytes // page_bytes * page_bytes))
     return pool
 
 

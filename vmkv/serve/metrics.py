@@ -11,7 +11,7 @@ idle, so a scrape never touches a cache that is changing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -152,6 +152,11 @@ class Metrics:
             yield GaugeMetricFamily("vmkv_page_bytes", "The unit of mapping", self._page_bytes)
         if self._stats is not None:
             yield from _families(self._stats)
+
+    def families(self) -> Iterable[Metric]:
+        """Return every metric with its samples."""
+        families: Iterable[Metric] = self.registry.collect()
+        return families
 
     def text(self) -> bytes:
         """Render all metrics in Prometheus' text format."""

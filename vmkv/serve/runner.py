@@ -479,7 +479,8 @@ def make_runner(model: Any, rows: ServedRows, given: EngineOptions) -> ModelRunn
             runner.warm_up()
         if rows.cache.device.type == "cuda":
             total_bytes = torch.cuda.get_device_properties(rows.cache.device).total_memory
-            fit_budget(rows.cache.pool, int(total_bytes * _SPARE_FRACTION))
+            spare_fraction = max(_SPARE_FRACTION, 1.0 - (given.memory_fraction or 1.0))
+            fit_budget(rows.cache.pool, int(total_bytes * spare_fraction))
     except BaseException:
         runner.close()
         raise

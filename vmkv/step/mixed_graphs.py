@@ -80,9 +80,15 @@ def _places(bucket: Bucket, max_num_seqs: int) -> Fields:
 
 
 class MixedGraphs(StepGraphs[Bucket]):
-    """The mixed graphs of one stepper, for steps of up to `max_step_tokens`."""
+    """The mixed graphs of one stepper, for steps of up to `max_step_tokens`.
+
+    Attributes:
+        slow_sizes: Numbers of tokens whose steps are slower than larger ones, and are not captured.
+            None to time them in `capture_all`.
+    """
 
     name = "steps with prompts"
+    slow_sizes: frozenset[int] | None = None
 
     def __init__(self, space: GraphSpace, max_step_tokens: int, num_processors: int):
         #: Buckets in use, by size.
@@ -120,22 +126,24 @@ class MixedGraphs(StepGraphs[Bucket]):
         that do not fit device memory are left out.
         """
         in_use: list[Bucket] = []
-        shortest_ms = math.inf
-        for _, group in itertools.groupby(self.keys(), lambda bucket: bucket.num_tokens):
+        known, slow, shortest_ms = self.slow_sizes, set[int](), math.inf
+        for num_tokens, group in itertools.groupby(self.keys(), lambda bucket: bucket.num_tokens):
             buckets = list(group)[::-1]
-            is_of_use = True
+            is_of_use = known is None or num_tokens not in known
             for bucket in buckets:
                 if is_of_use and self._try(bucket):
-                    if bucket is buckets[0]:
+                    if known is None and bucket is buckets[0]:
                         step_ms = self._step_ms(bucket)
                         is_of_use = step_ms < _SLOWER_MAX * shortest_ms
                         shortest_ms = min(shortest_ms, step_ms)
                     if is_of_use:
                         in_use.append(bucket)
                     else:
+                        slow.add(num_tokens)
                         self.drop(bucket)
                 captured()
         self._buckets = sorted(in_use)
+        self.slow_sizes = frozenset(slow) if known is None else known
 
     def _try(self, bucket: Bucket) -> bool:
         is_short = False

@@ -229,6 +229,11 @@ class RowAttention:
             self._kernels[kind] = kernels
         return kernels
 
+    @property
+    def kernel_names(self) -> list[str]:
+        """Backends that have been chosen so far, sorted."""
+        return sorted({each.rows.name for each in self._kernels.values()})
+
     def close(self) -> None:
         """Drop the caches' tensors, which keep addresses reserved. Idempotent."""
         self._layers.clear()

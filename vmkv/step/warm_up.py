@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import time
+import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
+from .. import kept
 from ..errors import CapacityError, ConfigError
+from ..phases import phase
 from ..units import GiB
 from .graphs import DecodeGraphs, GraphSpace
 from .mixed_graphs import MixedGraphs
@@ -18,6 +22,7 @@ from .stepper import Stepper
 _LOG = logging.getLogger(__name__)
 #: Tolerance of logits, relative and absolute: above any dtype's rounding, below a defect.
 _ROUNDING = 0.02
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 @torch.no_grad()
@@ -41,20 +46,24 @@ def warm_up(
 
     kinds = [each for each in (stepper.mixed_graphs, stepper.decode_graphs) if each is not None]
     total = 2 + sum(len(each.keys()) for each in kinds)
-    with tqdm(total=total, disable=not show_progress, leave=False) as bar:
-        bar.set_description("prompts")
-        _warm_up_prompts(stepper, max_num_batched_tokens, must_compile)
-        bar.update()
-        bar.set_description("one token")
-        slot, row = stepper.open_scratch()
-        one_token = Piece(slot, row, 0, 1, [0])
-        stepper.run_eagerly([one_token])
-        for space in {each.space for each in kinds}:
-            _prove_head(stepper, space, one_token, agree)
-        then()
-        bar.update()
+    with tqdm(total=total, disable=None if show_progress else True, leave=False) as bar:
+        what = "compiling layers" if stepper.uses_operator else "running first steps"
+        with phase(what):
+            bar.set_description("prompts")
+            _warm_up_prompts(stepper, max_num_batched_tokens, must_compile)
+            bar.update()
+            bar.set_description("one token")
+            slot, row = stepper.open_scratch()
+            one_token = Piece(slot, row, 0, 1, [0])
+            stepper.run_eagerly([one_token])
+            for space in {each.space for each in kinds}:
+                _prove_head(stepper, space, one_token, agree)
+        with phase("preparing sampling"):
+            then()
+            bar.update()
         bar.set_description("graphs")
-        return _capture_all(stepper, kinds, bar.update, agree)
+        with phase(f"capturing up to {total - 2} CUDA graphs"):
+            return _capture_all(stepper, kinds, bar.update, agree)
 
 
 def _prove_head(
@@ -83,7 +92,9 @@ def _capture_all(
     agree: Callable[[int], int],
 ) -> int:
     """Capture every graph, kind by kind; drop the kinds that fail. Returns their bytes."""
-    start_s, free_bytes = time.perf_counter(), _free_bytes(stepper.device)
+    free_bytes, name = _free_bytes(stepper.device), _sizes_name(stepper)
+    if stepper.mixed_graphs is not None:
+        stepper.mixed_graphs.slow_sizes = known = _kept_sizes(name, agree)
     for graphs in kinds:
         failure: Exception | None = None
         try:
@@ -100,16 +111,43 @@ def _capture_all(
                 stepper.mixed_graphs = None
             else:
                 stepper.decode_graphs = None
+    mixed = stepper.mixed_graphs
+    if mixed is not None and mixed.slow_sizes is not None and known is None:
+        kept.write(name, json.dumps(sorted(mixed.slow_sizes)).encode())
     if stepper.device.type == "cuda":
         torch.cuda.synchronize(stepper.device)
     graph_bytes = max(0, free_bytes - _free_bytes(stepper.device))
     _LOG.info(
-        "captured %d graphs in %.1f s; they hold %.2f GiB",
+        "captured %d graphs; they hold %.2f GiB",
         sum(len(each.captured) for each in kinds),
-        time.perf_counter() - start_s,
         graph_bytes / GiB,
     )
     return graph_bytes
+
+
+def _sizes_name(stepper: Stepper) -> str:
+    """Return the name under which slow sizes are kept: of everything that their times depend on."""
+    device, space = stepper.device, stepper.mixed_graphs and stepper.mixed_graphs.space
+    machine: tuple[object, ...] = (device.type,)
+    if device.type == "cuda":
+        driver = _DRIVER_FILE.read_text() if _DRIVER_FILE.exists() else ""
+        machine = (torch.cuda.get_device_name(device), torch.version.cuda, driver)
+    (cache,), weights = stepper.caches, stepper.model.named_parameters()
+    shapes = [(name, tuple(each.shape), each.dtype) for name, each in weights]
+    layers = [(each.geometry.shape, each.dtype, each.window_tokens) for each in cache.groups]
+    sizes = space and (space.max_num_seqs, space.max_tokens, tuple(space.logits.shape))
+    how = stepper.attention.kernel_names, stepper.uses_operator
+    return kept.name_of("slow-sizes", machine, shapes, layers, sizes, how)
+
+
+def _kept_sizes(name: str, agree: Callable[[int], int]) -> frozenset[int] | None:
+    """Return the sizes kept by an earlier start; None unless all ranks have the same."""
+    data = kept.read(name)
+    mark = 0 if data is None else 1 + zlib.crc32(data)
+    if agree(int(agree(mark) != mark or data is None)):
+        return None
+    assert data is not None  # Agreed.
+    return frozenset(json.loads(data))
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 from helpers.serving import serving, tiny_llama, tiny_tokenizer
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from vmkv import AsyncEngine, Engine
@@ -24,6 +26,11 @@ def counted(num_requests: int) -> bytes:
     return metrics.text()
 
 
+def text_of(metrics: ReplicaMetrics) -> bytes:
+    """The page of all replicas."""
+    return generate_latest(SimpleNamespace(collect=metrics.families))
+
+
 def samples(page: bytes) -> dict[tuple[str, str | None, str | None], float]:
     """The samples of a page, by name, replica and bucket."""
     return {
@@ -37,11 +44,11 @@ def test_the_page_has_the_metrics_of_every_replica() -> None:
     """Each family has one header."""
     metrics = ReplicaMetrics()
     metrics.take({"a": counted(2), "b": counted(5)})
-    found = samples(metrics.text())
+    found = samples(text_of(metrics))
     assert found["vmkv_prompt_tokens_total", "a", None] == 20
     assert found["vmkv_prompt_tokens_total", "b", None] == 50
     assert found["vmkv_request_seconds_bucket", "b", "0.5"] == 5
-    page = metrics.text().decode()
+    page = text_of(metrics).decode()
     assert page.count("# TYPE vmkv_prompt_tokens_total counter") == 1
     assert page.count("# TYPE vmkv_request_seconds histogram") == 1
 
@@ -50,7 +57,7 @@ def test_a_removed_replica_is_not_on_the_page() -> None:
     metrics = ReplicaMetrics()
     metrics.take({"a": counted(2), "b": counted(5)})
     metrics.take({"b": counted(6)})
-    found = samples(metrics.text())
+    found = samples(text_of(metrics))
     assert {replica for _, replica, _ in found} == {"b"}
     assert found["vmkv_prompt_tokens_total", "b", None] == 60
 

@@ -11,7 +11,7 @@ from helpers.serving import CHAT, PLAIN
 
 from vmkv import ConfigError
 from vmkv.serve.server import Limits
-from vmkv.serve.server.run import open_socket
+from vmkv.serve.start import open_socket
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:

@@ -205,14 +205,14 @@ def check_config(config: Any, size: int) -> None:
     sharding.check_heads(config, plan, size)
 
 
-def load(path: str, group: TensorParallel, *, dtype: str | None = None) -> Any:
+def load(path: str, group: TensorParallel, *, dtype: str | None = None, **source: Any) -> Any:
     """Load a causal language model in eval mode, reduced to this rank's part; all ranks call it.
 
-    `path` is a folder or a Hub name; `dtype` is of the weights, by default as saved. Raises
-    `ConfigError` if the model does not exist, lacks weights or cannot be divided, `CapacityError`
-    if a part does not fit its device.
+    `path` is a folder or a Hub name; `dtype` is of the weights, by default as saved; `source` are
+    options of `from_pretrained`. Raises `ConfigError` if the model does not exist, lacks weights or
+    cannot be divided, `CapacityError` if a part does not fit its device.
     """
-    model = compat.load_causal_lm(path, dtype, **compat.in_parts(group.size))
+    model = compat.load_causal_lm(path, dtype, **compat.in_parts(group.size), **source)
     localise(model, group)
     return model
 

@@ -25,7 +25,6 @@ import msgspec
 
 from ...core.cache import CacheStats
 from ...errors import VMKVError
-from ..children import be_child
 from ..engine_loop import Add, Cancel, Command, EngineLoop, Finish, Look, News, Stop
 from ..observer import EngineObserver, Event, Idle, ObservedCache, StepRecord
 
@@ -202,11 +201,10 @@ class SocketLink:
 
 
 def run_engine(make: MakeEngine, connection: socket.socket) -> None:
-    """Entry point of the engine's process: make an engine, report `Ready`, and run it.
+    """Make an engine, report `Ready`, and run it; called in the engine's process.
 
     Its end closes the connection.
     """
-    be_child(connection)
     relay, failed, is_ready = Relay(), None, False
     link = SocketLink(connection, relay)
     try:

@@ -20,11 +20,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from ...errors import ClosedError, ConfigError, one_line
-from ..children import end_child, start_child, why_ended
+from ..children import end_child, why_ended
 from ..engine_client import EngineClient
 from ..engine_loop import Command, News
 from ..observer import EngineObserver, Event, Idle
-from .host import Failed, MakeEngine, Ready, Unpacker, packed, run_engine
+from ..start import StartedProcess, start_process
+from .host import Failed, MakeEngine, Ready, Unpacker, packed
 
 _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
@@ -64,6 +65,7 @@ class EngineProcess(EngineClient):
         make: Called in the child process with the engine's observer; returns a context manager that
             gives the engine. It must be picklable.
         tokenizer: For prompts and outputs that are text.
+        started: Process for the first engine, by default a new one.
         observer: Gets the engine's events, in the event loop.
         options: See `EngineClient`; a silence is no failure while the engine is made.
 
@@ -81,11 +83,13 @@ class EngineProcess(EngineClient):
         make: MakeEngine,
         *,
         tokenizer: Any = None,
+        started: StartedProcess | None = None,
         observer: EngineObserver | None = None,
         **options: Any,
     ):
         super().__init__(tokenizer, **options)
         self._make = make
+        self._started = started
         self._observer = observer
         self._starting = threading.Lock()
         self._connecting = asyncio.Lock()
@@ -97,16 +101,16 @@ class EngineProcess(EngineClient):
 
     def _start(self) -> None:
         """Start a process and wait until its engine is ready."""
-        ours, theirs = socket.socketpair()
-        with self._starting, theirs:
-            self._worker = process = start_child(run_engine, (self._make, theirs), "vmkv-engine")
+        with self._starting:
+            started, self._started = self._started or start_process(), None
+            self._worker = started.process
             if self._is_stopping:
-                process.kill()
+                self._worker.kill()
         try:
-            self._use(ours, _first_message(ours))
+            started.run(self._make)
+            self._use(started.connection, _first_message(started.connection))
         except BaseException:
-            ours.close()
-            end_child(process)
+            started.close()
             raise
 
     def _use(self, connection: socket.socket, ready: Ready) -> None:

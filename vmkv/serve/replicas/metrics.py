@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -30,10 +29,6 @@ class ReplicaMetrics:
                     merged.samples.append(sample._replace(labels=labels))
         self._families = list(found.values())
 
-    def collect(self) -> Iterable[Metric]:
-        """Return the metric families for a scrape."""
+    def families(self) -> Iterable[Metric]:
+        """Return every metric with its samples."""
         return self._families
-
-    def text(self) -> bytes:
-        """Render every metric in Prometheus' text format."""
-        return generate_latest(self)

@@ -11,6 +11,7 @@ import asyncio
 import functools
 import json
 import re
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -111,6 +112,9 @@ class Form:
         self._prompt_logprobs: dict[int, bytearray] = {}
         self._places: dict[int, Places] = {}
         self._num_tokens = 0
+        #: `time.monotonic` of the first output, and why samples have ended, in their order.
+        self.first_s: float | None = None
+        self.finish_reasons: list[str] = []
         #: By prompt.
         self._prompt_tokens: Counter[int] = Counter()
         self._cached_tokens: Counter[int] = Counter()
@@ -125,10 +129,14 @@ class Form:
 
         Their `index` is the choice's; each has at most `SLICE_LOGPROBS` log-probabilities.
         """
+        if self.first_s is None:
+            self.first_s = time.monotonic()
         self._prompt_tokens[prompt_index] = len(output.prompt_token_ids)
         self._cached_tokens[prompt_index] = output.num_cached_tokens
         self._prompt_ids[prompt_index] = output.prompt_token_ids
         for sample in output.outputs:
+            if sample.finish_reason is not None:
+                self.finish_reasons.append(sample.finish_reason.value)
             if sample.finish_reason is FinishReason.ERROR:
                 raise api_error(output.error or RuntimeError("the engine gave no reason"))
             if sample.finish_reason is FinishReason.CANCELLED:

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import hmac
 import re
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...errors import ConfigError
 from ...options import Limits, ServerOptions
 from .errors import ApiError, api_error, draining
+from .request_log import log_request
 
 if TYPE_CHECKING:
     from .service import Service
@@ -122,6 +124,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         status: int | None = None
+        began_s = time.monotonic()
         state = scope.setdefault("state", {})
         given = Headers(scope=scope).get("x-request-id", "")
         state["has_request_id"] = bool(re.match(REQUEST_ID, given))
@@ -155,6 +158,8 @@ class Guard:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._service.http_responses.labels(route, str(status or _CLIENT_GONE)).inc()
+            if route not in _OPEN:
+                log_request(scope, route, status or _CLIENT_GONE, began_s)
 
     def _check(self, scope: Scope) -> None:
         """Raise the error that a request's head causes; store its key's digest."""

@@ -1,4 +1,4 @@
-"""The server's process: its socket, its signals, and a shutdown that drains requests."""
+"""The server's process: its connections, its signals, and a shutdown that drains requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -19,7 +19,6 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ...errors import ConfigError, one_line
 from ...units import KiB
 from .service import Service
 
@@ -30,45 +29,11 @@ _NUM_ACCEPTED = 16
 _LAST_WORDS_S = 5.0
 _TICK_S = 0.05
 _SWITCH_S = 0.0005
-#: 24 days: the system counts milliseconds in an int32.
-_UNREAD_TIMEOUT_S_MAX = 2_147_483
 _HEAD_BYTES_MAX = 16 * KiB
 #: A body of more pieces than this must have so many bytes per piece on average: each piece costs
 #: 10 µs whatever its size.
 _NUM_FREE_PIECES = 512
 _PIECE_BYTES = 256
-
-
-def open_socket(host: str, port: int, *, unread_timeout_s: float) -> socket.socket:
-    """Bind the server's address; called before the model is loaded, so that errors come early.
-
-    Port 0 is any free one. The system drops connections that leave data unacknowledged for
-    `unread_timeout_s`, so that clients that never read do not hold sockets. Raises `ConfigError` if
-    the address is not available.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:  # Not a name, or too long for DNS.
-        raise ConfigError(f"cannot listen on {host}: {one_line(error)}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Inherited by connections. Linux only, as are the backends.
-        listener.setsockopt(
-            socket.IPPROTO_TCP,
-            socket.TCP_USER_TIMEOUT,
-            int(min(unread_timeout_s, _UNREAD_TIMEOUT_S_MAX) * 1000),
-        )
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; is another server running? "
-            "Choose another --port, or 0 for any free one"
-        ) from error
-    return listener
 
 
 class TimedProtocol(H11Protocol):
@@ -244,29 +209,3 @@ def run_server(app: FastAPI, listener: socket.socket, **options: Any) -> None:
         for each, handler in before.items():
             signal.signal(each, handler)
         listener.close()
-
-
-class _Terminated(BaseException):
-    """SIGTERM was received."""
-
-
-@contextlib.contextmanager
-def ending_in_order() -> Iterator[None]:
-    """Turn SIGTERM into an exception while the server starts, so that child processes are ended.
-
-    Without it, an engine's process would keep loading a model for some seconds; and PID 1 of a
-    container would ignore the signal.
-    """
-
-    def end(sig: int, frame: FrameType | None) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    except _Terminated:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTERM)
-        raise SystemExit(128 + signal.SIGTERM) from None  # PID 1 of a container.
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -12,12 +12,14 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import Metric
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -45,6 +47,7 @@ from .schema import (
     TokenizeRequest,
     parse,
 )
+from .vllm_names import VllmNames
 
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=GenerationRequest | TokenizeRequest | DetokenizeRequest)
@@ -97,8 +100,8 @@ class StreamingEngine(AbstractAsyncContextManager[object], Protocol):
 class ServerMetrics(Protocol):
     """An engine's metrics, shown at `/metrics`: a `Metrics`, or those of replicas."""
 
-    def text(self) -> bytes:
-        """Render every metric in Prometheus' text format."""
+    def families(self) -> Iterable[Metric]:
+        """Return every metric with its samples."""
         ...
 
 
@@ -172,6 +175,7 @@ class Service:
         answer = Answer(
             self, body, body.prompts, params, tenant, request_id, new_parser, new_writer
         )
+        request.state.answer = answer
         answer.check()
         if body.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -249,7 +253,10 @@ class Service:
 
     async def metrics(self) -> PlainTextResponse:
         """Return all metrics in Prometheus' format."""
-        text = self._metrics.text() + generate_latest(self._http_metrics)
+        families = [*self._metrics.families()]
+        text = generate_latest(SimpleNamespace(collect=lambda: families))
+        text += generate_latest(self._http_metrics)
+        text += generate_latest(VllmNames(families, self.model_name))
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
     async def read(self, request: Request, form: type[BodyT]) -> BodyT:
@@ -374,6 +381,7 @@ class Answer:
 
     `new_parser` makes what parses the choices of a chat; None where the text is the content.
     `new_writer` writes the answer in the format of another API than completions and chats.
+    `forms` has one entry per attempt.
     """
 
     service: Service
@@ -384,6 +392,7 @@ class Answer:
     request_id: str
     new_parser: NewParser | None = None
     new_writer: NewWriter | None = None
+    forms: list[Form] = field(default_factory=list)
 
     def check(self) -> None:
         """Run every check that needs no tokenisation; raises `ApiError`."""
@@ -506,6 +515,7 @@ class Answer:
             reports_tokens=bool(body.return_token_ids),
             texts=texts,
         )
+        self.forms.append(form)
         if self.new_writer is not None:
             return self.new_writer(form, self.request_id)
         head = {

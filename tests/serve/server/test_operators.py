@@ -1,0 +1,150 @@
+"""What operators read: vLLM's names of metrics, the dashboard, and a line for each request."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers.serving import tiny_tokenizer
+from prometheus_client.parser import text_string_to_metric_families
+
+from vmkv.cli.top import scrape, view
+from vmkv.serve.metrics import Metrics
+from vmkv.serve.observer import RequestRecord
+from vmkv.serve.replicas.metrics import ReplicaMetrics
+from vmkv.serve.server.vllm_names import VllmNames
+
+BODY = {"model": "tiny", "prompt": "A row", "max_tokens": 10, "temperature": 0, "ignore_eos": True}
+DASHBOARD = Path(__file__).parents[3] / "examples" / "grafana.json"
+LOG = "vmkv.serve.server.request_log"
+
+
+def samples(url: str) -> dict[str, tuple[dict[str, str], float]]:
+    """The last sample of each name on a server's page."""
+    page = httpx.get(f"{url}/metrics").text
+    return {
+        each.name: (each.labels, each.value)
+        for family in text_string_to_metric_families(page)
+        for each in family.samples
+    }
+
+
+def test_metrics_have_vllms_names_too(run_server) -> None:
+    """With the same values, and the model's name."""
+    num_prompt = len(tiny_tokenizer()("A row")["input_ids"])
+    with run_server() as server:
+        assert 200 == server.post(BODY).status_code
+        server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
+        found = samples(server.url)
+    for name, value in (
+        ("num_requests_running", 0),
+        ("num_requests_waiting", 0),
+        ("prompt_tokens_total", num_prompt),
+        ("prefix_cache_queries_total", num_prompt),
+        ("prefix_cache_hits_total", 0),
+        ("generation_tokens_total", 10),
+        ("num_preemptions_total", 0),
+        ("time_to_first_token_seconds_count", 1),
+        ("inter_token_latency_seconds_count", 1),
+        ("request_time_per_output_token_seconds_count", 1),
+        ("e2e_request_latency_seconds_count", 1),
+        ("request_queue_time_seconds_count", 1),
+        ("lora_requests_info", 0),
+    ):
+        labels, counted = found[f"vllm:{name}"]
+        assert (name, "tiny", value) == (name, labels["model_name"], counted)
+    labels, counted = found["vllm:request_success_total"]
+    assert ({"finished_reason": "length", "model_name": "tiny"}, 1) == (labels, counted)
+    assert 0 <= found["vllm:kv_cache_usage_perc"][1] <= 1
+
+
+def test_metrics_of_replicas_have_vllms_names_too() -> None:
+    """With the label of the replica."""
+    pages = {}
+    for replica, num_prompt in (("a", 10), ("b", 30)):
+        metrics = Metrics()
+        metrics.on(RequestRecord(0, 0.0, 0.1, 0.2, 0.5, num_prompt, 3, "stop"), None)
+        pages[replica] = metrics.text()
+    merged = ReplicaMetrics()
+    merged.take(pages)
+    found = {
+        (each.name, each.labels["replica"]): each.value
+        for family in VllmNames(merged.families(), "tiny").collect()
+        for each in family.samples
+        if "replica" in each.labels
+    }
+    assert 10 == found["vllm:prompt_tokens_total", "a"]
+    assert 30 == found["vllm:prompt_tokens_total", "b"]
+
+
+def test_the_dashboard_asks_for_metrics_that_a_server_has(run_server) -> None:
+    """Also with the labels by which it groups."""
+    dashboard = json.loads(DASHBOARD.read_text())
+    texts = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    texts += [each["query"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
+    with run_server() as server:
+        assert 200 == server.post(BODY).status_code
+        server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
+        found = samples(server.url)
+    assert len(texts) > 20
+    for text in texts:
+        names = re.findall(r"(?:vmkv_|vllm:)\w+", text)
+        assert names, text
+        for name in names:
+            assert name in found, text
+        for labels in re.findall(r"sum by \(([^)]*)\)", text):
+            assert {*labels.split(", ")} <= {*found[names[0]][0]}, text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_logged_in_one_line(
+    run_server, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    """Probes of health and scrapes are not."""
+    num_prompt = len(tiny_tokenizer()("A row")["input_ids"])
+    caplog.set_level(logging.INFO, LOG)
+    with run_server() as server, httpx.Client(base_url=server.url) as client:
+        headers = {"X-Request-Id": "mine"}
+        answer = client.post(
+            "/v1/completions", json={**BODY, "stream": stream, "n": 2}, headers=headers
+        )
+        assert 200 == answer.status_code
+        client.post("/v1/completions", json={**BODY, "max_tokens": -1})
+        client.get("/health")
+        client.get("/metrics")
+    # A stream is logged once its connection has been told, perhaps after the next request.
+    said = [each.getMessage() for each in caplog.records if each.name == LOG]
+    lines = sorted(said, key=lambda line: " 400 " in line)
+    assert 2 == len(lines), lines
+    form = (
+        rf"127\.0\.0\.1:\d+ POST /v1/completions 200 prompt={num_prompt} cached=0 output=20 "
+        r"first_token=\d+\.\d{3}s finish=length took=\d+\.\d{3}s id=mine"
+    )
+    assert re.fullmatch(form, lines[0]), lines[0]
+    assert " 400 took=" in lines[1]
+
+
+def test_requests_are_not_logged_unless_the_logger_is_on(
+    run_server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, LOG)
+    with run_server() as server:
+        assert 200 == server.post(BODY).status_code
+    assert [] == [each for each in caplog.records if each.name == LOG]
+
+
+def test_top_counts_memory_that_the_device_would_give_as_free(run_server) -> None:
+    """An idle pool holds nothing, and its whole budget is free."""
+    with run_server() as server:
+        assert 200 == server.post(BODY).status_code
+        server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
+        now = scrape(server.url)
+    shown = next(line for line in view("x", now).splitlines() if line.startswith("memory_bytes"))
+    assert " free 0 B" not in shown
+    free = re.search(r"free ([\d.]+) MiB", shown)
+    assert free
+    assert 0 < float(free.group(1)) <= 64

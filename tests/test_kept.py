@@ -1,0 +1,88 @@
+"""Results that are kept on disk: found again, never believed when damaged, and never in the way."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from vmkv import kept
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VMKV_CACHE_DIR", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def test_contents_are_found_under_their_key(folder: Path) -> None:
+    name = kept.name_of("kernel", "source", ("sm_90",))
+    assert kept.read(name) is None
+    kept.write(name, b"binary")
+    assert kept.read(name) == b"binary"
+    kept.write(name, b"")
+    assert kept.read(name) == b""
+    assert [each.name for each in folder.iterdir()] == [name]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_names_depend_on_the_key_the_kind_and_the_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [kept.name_of("a", 1), kept.name_of("b", 1), kept.name_of("a", 2), kept.name_of("a")]
+    monkeypatch.setattr(kept, "versions", lambda: ("other",))
+    names.append(kept.name_of("a", 1))
+    assert len(set(names)) == len(names)
+
+
+def test_damaged_files_are_none_and_are_written_anew(folder: Path) -> None:
+    """Cut, changed, empty, or of another kind."""
+    name = kept.name_of("sizes")
+    kept.write(name, b"[32, 64]")
+    whole = (folder / name).read_bytes()
+    for damaged in (whole[:-1], b"", whole[:10], whole[:-1] + b"}", b"x" + whole[1:], whole + b" "):
+        (folder / name).write_bytes(damaged)
+        assert kept.read(name) is None
+        kept.write(name, b"[32, 64]")
+        assert kept.read(name) == b"[32, 64]"
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VMKV_CACHE_DIR", str(tmp_path / "file"))
+    kept.write("name", b"contents")
+    assert kept.read("name") is None
+    with kept.kept_folder("compiled") as path:
+        assert not path.exists()
+
+
+def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("VMKV_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kept.folder() == tmp_path / "vmkv"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert kept.folder() == tmp_path / "home" / ".cache" / "vmkv"
+
+
+@pytest.mark.parametrize("damage", ["nothing", "changed", "removed", "unnoted", "note"])
+def test_a_folder_with_changed_files_is_removed(folder: Path, damage: str) -> None:
+    """Files of a start that did not end are not noted, and left alone."""
+    with kept.kept_folder("compiled") as path:
+        (path / "sub").mkdir(parents=True)
+        (path / "sub" / "one.py").write_text("1")
+        (path / "two.so").write_text("2")
+    if damage == "changed":
+        (path / "sub" / "one.py").write_text("3")
+    elif damage == "removed":
+        (path / "two.so").unlink()
+    elif damage == "unnoted":
+        (path / "three.py").write_text("3")
+    elif damage == "note":
+        (folder / "compiled.files").write_bytes(b"nonsense")
+    with kept.kept_folder("compiled") as again:
+        assert again == path
+        assert path.exists() == (damage not in ("changed", "removed"))

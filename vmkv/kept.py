@@ -1,0 +1,140 @@
+"""Results of compiling and timing, kept on disk from one start to the next.
+
+The folder is `VMKV_CACHE_DIR`, or `vmkv` in `XDG_CACHE_HOME`, or `~/.cache/vmkv`. A file is named
+by the digest of everything that its contents depend on, and begins with the digest of its contents.
+So a damaged file is as good as none, and is written anew. Files are replaced in one step; two
+servers that start together write the same. A folder that cannot be written costs time, and nothing
+else.
+
+Contents are trusted like the code of vmkv: the folder is readable and writable by its owner only.
+See Note [Kept results cannot change an answer].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+_LOG = logging.getLogger(__name__)
+_DIGEST_BYTES = 32
+#: Distributions whose release decides what is compiled, and how fast it is.
+_DISTRIBUTIONS = ("torch", "triton", "transformers", "cuda-bindings", "flash-attn", "flash-attn-3")
+
+
+def folder() -> Path:
+    """Return the folder of kept results; it need not exist."""
+    stated = os.environ.get("VMKV_CACHE_DIR")
+    if stated:
+        return Path(stated)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vmkv"
+
+
+@functools.cache
+def versions() -> tuple[str, ...]:
+    """Return releases of what compiles and computes, and a digest of vmkv's sources."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    found = [digest.hexdigest()]
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    return tuple(found)
+
+
+def name_of(kind: str, *key: object) -> str:
+    """Return the name of a result of `kind` under `key`, which has a stable `repr`."""
+    return f"{kind}-{hashlib.sha256(repr((kind, versions(), key)).encode()).hexdigest()[:32]}"
+
+
+def read(name: str) -> bytes | None:
+    """Return the contents that were kept under `name_of(...)`; None if there are none, or others.
+
+    Cost: a tenth of a millisecond for small ones.
+    """
+    try:
+        data = (folder() / name).read_bytes()
+    except OSError:
+        return None
+    contents = data[_DIGEST_BYTES:]
+    return contents if hashlib.sha256(contents).digest() == data[:_DIGEST_BYTES] else None
+
+
+def write(name: str, contents: bytes) -> None:
+    """Keep `contents` under a name. An error of the file system is logged, and not raised."""
+    try:
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder(), delete=False) as file:
+            try:
+                file.write(hashlib.sha256(contents).digest() + contents)
+                file.flush()
+                os.replace(file.name, folder() / name)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        _LOG.info("%s cannot be kept for the next start: %s", name, error)
+
+
+# ---- folders of other libraries ------------------------------------------------------------------
+
+_COMPILER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def choose_compiler_folder() -> None:
+    """Have torch's compiler keep its files here, unless the user has chosen a folder for them.
+
+    Call it before the compiler is imported, which chooses one in /tmp. It names files by everything
+    that they depend on.
+    """
+    path = folder() / f"compiled-{metadata.version('torch')}"
+    os.environ.setdefault(_COMPILER_VARIABLE, str(path))
+
+
+@contextlib.contextmanager
+def compiler_folder() -> Iterator[None]:
+    """Context for compiling: the chosen folder is checked before, and noted after it."""
+    choose_compiler_folder()
+    path = Path(os.environ[_COMPILER_VARIABLE])
+    is_ours = path.parent == folder()
+    with kept_folder(path.name) if is_ours else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def kept_folder(name: str) -> Iterator[Path]:
+    """Context with a folder in which a library keeps files; at its end, their digests are noted.
+
+    The folder is removed first if a noted file has changed since. Files that are not noted, of a
+    start that did not end, are left to the library's own checks.
+    """
+    path = folder() / name
+    if any(_digest(path / each) != digest for each, digest in _noted(name).items()):
+        _LOG.warning("files in %s have changed since they were written; they are removed", path)
+        shutil.rmtree(path, ignore_errors=True)
+    yield path
+    files = [each for each in sorted(path.rglob("*")) if each.is_file()]
+    found = {str(each.relative_to(path)): _digest(each) for each in files}
+    if found and found != _noted(name):
+        write(f"{name}.files", json.dumps(found).encode())
+
+
+def _noted(name: str) -> dict[str, str]:
+    noted: dict[str, str] = json.loads(read(f"{name}.files") or b"{}")
+    return noted
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""

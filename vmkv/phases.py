@@ -1,0 +1,21 @@
+"""Phases of a start: loading, compiling, capturing. Logged at info by the logger `vmkv.phases`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+_LOG = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def phase(what: str) -> Iterator[None]:
+    """Log `what` now, and at its end a record with the attributes `phase` and `phase_s`."""
+    start_s = time.monotonic()
+    _LOG.info("%s", what)
+    yield
+    seconds = time.monotonic() - start_s
+    its = {"phase": what, "phase_s": seconds}
+    _LOG.info("%s took %.1f s", what, seconds, extra=its)
