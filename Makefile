@@ -20,6 +20,7 @@ MATRIX ?= 4.57.6 5.17.0
 PYTHONS ?= 3.10 3.12 3.13
 # Environments of client libraries, each with the packages of tests/clients/NAME.txt.
 CLIENTS ?= openai2 openai3
+CLIENT_RUNS = $(addprefix clients-,$(CLIENTS))
 # How long `make fuzz` plays the engine, and more for it: FUZZ_ARGS="--seed 7 --keep-going".
 FUZZ_SECONDS ?= 120
 FUZZ_ARGS ?=
@@ -27,7 +28,7 @@ FUZZ_ARGS ?=
 BIN = $(VENV)/bin
 SOURCES = $(wildcard vmkv/core/_native/*.[ch]) pyproject.toml
 
-.PHONY: demo test lint types unit real replicas clients clients-quick fuzz
+.PHONY: demo test lint types unit real replicas clients $(CLIENT_RUNS) clients-quick fuzz
 .PHONY: test-matrix test-pythons models report clean
 
 demo: $(VENV)/.real
@@ -44,7 +45,7 @@ types: $(VENV)/.ready
 	$(BIN)/mypy
 
 # As many processes as cores; threads would wait for each other.
-unit real replicas: export OMP_NUM_THREADS = 1
+unit real replicas clients-quick $(CLIENT_RUNS): export OMP_NUM_THREADS = 1
 # Nor without compiled modules, whatever the shell says: tests start a hundred interpreters.
 unit real replicas: export PYTHONDONTWRITEBYTECODE =
 
@@ -65,9 +66,9 @@ replicas: $(VENV)/.ray
 CLIENT_TESTS = VMKV_PYTHON=$(abspath $(BIN)/python) .venv-clients-$(1)/bin/python \
 	-m pytest -W ignore --confcutdir tests/clients --tb short $(PYTEST_ARGS)
 
-clients: $(addprefix clients-,$(CLIENTS))
+clients: $(CLIENT_RUNS)
 
-clients-%: .venv-clients-%/.ready $(VENV)/.real
+$(CLIENT_RUNS): clients-%: .venv-clients-%/.ready $(VENV)/.real
 	$(call CLIENT_TESTS,$*) tests/clients
 
 # One client of each kind.
@@ -98,6 +99,7 @@ $(VENV)/.real: $(VENV)/.ready
 $(VENV)/.ray: $(VENV)/.ready
 	@$(BIN)/python -m pip install --quiet --retries 1 --editable ".[dev,ray]" && touch $@ || true
 
+.PRECIOUS: .venv-clients-%/.ready
 .venv-clients-%/.ready: tests/clients/%.txt
 	test -d $(@D) || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade pip

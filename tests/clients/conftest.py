@@ -52,6 +52,8 @@ def url(python: str, model_folder: str) -> Iterator[str]:
     """The address of one server for all tests; it must end by itself when it is told to."""
     command = [python, "-m", "vmkv.cli", "serve", model_folder, "--served-model-name", "smol"]
     command += ["--port", "0", "--device", "cpu", "--dtype", "float32", "--memory", "1"]
+    # The model was taught no format of tool calls, so it is told one, as other servers would be.
+    command += ["--response-template", "qwen3"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert child.stdout is not None
     with child, child.stdout:

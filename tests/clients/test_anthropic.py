@@ -101,7 +101,8 @@ def test_fields_without_an_effect_here(client: Any) -> None:
 def test_count_tokens(client: Any) -> None:
     """Equal to what a message reports; tools may add to it."""
     counted = client.messages.count_tokens(model=MODEL, messages=MESSAGES)
-    assert counted.input_tokens == client.messages.create(**ASKED).usage.input_tokens
+    usage = client.messages.create(**ASKED).usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
     longer = client.messages.count_tokens(model=MODEL, messages=MESSAGES, system="Be brief.")
     assert longer.input_tokens != counted.input_tokens
     with_tools = client.messages.count_tokens(model=MODEL, messages=MESSAGES, tools=TOOLS)
