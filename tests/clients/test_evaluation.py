@@ -122,4 +122,6 @@ def test_guidellm(url: str, model_folder: str, tmp_path: Path, route: str) -> No
     assert 0 == done.returncode, done.stdout + done.stderr
     [benchmark] = json.loads(report.read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
-    assert (3, 0) == (totals["successful"], totals["errored"])
+    # The last one is dropped if the others have ended when it begins.
+    assert totals["successful"] >= 2, totals
+    assert 0 == totals["errored"], totals

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -30,6 +31,8 @@ pytestmark = pytest.mark.clients
 ASKED: dict[str, Any] = {"messages": MESSAGES, "max_tokens": MAX_TOKENS, "temperature": 0}
 #: Of the proxy: it imports for a while.
 START_S = 120
+#: The proxy does not start without.
+KEY = f"sk-{secrets.token_hex(16)}"
 
 
 @pytest.fixture(scope="module", params=["openai", "hosted_vllm"])
@@ -119,7 +122,7 @@ def proxy(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         port = probe.getsockname()[1]
     command = [Path(sys.executable).with_name("litellm"), "--config", config]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    environment = {**os.environ, "LITELLM_TELEMETRY": "False"}
+    environment = {**os.environ, "LITELLM_TELEMETRY": "False", "LITELLM_MASTER_KEY": KEY}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as child:
         try:
             base, deadline_s = f"http://127.0.0.1:{port}", time.monotonic() + START_S
@@ -141,7 +144,7 @@ def is_live(base: str) -> bool:
 
 def test_chats_through_the_proxy(proxy: str) -> None:
     openai = pytest.importorskip("openai")
-    with openai.OpenAI(base_url=f"{proxy}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{proxy}/v1", api_key=KEY, max_retries=0) as client:
         create = client.chat.completions.create
         plain = create(**ASKED, model=MODEL).choices[0].message.content
         assert ANSWER in plain
@@ -155,7 +158,7 @@ def test_chats_through_the_proxy(proxy: str) -> None:
 
 def test_messages_through_the_proxy(proxy: str) -> None:
     anthropic = pytest.importorskip("anthropic")
-    with anthropic.Anthropic(base_url=proxy, api_key="none", max_retries=0) as client:
+    with anthropic.Anthropic(base_url=proxy, api_key=KEY, max_retries=0) as client:
         asked = {"model": MODEL, "max_tokens": MAX_TOKENS, "messages": MESSAGES}
         answer = client.messages.create(**asked, extra_body={"temperature": 0})
         assert ANSWER in answer.content[0].text

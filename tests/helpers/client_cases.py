@@ -1,6 +1,7 @@
-"""What every client library is asked for, and checks of what it must get; needs no vmkv."""
+"""What every client library is asked for, and checks of what it must get; needs no vmkv.
 
-from __future__ import annotations
+Some clients read the annotations of functions, so these are no texts.
+"""
 
 import json
 from typing import Any, Literal
