@@ -18,6 +18,9 @@ JOBS ?= 2
 MATRIX ?= 4.57.6 5.17.0
 # Python versions whose torch-free layers are tested where the interpreter is installed.
 PYTHONS ?= 3.10 3.12 3.13
+# Environments of client libraries, each with the packages of tests/clients/NAME.txt.
+CLIENTS ?= openai2 openai3
+CLIENT_RUNS = $(addprefix clients-,$(CLIENTS))
 # How long `make fuzz` plays the engine, and more for it: FUZZ_ARGS="--seed 7 --keep-going".
 FUZZ_SECONDS ?= 120
 FUZZ_ARGS ?=
@@ -25,7 +28,8 @@ FUZZ_ARGS ?=
 BIN = $(VENV)/bin
 SOURCES = $(wildcard vmkv/core/_native/*.[ch]) pyproject.toml
 
-.PHONY: demo test lint types unit real replicas fuzz test-matrix test-pythons models report clean
+.PHONY: demo test lint types unit real replicas clients $(CLIENT_RUNS) clients-quick fuzz
+.PHONY: test-matrix test-pythons models report clean
 
 demo: $(VENV)/.real
 	@model=$$($(BIN)/python examples/real_model.py); \
@@ -41,13 +45,13 @@ types: $(VENV)/.ready
 	$(BIN)/mypy
 
 # As many processes as cores; threads would wait for each other.
-unit real replicas: export OMP_NUM_THREADS = 1
+unit real replicas clients-quick $(CLIENT_RUNS): export OMP_NUM_THREADS = 1
 # Nor without compiled modules, whatever the shell says: tests start a hundred interpreters.
 unit real replicas: export PYTHONDONTWRITEBYTECODE =
 
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 \
-		-m "not real_weights and not ray" \
+		-m "not real_weights and not ray and not clients" \
 		$(PYTEST_ARGS)
 
 real: $(VENV)/.real
@@ -57,6 +61,21 @@ replicas: $(VENV)/.ray
 	@test -e $(VENV)/.ray || { echo "Ray cannot be had: skipped"; exit 0; }; \
 		$(BIN)/python -m pytest -m ray tests/serve/replicas tests/cli/test_serve_replicas.py \
 		$(PYTEST_ARGS)
+
+# Client libraries against `vmkv serve`. They run without vmkv, and warn of their own business.
+CLIENT_TESTS = VMKV_PYTHON=$(abspath $(BIN)/python) .venv-clients-$(1)/bin/python \
+	-m pytest -W ignore --confcutdir tests/clients --tb short $(PYTEST_ARGS)
+
+clients: $(CLIENT_RUNS)
+
+$(CLIENT_RUNS): clients-%: .venv-clients-%/.ready $(VENV)/.real
+	$(call CLIENT_TESTS,$*) tests/clients
+
+# One client of each kind.
+clients-quick: $(VENV)/.real
+	@$(MAKE) --quiet .venv-clients-openai3/.ready \
+		|| { echo "The clients cannot be had: skipped"; exit 0; }; \
+		$(call CLIENT_TESTS,openai3) $(addprefix tests/clients/test_,openai.py anthropic.py litellm.py)
 
 fuzz: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/machines/fuzz_engine.py --seconds $(FUZZ_SECONDS) \
@@ -79,6 +98,13 @@ $(VENV)/.real: $(VENV)/.ready
 # Ray is large, and for replicas alone; where it cannot be had, their tests are skipped.
 $(VENV)/.ray: $(VENV)/.ready
 	@$(BIN)/python -m pip install --quiet --retries 1 --editable ".[dev,ray]" && touch $@ || true
+
+.PRECIOUS: .venv-clients-%/.ready
+.venv-clients-%/.ready: tests/clients/%.txt
+	test -d $(@D) || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet --retries 1 --requirement $<
+	touch $@
 
 test-matrix: $(foreach version,$(MATRIX),matrix-$(version)) test-pythons
 

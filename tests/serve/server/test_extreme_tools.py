@@ -1,0 +1,147 @@
+"""Extreme grammars and tools get one clear error each, and do not change a stream beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from helpers.serving import CHAT, LONG, PLAIN
+
+pytestmark = pytest.mark.slow
+STREAM = LONG | {"max_tokens": 200}
+CHATS = "/v1/chat/completions"
+RECURSIVE = {"type": "object", "properties": {"next": {"$ref": "#"}}}
+CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": [*properties]}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def schema_of(depth: int) -> dict[str, Any]:
+    """Arrays of arrays."""
+    schema: dict[str, Any] = {"type": "boolean"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema, "maxItems": 1}
+    return schema
+
+
+def called(*tools: dict[str, Any]) -> dict[str, Any]:
+    return CHAT | {"tools": [*tools], "tool_choice": "required", "max_tokens": 64}
+
+
+#: Per name: path, what is asked for, and words of the error.
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a grammar of 10 MB": (
+        "/v1/completions",
+        PLAIN | {"structured_outputs": {"grammar": 'start: "' + "a" * 10_000_000 + '"'}},
+        "structured_outputs",
+    ),
+    "a schema of 10 MB": (
+        CHATS,
+        CHAT | {"guided_json": json.dumps({"const": "a" * 10_000_000})},
+        "guided_json",
+    ),
+    "choices of 10 MB": (
+        CHATS,
+        CHAT | {"guided_choice": [f"{at:01000}" for at in range(10_000)]},
+        "guided_choice",
+    ),
+    "a schema of itself": (CHATS, CHAT | {"guided_json": {"$ref": "#"}}, "guided_json"),
+    "schemas of each other": (CHATS, CHAT | {"guided_json": CIRCLE}, "guided_json"),
+    "a grammar of itself": (
+        "/v1/completions",
+        PLAIN | {"guided_grammar": "start: start"},
+        "guided_grammar",
+    ),
+    "a deep schema": (CHATS, CHAT | {"guided_json": json.dumps(schema_of(400))}, "guided_json"),
+    "10,000 tools": (CHATS, called(*(tool(f"t{at}") for at in range(10_000))), "values"),
+    "1,100 tools": (CHATS, called(*(tool(f"t{at}") for at in range(1100))), "tools"),
+    "a tool of 10 MB": (CHATS, called(tool("x" * 200, a={"const": "a" * 10_000_000})), "tools"),
+    "a tool without its schema": (CHATS, called(tool("t", a={"$ref": "#/nowhere"})), "tools"),
+}
+
+
+@contextlib.contextmanager
+def beside_a_stream(server: Any) -> Iterator[None]:
+    """Run the block while a stream is under way; its text must be as without the block."""
+    alone = server.post(STREAM).json()["choices"][0]
+    body = STREAM | {"stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        events = [next(lines)]
+        yield
+        events += lines
+    assert "data: [DONE]" == events.pop()
+    choices = [json.loads(each.removeprefix("data: "))["choices"][0] for each in events]
+    assert alone["text"] == "".join(each["text"] for each in choices)
+    assert alone["finish_reason"] == choices[-1]["finish_reason"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_error_and_other_streams_go_on(server: Any, name: str) -> None:
+    path, body, word = REFUSED[name]
+    with beside_a_stream(server):
+        answer = server.post(body, path)
+    assert 400 == answer.status_code, answer.text
+    error = answer.json()["error"]
+    assert word in error["message"]
+    assert len(error["message"]) < 1000
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        called(*(tool(f"t{at}") for at in range(300))),
+        called(tool("t", a=RECURSIVE)),
+        CHAT | {"guided_json": RECURSIVE, "max_tokens": 64},
+        CHAT | {"guided_json": RECURSIVE | {"required": ["next"]}, "max_tokens": 64},
+        CHAT | {"guided_json": schema_of(20), "max_tokens": 64},
+    ],
+    ids=[
+        "300 tools",
+        "a recursive tool",
+        "a recursive schema",
+        "one without an end",
+        "a nested one",
+    ],
+)
+def test_large_and_recursive_ones_are_served(server: Any, body: dict[str, Any]) -> None:
+    """Up to max_tokens, where no answer could have an end."""
+    with beside_a_stream(server):
+        answer = server.post(body, CHATS)
+    assert 200 == answer.status_code, answer.text
+
+
+def test_a_client_may_leave_in_the_middle_of_a_call(run_server: Callable[..., Any]) -> None:
+    """The request is cancelled, and its slot serves the next one."""
+    asked = called(tool("say", text={"type": "string", "minLength": 3000}))
+    asked |= {"stream": True, "max_tokens": 4000}
+    with run_server() as server, beside_a_stream(server):
+        with httpx.stream("POST", server.url + CHATS, json=asked, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if '"arguments":"' in line and '"arguments":""' not in line:
+                    break
+        server.watch.wait(
+            lambda: any(each.finish_reason == "cancelled" for each in server.watch.finished),
+            "the cancellation",
+        )
+        again = server.post(CHAT | {"guided_choice": ["hi"], "max_tokens": 20}, CHATS).json()
+        assert "hi" == again["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('no tools') if tools }}", "{{ tools[0].no.such }}", "{{ tools[0] // 0 }}"],
+)
+def test_a_template_may_refuse_tools(run_server: Callable[..., Any], template: str) -> None:
+    with run_server(chat_template=template + "x") as server, beside_a_stream(server):
+        answer = server.post(called(tool("t")), CHATS)
+        assert 400 == answer.status_code, answer.text
+        assert "template refuses" in answer.json()["error"]["message"]
