@@ -29,9 +29,10 @@ from ..step.model_guard import PACKED, register_attention
 from ..step.row_attention import LayerCall
 from . import compat
 from .configuration import UnservableError
-from .layers import VirtualLayer, layer_behind
+from .layers import VirtualLayer, layer_behind, outside_graphs
 
 
+@outside_graphs
 def vmkv_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -122,6 +123,7 @@ def _recipe_of(mask: torch.Tensor | None) -> _Recipe | None:
     return getattr(mask, "_vmkv_recipe", None)
 
 
+@outside_graphs
 def vmkv_mask(**arguments: Any) -> torch.Tensor | None:
     """Prepare the mask that transformers passes to `vmkv_attention`, once per step.
 

@@ -25,6 +25,7 @@ from ..step import Stepper
 from ..step.compiled_layers import CompiledLayers
 from ..step.model_guard import chosen_attention
 from ..step.stepper import has_hooks
+from . import compat
 from .cache import VMKVCache
 from .group_step import LeftPadding
 from .proof import Proof, prove
@@ -74,6 +75,7 @@ def capture_decoding(
         could be captured, a proof (see `vmkv.generate`). A mask is read once per prompt, and later
         ones are checked without waiting.
     """
+    compat.check_model(model)
     capture = vars(model).get("forward")
     if isinstance(capture, CapturedDecoding):
         if (capture.layers is not None) != compile_layers:

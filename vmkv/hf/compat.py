@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +45,15 @@ _READ_NO_PROMPT = {
     *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"),
     *("TypicalLogitsWarper", "EosTokenCriteria", "MaxTimeCriteria"),
 }
+
+
+def check_model(model: object) -> None:
+    """Raise `ConfigError` unless `model` is a model: a name or a configuration is a likely slip."""
+    if not hasattr(model, "config"):
+        raise ConfigError(
+            f"model is a {type(model).__name__}, not a model: pass what "
+            "AutoModelForCausalLM.from_pretrained returns"
+        )
 
 
 def text_config(config: Any) -> Any:
@@ -317,16 +327,36 @@ def _stated(module: Any, name: str) -> int:
     return int(module.weight.shape[0] if stated is None else stated)
 
 
-def check_tokens(tokens: Sequence[Any], vocab_size: int, name: str = "the prompt") -> None:
-    """Raise `ConfigError` for a prompt that is empty or holds ids outside the vocabulary.
+def check_tokens(tokens: Sequence[Any], vocab_size: int, name: str = "the prompt") -> Sequence[int]:
+    """Return the ids of a prompt as integers of Python; those of numpy and torch are converted.
 
-    A token without a row in the embedding is an IndexError on the CPU, and ends the process on a
-    GPU.
+    Raises `ConfigError` if it is empty or holds anything else than tokens of the vocabulary: a
+    token without a row in the embedding is an IndexError on the CPU, and ends the process on a GPU.
     """
     if not tokens:
         raise ConfigError(f"{name} is empty: pass at least one token id")
     # Takes a third of the time of a look at each token, which counts for long prompts.
     if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab_size:
-        return
-    wrong = next(each for each in tokens if type(each) is not int or not 0 <= each < vocab_size)
-    raise ConfigError(f"{name} holds {wrong!r}, which is no token of a vocabulary of {vocab_size}")
+        return tokens
+    tokens = as_integers(tokens)
+    wrong = [each for each in tokens if type(each) is not int or not 0 <= each < vocab_size]
+    if not wrong:
+        return tokens
+    raise ConfigError(
+        f"{name} holds {wrong[0]!r}, which is no token of a vocabulary of {vocab_size}"
+    )
+
+
+def as_integers(tokens: Sequence[Any]) -> Sequence[Any]:
+    """Return tokens as they are, but integers of numpy and torch as Python's."""
+    return tokens if set(map(type, tokens)) == {int} else tuple(map(_as_integer, tokens))
+
+
+def _as_integer(token: Any) -> Any:
+    """Return an integer of any library as Python's; anything else as it is."""
+    if type(token) is bool or getattr(token, "dtype", None) is torch.bool:
+        return token
+    try:
+        return operator.index(token)
+    except TypeError:
+        return token

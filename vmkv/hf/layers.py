@@ -11,7 +11,8 @@ import copy
 import functools
 import logging
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -24,6 +25,22 @@ from .group_step import GroupStep
 from .store import Store
 
 _LOG = logging.getLogger(__name__)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def outside_graphs(function: _Function) -> _Function:
+    """Let `torch.compile` end its graph at calls of `function`, which then runs as it is.
+
+    Compilers cannot trace memory that grows by mapping. Unlike `torch.compiler.disable` alone this
+    costs a plain call where nothing compiles.
+    """
+    apart: Any = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (apart if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 class VirtualLayer:
@@ -63,6 +80,7 @@ class VirtualLayer:
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 
+    @outside_graphs
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
