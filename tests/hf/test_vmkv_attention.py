@@ -722,17 +722,3 @@ def test_the_arguments_of_the_model_take_precedence(family: str) -> None:
     model.set_attn_implementation("vmkv")
     with VMKVCache(model.config, budget_bytes=64 * MiB) as cache:
         assert torch.equal(wanted, model.generate(ids, past_key_values=cache, **options))
-
-
-def test_fp8_values_that_a_model_changes_are_refused() -> None:
-    """Their scales would be unknown."""
-    if VERSION < (5, 0):
-        pytest.skip("before 5.x DiffLlama has its own attention classes")
-    model = _surveyed("diffllama")
-    model.set_attn_implementation("vmkv")
-    ids = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(0))
-    with (
-        VMKVCache(model.config, budget_bytes=64 * MiB, kv_dtype="fp8") as cache,
-        pytest.raises(ConfigError, match="values in eight bits have been changed"),
-    ):
-        model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)

@@ -7,9 +7,10 @@ version number, where possible.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,6 +118,16 @@ def default_cache(config: Any) -> DynamicCache:
     return cache
 
 
+def views_keys(config: Any) -> bool:
+    """Whether the model's code needs keys of a batch side by side, as only copies of rows are."""
+    return getattr(config, "model_type", None) == "gpt_neox_japanese"
+
+
+def cross_attention_layers(config: Any) -> frozenset[int]:
+    """Return layers of a decoder's own cache that hold an image's keys, which its code reads."""
+    return frozenset(getattr(text_config(config), "cross_attention_layers", None) or ())
+
+
 def window_of(layer: Any) -> tuple[bool, int | None]:
     """Whether vmkv can replace `layer`, by exact type, and the window of a sliding one."""
     if type(layer) is DynamicLayer:
@@ -212,12 +223,35 @@ def plain_mask(mask_function: Any) -> PlainMask | None:
     return PlainMask(window) if isinstance(window, int) else None
 
 
-def sdpa_mask(**arguments: Any) -> torch.Tensor | None:
-    """Build the mask that transformers would make for SDPA: `[B, 1, Tq, T]`, or None."""
+@functools.cache
+def takes_attention(config_class: type) -> tuple[bool, bool]:
+    """Whether transformers' model of a configuration takes SDPA, and any function but eager."""
+    try:
+        model_class = transformers.AutoModel._model_mapping.get(config_class, None)
+    except (ImportError, RuntimeError, ValueError):  # A module that cannot be imported here.
+        model_class = None
+    takes_sdpa = bool(getattr(model_class, "_supports_sdpa", True))
+    return takes_sdpa, takes_sdpa or bool(getattr(model_class, "_supports_attention_backend", True))
+
+
+def explicit_mask(**arguments: Any) -> torch.Tensor | None:
+    """Build the mask that transformers would make for SDPA: `[B, 1, Tq, T]`, or None.
+
+    A model that does not take SDPA may do arithmetic with it, so it gets eager attention's.
+    """
     from transformers import masking_utils
 
-    mask: torch.Tensor | None = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments)
+    name = "sdpa" if mask_dtype(arguments) == torch.bool else "eager"
+    mask: torch.Tensor | None = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[name](**arguments)
     return mask
+
+
+def mask_dtype(arguments: Mapping[str, Any]) -> torch.dtype:
+    """Return the type of `explicit_mask`."""
+    kind: Any = type(arguments.get("config"))
+    takes_sdpa, _ = takes_attention(kind)
+    dtype: torch.dtype = arguments.get("dtype", torch.float32)
+    return torch.bool if takes_sdpa else dtype
 
 
 def is_transformers_own(rule: Any) -> bool:

@@ -190,4 +190,4 @@ def layers_in_fp8(
             )
     skips_windows = _SLIDING in skipped
     stored = {at for at, window in windows.items() if window is None or not skips_windows}
-    return frozenset(stored.difference(skipped)), scales
+    return frozenset(stored.difference(skipped, compat.cross_attention_layers(config))), scales

@@ -61,6 +61,7 @@ class VirtualLayer:
         self.window_tokens = window_tokens  # None for all.
         self._length = 0
         self._first_kept = 0
+        self.is_read_in_place = False  # Whether attention has read the layer's rows.
         self._batch_size = 0
         # The kernel, and the request that it was chosen for.
         self._kernel: tuple[tuple[object, ...], AttentionBackend] | None = None
@@ -88,7 +89,8 @@ class VirtualLayer:
 
         Returns views `[batch, kv_heads, tokens, dim]` over the cache's memory, without a copy; a
         sliding layer returns the window before the new tokens, and these. Rows in eight bits are
-        decoded into new tensors, unless attention is `"vmkv"`, which reads the rows themselves.
+        decoded into new tensors, unless attention is `"vmkv"` and has read the rows themselves
+        before; a model that changes keys on their way to attention needs them decoded.
 
         Raises:
             OutOfPagesError: The pool is full. The layer is unchanged and stays usable.
@@ -131,9 +133,12 @@ class VirtualLayer:
         if self.window_tokens is not None and not self.record_past:
             self._first_kept = self._visible_from(end)
         keys, values = step.keys[index], step.values[index]
-        if step.is_fp8 and not self._store.attends_in_place:
-            _say_that_it_decodes()
+        if step.is_fp8 and not (self._store.attends_in_place and self.is_read_in_place):
+            if not self._store.attends_in_place:
+                _say_that_it_decodes()
             keys, values = step.decoded(index, self.dtype)
+        if self._store.returns_copies:
+            keys, values = keys.contiguous(), values.contiguous()
         for each in (keys, values):  # A model may transform either before attention.
             each._vmkv_layer = self._tag  # type: ignore[attr-defined]
         return keys, values
@@ -215,6 +220,7 @@ class VirtualLayer:
             backend = select(spec, self._store.options.attention_backend)
             step.rows.core.keep_resident(backend.overread_tokens(spec))
             self._kernel = (kind, backend)
+        self.is_read_in_place = True
         return self._kernel[1].attend(call).view(batch_size, num_queries, num_heads, -1)
 
     # ---- contents -------------------------------------------------------------------------
