@@ -43,9 +43,9 @@ alone. *Served* is the same tokens; *refused* is an error that says why before a
 what to use instead. Nothing else occurs. What decides is not this list, but what each model does
 when it is asked: see Note [A model proves itself] in [DESIGN.md](../../DESIGN.md).
 
-Some families are listed in several configurations. `vmkv.generate` and `Engine` refuse Gemma 4
-where layers share another layer's keys and values (`num_kv_shared_layers` above 0 in its
-`config.json`) and serve it otherwise, with keys as values and with experts as well. Qwen3-VL is
+Some families are listed in several configurations. Gemma 4 is served with layers that read another
+layer's keys and values (`num_kv_shared_layers` above 0 in its `config.json`: E2B, E4B) and without,
+with keys as values and with experts. Qwen3-VL is
 served for text prompts where `AutoModelForImageTextToText` has loaded it; `vmkv serve` loads models
 with `AutoModelForCausalLM`, which does not know it.
 

@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import DynamicCache, EncoderDecoderCache, PretrainedConfig, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    PretrainedConfig,
+    PreTrainedModel,
+    cache_utils,
+)
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 VOCABULARY = 100
@@ -77,6 +83,21 @@ def _gemma3n() -> PretrainedConfig:
         altup_active_idx=0,
         laurel_rank=4,
         activation_sparsity_pattern=[0.0] * 4,
+    )
+
+
+def _gemma4() -> PretrainedConfig:
+    return transformers.Gemma4TextConfig(
+        **{**_BASE, "num_hidden_layers": 5},
+        head_dim=8,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
     )
 
 
@@ -182,6 +203,7 @@ _CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma3n": _gemma3n,
+    **({"gemma4": _gemma4} if hasattr(transformers, "Gemma4TextConfig") else {}),
     "qwen3": _qwen3,
     "gpt_oss": _gpt_oss,
     "mixtral": _mixtral,
@@ -194,6 +216,8 @@ _CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 ENCODER_DECODER = ("t5", "whisper")
 DECODERS = tuple(name for name in _CONFIGS if name not in ENCODER_DECODER)
 MODELS = tuple(_CONFIGS)
+#: Models whose last layers read another layer's keys, where packed steps serve them.
+SHARED_KEYS = ("gemma3n", "gemma4") if hasattr(cache_utils, "DummyLayer") else ()
 
 
 def unsupported_because(name: str) -> str | None:

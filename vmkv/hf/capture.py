@@ -24,6 +24,7 @@ from ..errors import CapacityError, ConfigError, one_line
 from ..step import Stepper
 from ..step.compiled_layers import CompiledLayers
 from ..step.model_guard import chosen_attention
+from ..step.row_attention import AttentionCalls
 from ..step.stepper import has_hooks
 from . import compat
 from .cache import VMKVCache
@@ -352,7 +353,7 @@ class CapturedSteps:
         logits: torch.Tensor,
         layers: CompiledLayers | None,
         stream: torch.cuda.Stream | None,
-        calls: tuple[int, ...],
+        calls: AttentionCalls,
     ):
         (core,) = store.cores
         self.batch_size = batch_size

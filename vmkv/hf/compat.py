@@ -36,6 +36,7 @@ _CROP_REFUSES_LENGTHS = tuple(map(int, transformers.__version__.split(".")[:2]))
 CROPPED_TOO_FAR: type[Exception] = (
     RuntimeError if hasattr(DynamicSlidingWindowLayer, "activate_past_recording") else ValueError
 )
+_CACHES = CacheLayerMixin.__module__
 #: Layer types for which 4.57's plain dynamic layers are correct.
 _PLAIN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 #: Logits processors and stopping criteria that do not read the prompt. By name, because not every
@@ -135,6 +136,11 @@ def window_of(layer: Any) -> tuple[bool, int | None]:
     if type(layer) is DynamicSlidingWindowLayer:
         return True, int(layer.sliding_window)
     return False, None
+
+
+def keeps_nothing(layer: Any) -> bool:
+    """Whether `layer` holds a place in the cache for a model's layer without keys of its own."""
+    return type(layer).__name__ == "DummyLayer" and type(layer).__module__ == _CACHES
 
 
 def cropped_length(length: int, argument: int) -> int:

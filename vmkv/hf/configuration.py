@@ -54,7 +54,10 @@ def check_length(config: Any, max_tokens: int | None) -> None:
 
 
 def layer_windows(config: Any) -> dict[int, int | None]:
-    """Return the window of each layer in tokens, None for all; refuses layers vmkv cannot hold."""
+    """Return the window in tokens, None for all, of each layer that has keys of its own.
+
+    `UnservableError` for a model with a layer that vmkv cannot hold.
+    """
     decoder = compat.text_config(config)
     if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
         raise UnservableError("it attends in chunks, which no kernel here does")
@@ -63,6 +66,8 @@ def layer_windows(config: Any) -> dict[int, int | None]:
         raise UnservableError("layers share keys and values, which only a cache can hand on")
     windows = {}
     for index, layer in enumerate(layers):
+        if compat.keeps_nothing(layer):
+            continue
         is_ours, windows[index] = compat.window_of(layer)
         if not is_ours:
             raise UnservableError(

@@ -25,6 +25,7 @@ from ..hf.configuration import check_length, layer_windows
 from ..hf.proof import prove
 from ..hf.store import CacheOptions, Store
 from ..options import EngineOptions
+from ..step.row_attention import AttentionCalls
 from ..units import format_bytes
 from .request import Request
 from .scheduler import PlannedChunk
@@ -42,7 +43,7 @@ class ServedRows(NamedTuple):
     """The cache of a served model; `calls` as in `Proof`; `close` frees everything, idempotent."""
 
     cache: KVCache
-    calls: tuple[int, ...]
+    calls: AttentionCalls
     close: Callable[[], None]
 
 

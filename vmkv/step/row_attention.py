@@ -67,6 +67,17 @@ class StepParts:
     is_decode: torch.Tensor | None = None  # `[entries, 1, 1] bool`: whether an entry is used.
 
 
+class AttentionCalls(NamedTuple):
+    """Attention that a model computes in each packed pass.
+
+    `layers` are ascending, each as often as it attends. `sources` maps a layer without keys of its
+    own to the one whose rows it reads, which comes before it in a pass.
+    """
+
+    layers: tuple[int, ...]
+    sources: Mapping[int, int]
+
+
 class LayerCall(NamedTuple):
     """A layer's call of attention in a pass, as the model makes it.
 
@@ -109,7 +120,8 @@ class _Layer(NamedTuple):
 class RowAttention:
     """Appends to and attends from the rows of caches, for every layer of a model.
 
-    `caches` has one entry per device; layers are numbered as in the model. Layers use the backend
+    `caches` has one entry per device; layers are numbered as in the model, and those in `sources`
+    read another one's rows (see `AttentionCalls`). Layers use the backend
     `attention_backend`; if None, `preferred` where it can serve, else the choice of `select`, which
     avoids flash3 for its over-read. With many sequences of different lengths flash3 pays (one H200,
     8B Llama shape: a decode step of 64 at 128 to 4,096 tokens takes 8.6 ms, with flash2 9.6).
@@ -120,6 +132,7 @@ class RowAttention:
         caches: Sequence[KVCache],
         attention_backend: str | None = None,
         preferred: str | None = None,
+        sources: Mapping[int, int] | None = None,
     ):
         self._name = attention_backend
         self._preferred = preferred
@@ -134,6 +147,8 @@ class RowAttention:
             for cache in caches
             for layer in cache.layers
         }
+        self._sources = sources or {}
+        self._layers.update((layer, self._layers[its]) for layer, its in self._sources.items())
         self._kernels: dict[tuple[object, ...], _Kernels] = {}
         self._side: torch.cuda.Stream | None = None
         # The next forward pass's step by device; None between steps.
@@ -147,7 +162,7 @@ class RowAttention:
     def attend(self, layer: int, asked: LayerCall) -> torch.Tensor:
         """Append a layer's new keys and values, and attend from its rows: `[1, T, Hq, Dv]`.
 
-        A window of None means the layer's own.
+        A window of None means that of the rows.
         """
         if self.steps is None:
             raise InternalError("attention was asked for outside a step")
@@ -170,14 +185,25 @@ class RowAttention:
         kernels = self._kernels_for(its.cache, call)
         rows = kernels.rows
         is_whole = step.is_decode is None and step.num_decode_tokens == call.query.shape[0]
+        appends = layer not in self._sources
         # Attention kernels that append cannot rotate by angles.
-        if is_whole and rows.appends and asked.angles is None and call.batch.left_pad is None:
+        if (
+            is_whole
+            and rows.appends
+            and appends
+            and asked.angles is None
+            and call.batch.left_pad is None
+        ):
             return rows.attend(replace(call, new=new))[None]
         if not is_whole and kernels.mixes:
             decode = step.decode
             is_whole = not decode or decode[capacity].max_num_tokens <= _LONG_ROW_TOKENS
-        for_new = kernels.new if step.beginnings and not is_whole else None
-        call, key = _append(call, new, asked.angles, keep_keys=for_new is not None)
+        for_new = kernels.new if appends and step.beginnings and not is_whole else None
+        key = new[0]
+        if appends:
+            call, key = _append(call, new, asked.angles, keep_keys=for_new is not None)
+        elif asked.angles is not None:
+            call = replace(call, query=turned(call.query, *(each[0] for each in asked.angles)))
         if is_whole:
             return rows.attend(call)[None]
         if step.is_decode is not None:
