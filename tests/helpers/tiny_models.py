@@ -116,6 +116,21 @@ def _gpt_oss() -> PretrainedConfig:
     )
 
 
+def _llama4() -> PretrainedConfig:
+    return transformers.Llama4TextConfig(
+        **{**_BASE, "num_hidden_layers": 4},
+        intermediate_size_mlp=48,
+        head_dim=8,
+        num_local_experts=4,
+        moe_layers=[1],
+        attention_chunk_size=WINDOW,
+        no_rope_layers=[1, 1, 1, 0],
+        attn_temperature_tuning=True,
+        floor_scale=4,  # Positions count after four tokens.
+        attn_scale=0.5,
+    )
+
+
 def _mixtral() -> PretrainedConfig:
     return transformers.MixtralConfig(**_BASE, num_local_experts=4, num_experts_per_tok=2)
 
@@ -206,6 +221,7 @@ _CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     **({"gemma4": _gemma4} if hasattr(transformers, "Gemma4TextConfig") else {}),
     "qwen3": _qwen3,
     "gpt_oss": _gpt_oss,
+    "llama4": _llama4,
     "mixtral": _mixtral,
     "phi3": _phi3,
     "deepseek_v3": _deepseek_v3,
@@ -218,6 +234,8 @@ DECODERS = tuple(name for name in _CONFIGS if name not in ENCODER_DECODER)
 MODELS = tuple(_CONFIGS)
 #: Models whose last layers read another layer's keys, where packed steps serve them.
 SHARED_KEYS = ("gemma3n", "gemma4") if hasattr(cache_utils, "DummyLayer") else ()
+#: Models that packed steps serve in late releases only: with shared keys, and with chunks.
+SERVED_LATELY = (*SHARED_KEYS, "llama4") if SHARED_KEYS else ()
 
 
 def unsupported_because(name: str) -> str | None:

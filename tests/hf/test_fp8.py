@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.tiny_models import (
-    SHARED_KEYS,
+    SERVED_LATELY,
     dynamic_cache,
     forward,
     generate,
@@ -32,7 +32,7 @@ from vmkv.core.cache.fp8 import FP8, LayerScales
 from vmkv.hf.attention import vmkv_attention
 from vmkv.units import KiB, MiB
 
-FAMILIES = ("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", *SHARED_KEYS)
+FAMILIES = ("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", *SERVED_LATELY)
 
 
 def _cache(name: str, **options: Any) -> VMKVCache:

@@ -96,6 +96,8 @@ def vmkv_attention(
 def _in_place(layer: VirtualLayer, asked: LayerCall) -> torch.Tensor | None:
     """Attend to the layer's rows in place; None where the mask does not allow it."""
     recipe, kept = _recipe_of(asked.mask), layer.window_tokens
+    if recipe is not None and recipe.chunk is not None and layer.get_seq_length() > recipe.chunk:
+        return None  # Up to that length there is one chunk.
     sees_all = recipe is not None and recipe.window is None and asked.window is None
     if sees_all and kept is not None and asked.query.shape[2] > 1 and asked.key.shape[2] > kept:
         return None  # The mask sees more of these tokens than the layer's configured window.
@@ -109,8 +111,8 @@ def _in_place(layer: VirtualLayer, asked: LayerCall) -> torch.Tensor | None:
 class _Recipe:
     """The arguments of an attention mask, which is built only if a layer needs it."""
 
-    def __init__(self, window: int | None, arguments: dict[str, Any]):
-        self.window = window
+    def __init__(self, plain: compat.PlainMask, arguments: dict[str, Any]):
+        self.window, self.chunk = plain
         self.padding: torch.Tensor | None = arguments.get("attention_mask")
         self._arguments = arguments
 
@@ -173,7 +175,7 @@ _mask_apart: Any = outside_graphs(compat.explicit_mask)
 def vmkv_mask(**arguments: Any) -> torch.Tensor | None:
     """Prepare the mask that transformers passes to `vmkv_attention`, once per step.
 
-    A causal or sliding-window mask becomes a tensor that carries a `_Recipe`, since the
+    A causal mask, also in windows or chunks, becomes a tensor that carries a `_Recipe`, since the
     padding mask is enough to read rows in place; a model that slices it gets the mask that SDPA
     would. transformers builds any other mask, as for SDPA. `ConfigError` for models with attention
     code of their own.
@@ -204,7 +206,7 @@ def vmkv_mask(**arguments: Any) -> torch.Tensor | None:
     shape = (arguments["batch_size"], 1, num_queries, arguments["kv_length"])
     carrier = torch.empty((), dtype=compat.mask_dtype(arguments), device=device).expand(shape)
     carrier = carrier.as_subclass(_Carrier)
-    carrier._vmkv_recipe = _Recipe(plain.window, arguments)
+    carrier._vmkv_recipe = _Recipe(plain, arguments)
     return carrier
 
 

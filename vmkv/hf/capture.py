@@ -273,7 +273,9 @@ class CapturedDecoding:
             return None
         try:
             proof = prove(model, backend)
-            if proof.never_waits or device.type != "cuda":
+            if proof.calls.chunks:
+                reason = "chunks of its attention begin after the padding"
+            elif proof.never_waits or device.type != "cuda":
                 if store.signatures == proof.signatures:
                     return proof
                 reason = "it caches something else than the keys and values it attends to"

@@ -205,13 +205,14 @@ def in_parts(num_ranks: int) -> dict[str, Any]:
 
 
 class PlainMask(NamedTuple):
-    """A mask that is only causal, within a window or without."""
+    """A mask that is only causal: over all, or in a window, or in chunks of the sequence."""
 
     window: int | None
+    chunk: int | None = None
 
 
 def plain_mask(mask_function: Any) -> PlainMask | None:
-    """Recognise a mask function that is causal, or causal in a sliding window, by its parts."""
+    """Recognise a mask function that is causal, also in a window or in chunks, by its parts."""
     from transformers import masking_utils
 
     if mask_function is masking_utils.causal_mask_function:
@@ -219,14 +220,16 @@ def plain_mask(mask_function: Any) -> PlainMask | None:
     if getattr(mask_function, "__name__", "") != "and_mask":
         return None
     parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
-    if (
-        len(parts) != 2
-        or parts[1] is not masking_utils.causal_mask_function
-        or not getattr(parts[0], "__qualname__", "").startswith("sliding_window_overlay.")
-    ):
+    if len(parts) != 2 or parts[1] is not masking_utils.causal_mask_function:
         return None
-    window = inspect.getclosurevars(parts[0]).nonlocals.get("sliding_window")
-    return PlainMask(window) if isinstance(window, int) else None
+    kind, _, _ = getattr(parts[0], "__qualname__", "").partition(".")
+    values = inspect.getclosurevars(parts[0]).nonlocals
+    window, chunk = values.get("sliding_window"), values.get("chunk_size")
+    if kind == "sliding_window_overlay" and isinstance(window, int):
+        return PlainMask(window)
+    if kind == "chunked_overlay" and isinstance(chunk, int):
+        return PlainMask(None, chunk)
+    return None
 
 
 @functools.cache

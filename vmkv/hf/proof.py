@@ -28,11 +28,11 @@ from ..core.cache import Sequence as Row
 from ..errors import VMKVError
 from ..step import Piece, Stepper, attending_through
 from ..step.model_guard import PACKED, chosen_attention, refusing_waits
-from ..step.piece import packing_order
+from ..step.piece import cut_at_chunks, packing_order
 from ..step.row_attention import AttentionCalls, LayerCall
 from . import compat
 from .attention import attend_to_tensors
-from .configuration import UnservableError, layer_windows
+from .configuration import UnservableError, layer_chunks, layer_windows
 from .store import CacheOptions, Signature, Store
 
 #: Tokens of each sequence: more than the windows of models that are made for tests.
@@ -190,17 +190,18 @@ def _packed_passes(
             memory.cores,
             _NUM_SEQUENCES,
             attention_backend=attention_backend,
-            calls=AttentionCalls((), layers.sources),
+            calls=AttentionCalls((), layers.sources, layers.chunks),
         )
         with contextlib.closing(stepper):
             stepper.calls = None
             for pieces in _PASSES:
-                packed = [pieces[at] for at in packing_order(pieces)]
                 for core, sequences in zip(memory.cores, rows, strict=True):
-                    core.grow((sequences[each.row], each.num_tokens) for each in packed)
+                    core.grow((sequences[each.row], each.num_tokens) for each in pieces)
+                _, parts = cut_at_chunks(pieces, {*layers.chunks.values()})
+                packed = [parts[at] for at in packing_order(parts)]
                 differences += _packed_pass(model, stepper, packed, plain, eps)
             never_waits = not differences and _never_waits(stepper, rows)
-            calls = AttentionCalls(stepper.calls or (), layers.sources)
+            calls = AttentionCalls(stepper.calls or (), layers.sources, layers.chunks)
             proof = Proof(layers.signatures, calls, never_waits)
     return proof, differences
 
@@ -411,10 +412,11 @@ def _before_layers(
 
 
 class _Layers(NamedTuple):
-    """Layers with keys and values of their own, and of the others, the ones that they read."""
+    """Layers with keys of their own; the others with those that they read; layers with chunks."""
 
     signatures: Mapping[int, Signature]
     sources: Mapping[int, int]
+    chunks: Mapping[int, int]
 
 
 def _layers_of(model: Any, windows: Mapping[int, int | None], token_ids: torch.Tensor) -> _Layers:
@@ -463,7 +465,7 @@ def _layers_of(model: Any, windows: Mapping[int, int | None], token_ids: torch.T
         raise UnservableError(
             f"its layers {sorted(missing)} do not attend through transformers' attention interface"
         )
-    return _Layers(signatures, sources)
+    return _Layers(signatures, sources, layer_chunks(model.config))
 
 
 def _check_windows(
@@ -471,11 +473,13 @@ def _check_windows(
 ) -> None:
     """Refuse a model whose masks have windows of other lengths than the rows that are read."""
     heard: dict[int, tuple[int | None, int | None]] = {}
+    chunks: dict[int, int | None] = {}
 
     def hear(module: torch.nn.Module, asked: LayerCall) -> torch.Tensor:
         recipe = getattr(asked.mask, "_vmkv_recipe", None)
         if recipe is not None:
             heard[int(vars(module)["layer_idx"])] = (asked.window, recipe.window)
+            chunks[int(vars(module)["layer_idx"])] = recipe.chunk
         return attend_to_tensors(asked, causal=getattr(module, "is_causal", True))
 
     with attending_through(model, PACKED):
@@ -484,7 +488,12 @@ def _check_windows(
         _run(model, token_ids[None], _NOT_PLAIN, vmkv_batch=hear, logits_to_keep=keep)
     read = {layer: windows[source] for layer, source in proof.calls.sources.items()}
     for index, window in (*windows.items(), *read.items()):
+        chunk = proof.calls.chunks.get(index)
+        if chunks.get(index, chunk) != chunk:
+            raise UnservableError(f"its layer {index} attends in other chunks than it states")
         given, masked = heard.get(index, (None, window))
+        if chunk is not None:
+            masked = window  # Rows hold as many tokens as a chunk.
         kept = window if given is None else given
         if kept != masked:
             raise UnservableError(

@@ -66,16 +66,37 @@ class StepParts:
     prompts: Batches = field(default_factory=dict)  # Beginnings and continued, over rows.
     is_decode: torch.Tensor | None = None  # `[entries, 1, 1] bool`: whether an entry is used.
 
+    def in_chunks(self, num_tokens: int) -> StepParts:
+        """Return this step with rows that begin at the last chunk; no piece may span chunks."""
+
+        def cut(batches: Batches) -> Batches:
+            return {
+                capacity: replace(
+                    batch, left_pad=(batch.num_tokens - 1).clamp(0) // num_tokens * num_tokens
+                )
+                for capacity, batch in batches.items()
+            }
+
+        return replace(
+            self,
+            everything=cut(self.everything),
+            decode=cut(self.decode),
+            continued=cut(self.continued),
+            prompts=cut(self.prompts),
+        )
+
 
 class AttentionCalls(NamedTuple):
     """Attention that a model computes in each packed pass.
 
     `layers` are ascending, each as often as it attends. `sources` maps a layer without keys of its
-    own to the one whose rows it reads, which comes before it in a pass.
+    own to the one whose rows it reads, which comes before it in a pass. `chunks` maps a layer whose
+    queries see no token before their chunk of the sequence to the chunk's tokens.
     """
 
     layers: tuple[int, ...]
-    sources: Mapping[int, int]
+    sources: Mapping[int, int] = {}
+    chunks: Mapping[int, int] = {}
 
 
 class LayerCall(NamedTuple):
@@ -120,8 +141,8 @@ class _Layer(NamedTuple):
 class RowAttention:
     """Appends to and attends from the rows of caches, for every layer of a model.
 
-    `caches` has one entry per device; layers are numbered as in the model, and those in `sources`
-    read another one's rows (see `AttentionCalls`). Layers use the backend
+    `caches` has one entry per device; layers are numbered as in the model, and `calls` tells which
+    of them have no rows or attend in chunks. Layers use the backend
     `attention_backend`; if None, `preferred` where it can serve, else the choice of `select`, which
     avoids flash3 for its over-read. With many sequences of different lengths flash3 pays (one H200,
     8B Llama shape: a decode step of 64 at 128 to 4,096 tokens takes 8.6 ms, with flash2 9.6).
@@ -132,7 +153,7 @@ class RowAttention:
         caches: Sequence[KVCache],
         attention_backend: str | None = None,
         preferred: str | None = None,
-        sources: Mapping[int, int] | None = None,
+        calls: AttentionCalls | None = None,
     ):
         self._name = attention_backend
         self._preferred = preferred
@@ -147,7 +168,10 @@ class RowAttention:
             for cache in caches
             for layer in cache.layers
         }
-        self._sources = sources or {}
+        self._sources: Mapping[int, int] = {} if calls is None else calls.sources
+        self._chunks: Mapping[int, int] = {} if calls is None else calls.chunks
+        # The last step by device and tokens of a chunk, and the same as layers with chunks see it.
+        self._in_chunks: dict[tuple[torch.device, int], tuple[StepParts, StepParts]] = {}
         self._layers.update((layer, self._layers[its]) for layer, its in self._sources.items())
         self._kernels: dict[tuple[object, ...], _Kernels] = {}
         self._side: torch.cuda.Stream | None = None
@@ -168,7 +192,7 @@ class RowAttention:
             raise InternalError("attention was asked for outside a step")
         self.called.append(layer)
         its = self._layers[layer]
-        step = self.steps[its.cache.device]
+        step = self._step_of(layer, its.cache.device)
         capacity = its.keys.shape[1]
         new = asked.key[0].transpose(0, 1), asked.value[0].transpose(0, 1)
         call = Call(
@@ -209,6 +233,17 @@ class RowAttention:
         if step.is_decode is not None:
             return self._attend_tiled(rows, call, step.is_decode, step)[None]
         return _attend_in_parts(rows, for_new, call, (key, new[1]), step)[None]
+
+    def _step_of(self, layer: int, device: torch.device) -> StepParts:
+        """Return the step as a layer's attention sees it; without host work per sequence."""
+        assert self.steps is not None
+        step, chunk = self.steps[device], self._chunks.get(layer)
+        if chunk is None:
+            return step
+        known = self._in_chunks.get((device, chunk))
+        if known is None or known[0] is not step:
+            known = self._in_chunks[device, chunk] = step, step.in_chunks(chunk)
+        return known[1]
 
     def _attend_tiled(
         self, backend: AttentionBackend, call: Call, is_decode: torch.Tensor, step: StepParts
@@ -258,6 +293,7 @@ class RowAttention:
     def close(self) -> None:
         """Drop the caches' tensors, which keep addresses reserved. Idempotent."""
         self._layers.clear()
+        self._in_chunks.clear()
         self.steps = None
 
 
