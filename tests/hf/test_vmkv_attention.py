@@ -645,7 +645,7 @@ NOT_PLAIN: dict[str, Any] = {
     "nothing": None,
     "a function of the caller's": _sees_backwards,
     "one that is only called like them": _and_mask,
-    "chunked": _chunked(),
+    "chunks and something": masking_utils.and_masks(_chunked(), _sees_no_third),
     "everything": _sees_all,
     "everything within a window": masking_utils.and_masks(_window, _sees_all),
     "causal or something": masking_utils.or_masks(_causal, _sees_backwards),
@@ -665,7 +665,7 @@ NOT_PLAIN: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", NOT_PLAIN)
 def test_other_masks_are_not_plain(what: str) -> None:
-    """Only causal masks, with or without a window, are plain."""
+    """Only causal masks, in a window, in chunks or without, are plain."""
     assert compat.plain_mask(NOT_PLAIN[what]) is None
 
 
@@ -677,7 +677,8 @@ def test_causal_and_sliding_masks_are_plain(window: int) -> None:
     assert causal.window is None
     sliding = compat.plain_mask(masking_utils.sliding_window_causal_mask_function(window))
     assert sliding is not None
-    assert window == sliding.window
+    assert (window, None) == sliding
+    assert (None, 4) == compat.plain_mask(_chunked())
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 3), (3, 3), (1, 9), (3, 9)])

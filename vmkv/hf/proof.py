@@ -96,6 +96,9 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
     served_as = (weight.device, weight.dtype, autocast, attention_backend)
     try:
         windows = layer_windows(model.config)
+        kind: Any = type(compat.text_config(model.config))
+        if not any(compat.takes_attention(kind)):
+            raise UnservableError("it attends by code of its own")
         made_of, proofs = _proven.get(model, ((), {}))
         if made_of != _made_of(model, windows):
             proofs = {}
