@@ -158,6 +158,16 @@ _NONE_SHARED = {**_SHARED_LAYERS, "num_kv_shared_layers": 0}
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4 (no shared layers)": ("gemma4", {"text_config": _NONE_SHARED}),
     "gemma4_text (no shared layers)": ("gemma4_text", _NONE_SHARED),
+    "gemma4_text (shared layers, wide global heads)": (
+        "gemma4_text",
+        {
+            **_SHARED_LAYERS,
+            "global_head_dim": 512,
+            "head_dim": 256,
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": True,
+        },
+    ),
     "gemma4_text (no shared layers, keys as values, experts)": (
         "gemma4_text",
         {

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from helpers.tiny_models import VOCABULARY
+from helpers.tiny_models import SERVED_LATELY, VOCABULARY
 from transformers.generation.streamers import BaseStreamer
 
 FAMILIES = (
     *("llama", "mistral", "gemma2", "gemma3", "qwen3", "gpt_oss", "mixtral", "phi3"),
-    "deepseek_v3",
+    *("deepseek_v3", *SERVED_LATELY),
 )
 
 

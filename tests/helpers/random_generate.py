@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from helpers.generate_play import GeneratePlay, GenerateShape
 from helpers.random_engine import RandomPlay
+from helpers.tiny_models import SERVED_LATELY
 
-_MODELS = ("llama", "mistral", "gemma3")
+_MODELS = ("llama", "mistral", "gemma3", *SERVED_LATELY)
 
 
 def _random_shape(draw: random.Random) -> GenerateShape:

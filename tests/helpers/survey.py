@@ -43,9 +43,9 @@ alone. *Served* is the same tokens; *refused* is an error that says why before a
 what to use instead. Nothing else occurs. What decides is not this list, but what each model does
 when it is asked: see Note [A model proves itself] in [DESIGN.md](../../DESIGN.md).
 
-Some families are listed in several configurations. `vmkv.generate` and `Engine` refuse Gemma 4
-where layers share another layer's keys and values (`num_kv_shared_layers` above 0 in its
-`config.json`) and serve it otherwise, with keys as values and with experts as well. Qwen3-VL is
+Some families are listed in several configurations. Gemma 4 is served with layers that read another
+layer's keys and values (`num_kv_shared_layers` above 0 in its `config.json`: E2B, E4B) and without,
+with keys as values and with experts. Qwen3-VL is
 served for text prompts where `AutoModelForImageTextToText` has loaded it; `vmkv serve` loads models
 with `AutoModelForCausalLM`, which does not know it.
 
@@ -129,18 +129,22 @@ def _prompts() -> list[list[int]]:
     ]
 
 
-def _alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
-    ids = torch.tensor([prompt])
+def _alone(model: Any, prompt: list[int], times: int = 1, **options: Any) -> list[int]:
+    """Tokens for a prompt, from a batch that holds it so many times."""
+    ids = torch.tensor([prompt] * times)
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[-1].tolist()
 
 
 def _through_cache(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Tokens alone; those of a batch must be as without our cache."""
     said = []
-    for prompt in prompts:
+    batch = _alone(model, prompts[0], 2)
+    for prompt, times in [*((each, 1) for each in prompts), (prompts[0], 2)]:
         with vmkv.VMKVCache(model.config, budget_bytes=BUDGET_BYTES) as cache:
             # Some configurations set `use_cache=False` and then use a cache wrongly.
-            said.append(_alone(model, prompt, past_key_values=cache, use_cache=True))
+            said.append(_alone(model, prompt, times, past_key_values=cache, use_cache=True))
+    assert batch == said.pop(), "other tokens than model.generate's in a batch"
     return said
 
 

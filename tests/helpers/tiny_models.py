@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import DynamicCache, EncoderDecoderCache, PretrainedConfig, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    PretrainedConfig,
+    PreTrainedModel,
+    cache_utils,
+)
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 VOCABULARY = 100
@@ -80,6 +86,21 @@ def _gemma3n() -> PretrainedConfig:
     )
 
 
+def _gemma4() -> PretrainedConfig:
+    return transformers.Gemma4TextConfig(
+        **{**_BASE, "num_hidden_layers": 5},
+        head_dim=8,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+    )
+
+
 def _qwen3() -> PretrainedConfig:
     return transformers.Qwen3Config(**_BASE, head_dim=16)
 
@@ -92,6 +113,21 @@ def _gpt_oss() -> PretrainedConfig:
         num_experts_per_tok=2,
         sliding_window=WINDOW,
         layer_types=_SLIDING_AND_FULL[:2],
+    )
+
+
+def _llama4() -> PretrainedConfig:
+    return transformers.Llama4TextConfig(
+        **{**_BASE, "num_hidden_layers": 4},
+        intermediate_size_mlp=48,
+        head_dim=8,
+        num_local_experts=4,
+        moe_layers=[1],
+        attention_chunk_size=WINDOW,
+        no_rope_layers=[1, 1, 1, 0],
+        attn_temperature_tuning=True,
+        floor_scale=4,  # Positions count after four tokens.
+        attn_scale=0.5,
     )
 
 
@@ -182,8 +218,10 @@ _CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma3n": _gemma3n,
+    **({"gemma4": _gemma4} if hasattr(transformers, "Gemma4TextConfig") else {}),
     "qwen3": _qwen3,
     "gpt_oss": _gpt_oss,
+    "llama4": _llama4,
     "mixtral": _mixtral,
     "phi3": _phi3,
     "deepseek_v3": _deepseek_v3,
@@ -194,6 +232,10 @@ _CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 ENCODER_DECODER = ("t5", "whisper")
 DECODERS = tuple(name for name in _CONFIGS if name not in ENCODER_DECODER)
 MODELS = tuple(_CONFIGS)
+#: Models whose last layers read another layer's keys, where packed steps serve them.
+SHARED_KEYS = ("gemma3n", "gemma4") if hasattr(cache_utils, "DummyLayer") else ()
+#: Models that packed steps serve in late releases only: with shared keys, and with chunks.
+SERVED_LATELY = (*SHARED_KEYS, "llama4") if SHARED_KEYS else ()
 
 
 def unsupported_because(name: str) -> str | None:

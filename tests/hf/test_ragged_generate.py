@@ -181,7 +181,8 @@ def test_only_real_tokens_are_resident(pool: ExtentPool, watched: list[_Watched]
 # ---- inside model.generate ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# Llama 4 counts padding among the positions that it scales queries by.
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama4"])
 @pytest.mark.parametrize("is_padded", [True, False])
 def test_custom_generate_matches_padded_generate(name: str, is_padded: bool) -> None:
     """The returned tensor is padded as by `model.generate`."""

@@ -645,7 +645,7 @@ NOT_PLAIN: dict[str, Any] = {
     "nothing": None,
     "a function of the caller's": _sees_backwards,
     "one that is only called like them": _and_mask,
-    "chunked": _chunked(),
+    "chunks and something": masking_utils.and_masks(_chunked(), _sees_no_third),
     "everything": _sees_all,
     "everything within a window": masking_utils.and_masks(_window, _sees_all),
     "causal or something": masking_utils.or_masks(_causal, _sees_backwards),
@@ -665,7 +665,7 @@ NOT_PLAIN: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", NOT_PLAIN)
 def test_other_masks_are_not_plain(what: str) -> None:
-    """Only causal masks, with or without a window, are plain."""
+    """Only causal masks, in a window, in chunks or without, are plain."""
     assert compat.plain_mask(NOT_PLAIN[what]) is None
 
 
@@ -677,7 +677,8 @@ def test_causal_and_sliding_masks_are_plain(window: int) -> None:
     assert causal.window is None
     sliding = compat.plain_mask(masking_utils.sliding_window_causal_mask_function(window))
     assert sliding is not None
-    assert window == sliding.window
+    assert (window, None) == sliding
+    assert (None, 4) == compat.plain_mask(_chunked())
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 3), (3, 3), (1, 9), (3, 9)])
@@ -722,17 +723,3 @@ def test_the_arguments_of_the_model_take_precedence(family: str) -> None:
     model.set_attn_implementation("vmkv")
     with VMKVCache(model.config, budget_bytes=64 * MiB) as cache:
         assert torch.equal(wanted, model.generate(ids, past_key_values=cache, **options))
-
-
-def test_fp8_values_that_a_model_changes_are_refused() -> None:
-    """Their scales would be unknown."""
-    if VERSION < (5, 0):
-        pytest.skip("before 5.x DiffLlama has its own attention classes")
-    model = _surveyed("diffllama")
-    model.set_attn_implementation("vmkv")
-    ids = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(0))
-    with (
-        VMKVCache(model.config, budget_bytes=64 * MiB, kv_dtype="fp8") as cache,
-        pytest.raises(ConfigError, match="values in eight bits have been changed"),
-    ):
-        model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)

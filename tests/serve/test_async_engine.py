@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.hosted import hosted
 from helpers.requests import PATIENCE_S, last, prompts, reference, run
@@ -168,7 +169,7 @@ def test_invalid_requests_raise_config_errors(make_engine: MakeEngine, serving: 
             for prompt, message in (([], "empty"), ([1] * 200, "no room"), ("text", "tokenizer")):
                 with pytest.raises(ConfigError, match=message):
                     await anext(engine.stream(prompt, GREEDY))
-            assert (await last(engine.stream([1, 2], GREEDY))).is_finished
+            assert (await last(engine.stream([np.int64(1), 2], GREEDY))).is_finished
 
     run(main())
 

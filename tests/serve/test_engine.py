@@ -13,7 +13,7 @@ import torch
 from helpers.reference_backend import ReferenceBackend
 from helpers.requests import prompts as random_prompts
 from helpers.requests import reference as said_alone
-from helpers.tiny_models import VOCABULARY, tiny_model
+from helpers.tiny_models import SERVED_LATELY, VOCABULARY, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -26,7 +26,7 @@ from vmkv.serve.runner import RunnerOptions
 from vmkv.units import KiB
 
 MakeEngine = Callable[..., Engine]
-MODELS = ["llama", "qwen3", "mistral", "gemma3", "gpt_oss", "mixtral"]
+MODELS = ["llama", "qwen3", "mistral", "gemma3", "gpt_oss", "mixtral", *SERVED_LATELY]
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
 
@@ -417,7 +417,7 @@ def test_a_request_that_never_fits_is_refused(make_engine: MakeEngine) -> None:
         engine.add([1] * engine.max_tokens, GREEDY)
 
 
-@pytest.mark.parametrize("name", ["gemma3n", "qwen3_next", "t5"])
+@pytest.mark.parametrize("name", ["qwen3_next", "t5", *({"gemma3n", "llama4"} - {*SERVED_LATELY})])
 def test_models_that_cannot_be_served_are_refused(make_engine: MakeEngine, name: str) -> None:
     """Nothing is left allocated."""
     with pytest.raises(ConfigError):

@@ -337,7 +337,7 @@ def test_captured_generation_does_not_replay_a_changed_model(model: Any) -> None
 
 def test_a_proof_counts_the_calls_of_each_layer(model: Any) -> None:
     """A step with more attention calls of a layer is refused."""
-    assert (0, 1) == prove(model).calls
+    assert (0, 1) == prove(model).calls.layers
 
     def twice(*args: Any, **kwargs: Any) -> Any:
         vmkv_attention(*args, **kwargs)

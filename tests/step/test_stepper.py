@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import VOCABULARY, tiny_model
+from helpers.tiny_models import SERVED_LATELY, VOCABULARY, tiny_model
 
 import vmkv
 from vmkv import ConfigError, KVCache, Sequence
@@ -291,7 +291,7 @@ def test_without_a_row_for_padding_nothing_is_captured(
     assert place.stepper.decode_graphs is None
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss", *SERVED_LATELY])
 def test_generation_through_captured_steps_gives_the_same_tokens(
     name: str, can_capture: None
 ) -> None:

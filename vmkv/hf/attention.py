@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from ..attention.sdpa import plain_attention, visible_keys
 from ..core.cache.fp8 import FP8
@@ -29,9 +30,10 @@ from ..step.model_guard import PACKED, register_attention
 from ..step.row_attention import LayerCall
 from . import compat
 from .configuration import UnservableError
-from .layers import VirtualLayer, layer_behind
+from .layers import VirtualLayer, layer_behind, outside_graphs
 
 
+@outside_graphs
 def vmkv_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -45,8 +47,9 @@ def vmkv_attention(
     `query` is `[B, Hq, Tq, D]`; `key` and `value` are `[B, H, T, …]`: the cache's tensors, or
     in a packed step the new tokens' alone. `attention_mask` is a result of `vmkv_mask`, None, a
     padding mask `[B, T]` or a mask `[B, 1, Tq, T]`. Of transformers' options `scaling`, `dropout`,
-    `sliding_window`, `softcap`, `s_aux` (sinks `[Hq]`), `is_causal` and `position_bias` count;
-    `vmkv_batch` is the packed step, a function of the module and its `LayerCall`.
+    `sliding_window`, `softcap`, `s_aux` (sinks `[Hq]`), `is_causal`, `position_bias` and `indices`
+    (of the keys that each query sees, `[B, Tq, n]`) count; `vmkv_batch` is the packed step, a
+    function of the module and its `LayerCall`.
     """
     scale = options.get("scaling")
     asked = LayerCall(
@@ -69,6 +72,8 @@ def vmkv_attention(
         )
     causal, dropout = options.get("is_causal"), options.get("dropout") or 0.0
     causal = getattr(module, "is_causal", True) if causal is None else causal
+    if options.get("indices") is not None:
+        asked = asked._replace(mask=_selected(asked, causal, options["indices"]))
     layer = layer_behind(key)
     if layer is not layer_behind(value):
         layer = None
@@ -91,6 +96,8 @@ def vmkv_attention(
 def _in_place(layer: VirtualLayer, asked: LayerCall) -> torch.Tensor | None:
     """Attend to the layer's rows in place; None where the mask does not allow it."""
     recipe, kept = _recipe_of(asked.mask), layer.window_tokens
+    if recipe is not None and recipe.chunk is not None and layer.get_seq_length() > recipe.chunk:
+        return None  # Up to that length there is one chunk.
     sees_all = recipe is not None and recipe.window is None and asked.window is None
     if sees_all and kept is not None and asked.query.shape[2] > 1 and asked.key.shape[2] > kept:
         return None  # The mask sees more of these tokens than the layer's configured window.
@@ -104,8 +111,8 @@ def _in_place(layer: VirtualLayer, asked: LayerCall) -> torch.Tensor | None:
 class _Recipe:
     """The arguments of an attention mask, which is built only if a layer needs it."""
 
-    def __init__(self, window: int | None, arguments: dict[str, Any]):
-        self.window = window
+    def __init__(self, plain: compat.PlainMask, arguments: dict[str, Any]):
+        self.window, self.chunk = plain
         self.padding: torch.Tensor | None = arguments.get("attention_mask")
         self._arguments = arguments
 
@@ -113,35 +120,93 @@ class _Recipe:
     def mask(self) -> torch.Tensor:
         """The mask `[B, 1, Tq, T]`, built once for all layers that share it."""
         # A skipped mask (None) would not tell which cached tokens the queries see.
-        mask = compat.sdpa_mask(**self._arguments | {"allow_is_causal_skip": False})
+        mask = compat.explicit_mask(**self._arguments | {"allow_is_causal_skip": False})
         assert mask is not None  # Only a mask that may be skipped can be None.
         return mask
+
+
+def _selected(asked: LayerCall, causal: bool, indices: torch.Tensor) -> torch.Tensor:
+    """Return the call's mask, reduced to keys that the model selected: `indices [B, Tq, n]`."""
+    recipe, mask = _recipe_of(asked.mask), asked.mask
+    if recipe is not None:
+        mask = recipe.mask
+    elif mask is None or mask.ndim != 4:
+        mask = _explicit_mask(asked, causal)
+    shape = (*indices.shape[:2], asked.key.shape[2])
+    chosen = indices.new_zeros(shape, dtype=torch.bool).scatter(-1, indices.long(), value=True)
+    if mask is not None and mask.dtype != torch.bool:
+        return mask.masked_fill(~chosen[:, None], torch.finfo(mask.dtype).min)
+    return chosen[:, None] if mask is None else chosen[:, None] & mask
+
+
+class _Carrier(torch.Tensor):
+    """A mask `[B, 1, Tq, T]` without memory; operations on it make the real one first."""
+
+    _vmkv_recipe: _Recipe
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__name__", "") == "__get__" or func in _OF_CARRIERS:
+                out = func(*args, **kwargs or {})
+                if out is args[0] or not isinstance(out, torch.Tensor):
+                    return out
+            args, kwargs = tree_map_only(cls, _materialised, (args, kwargs or {}))
+            return func(*args, **kwargs)
+
+
+#: Methods that look at the carrier itself, or may return it.
+_OF_CARRIERS = (torch.Tensor.size, torch.Tensor.dim, torch.Tensor.to)
+
+
+def _materialised(carrier: _Carrier) -> torch.Tensor:
+    return carrier._vmkv_recipe.mask
 
 
 def _recipe_of(mask: torch.Tensor | None) -> _Recipe | None:
     return getattr(mask, "_vmkv_recipe", None)
 
 
+_mask_apart: Any = outside_graphs(compat.explicit_mask)
+
+
 def vmkv_mask(**arguments: Any) -> torch.Tensor | None:
     """Prepare the mask that transformers passes to `vmkv_attention`, once per step.
 
-    A causal or sliding-window mask becomes an empty tensor that carries a `_Recipe`, since the
-    padding mask is enough to read rows in place. transformers builds any other mask, as for SDPA.
+    A causal mask, also in windows or chunks, becomes a tensor that carries a `_Recipe`, since the
+    padding mask is enough to read rows in place; a model that slices it gets the mask that SDPA
+    would. transformers builds any other mask, as for SDPA. `ConfigError` for models with attention
+    code of their own.
     """
+    if torch.compiler.is_compiling():  # Compilers need memory behind each tensor.
+        apart: torch.Tensor | None = _mask_apart(**arguments)
+        return apart
+    kind: Any = type(arguments.get("config"))
+    if not any(compat.takes_attention(kind)):
+        raise ConfigError(
+            f"{kind.__name__}: transformers serves such models neither with "
+            '"sdpa" nor with attention functions of others, because they attend by code of their '
+            'own; use attn_implementation="eager"'
+        )
     plain = compat.plain_mask(arguments.get("mask_function"))
     if plain is None or isinstance(arguments.get("q_offset"), torch.Tensor):
         # A static cache counts its tokens in a tensor, which changes later: build the mask now.
-        return compat.sdpa_mask(**arguments)
+        return compat.explicit_mask(**arguments)
     padding = arguments.get("attention_mask")
     if isinstance(padding, torch.Tensor) and hasattr(padding, "_vmkv_recipe"):
         return padding  # `generate` has made it already and passes it in again.
-    # Two dimensions, like flash attention's masks, so that models pass it on unchanged; on the
-    # right device, because a copy to another one would lose the attribute.
-    like = arguments.get("cache_position")
-    device = like.device if isinstance(like, torch.Tensor) else arguments.get("device")
-    shape = (int(arguments["batch_size"]), 0)
-    carrier = torch.empty(shape, dtype=torch.bool, device=device)
-    carrier._vmkv_recipe = _Recipe(plain.window, arguments)  # type: ignore[attr-defined]
+    # On the right device, because a copy to another one would be the mask itself.
+    like: Any = arguments.get("cache_position")
+    if isinstance(like, torch.Tensor):
+        num_queries, device = len(like), like.device
+    else:
+        num_queries, device = arguments["q_length"], arguments["device"]
+    shape = (arguments["batch_size"], 1, num_queries, arguments["kv_length"])
+    carrier = torch.empty((), dtype=compat.mask_dtype(arguments), device=device).expand(shape)
+    carrier = carrier.as_subclass(_Carrier)
+    carrier._vmkv_recipe = _Recipe(plain, arguments)
     return carrier
 
 

@@ -53,6 +53,7 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
     def _take(self, layers: list[Any]) -> None:
         Cache.__init__(self, layers=layers)
         self._virtual_layers = [layer for layer in layers if isinstance(layer, VirtualLayer)]
+        self._num_keeping = len(layers) - sum(map(compat.keeps_nothing, layers))
 
     @classmethod
     def for_encoder_decoder(cls, config: Any, **options: Any) -> EncoderDecoderCache:
@@ -67,7 +68,9 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
     # ---- steps that bypass the layers -----------------------------------------------------
 
     def is_uniform(self, batch_size: int) -> bool:
-        """Whether all layers are virtual and hold equally many tokens of `batch_size` entries each.
+        """Whether all layers are virtual and hold as many tokens of `batch_size` entries each.
+
+        Layers that read another one's keys do not count.
 
         Decode steps may then bypass the layers, between `begin_step` and `end_step`.
         """
@@ -75,7 +78,7 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
         num_tokens = max([layer._length for layer in layers], default=0)
         return (
             num_tokens > 0
-            and len(layers) == len(self.layers)
+            and len(layers) == self._num_keeping
             and not store.is_closed
             and store.has_seen_all
             and len(store.cores) == 1

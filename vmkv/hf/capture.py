@@ -24,7 +24,9 @@ from ..errors import CapacityError, ConfigError, one_line
 from ..step import Stepper
 from ..step.compiled_layers import CompiledLayers
 from ..step.model_guard import chosen_attention
+from ..step.row_attention import AttentionCalls
 from ..step.stepper import has_hooks
+from . import compat
 from .cache import VMKVCache
 from .group_step import LeftPadding
 from .proof import Proof, prove
@@ -74,6 +76,7 @@ def capture_decoding(
         could be captured, a proof (see `vmkv.generate`). A mask is read once per prompt, and later
         ones are checked without waiting.
     """
+    compat.check_model(model)
     capture = vars(model).get("forward")
     if isinstance(capture, CapturedDecoding):
         if (capture.layers is not None) != compile_layers:
@@ -270,7 +273,9 @@ class CapturedDecoding:
             return None
         try:
             proof = prove(model, backend)
-            if proof.never_waits or device.type != "cuda":
+            if proof.calls.chunks:
+                reason = "chunks of its attention begin after the padding"
+            elif proof.never_waits or device.type != "cuda":
                 if store.signatures == proof.signatures:
                     return proof
                 reason = "it caches something else than the keys and values it attends to"
@@ -350,7 +355,7 @@ class CapturedSteps:
         logits: torch.Tensor,
         layers: CompiledLayers | None,
         stream: torch.cuda.Stream | None,
-        calls: tuple[int, ...],
+        calls: AttentionCalls,
     ):
         (core,) = store.cores
         self.batch_size = batch_size

@@ -7,8 +7,10 @@ version number, where possible.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +36,7 @@ _CROP_REFUSES_LENGTHS = tuple(map(int, transformers.__version__.split(".")[:2]))
 CROPPED_TOO_FAR: type[Exception] = (
     RuntimeError if hasattr(DynamicSlidingWindowLayer, "activate_past_recording") else ValueError
 )
+_CACHES = CacheLayerMixin.__module__
 #: Layer types for which 4.57's plain dynamic layers are correct.
 _PLAIN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 #: Logits processors and stopping criteria that do not read the prompt. By name, because not every
@@ -44,6 +47,15 @@ _READ_NO_PROMPT = {
     *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"),
     *("TypicalLogitsWarper", "EosTokenCriteria", "MaxTimeCriteria"),
 }
+
+
+def check_model(model: object) -> None:
+    """Raise `ConfigError` unless `model` is a model: a name or a configuration is a likely slip."""
+    if not hasattr(model, "config"):
+        raise ConfigError(
+            f"model is a {type(model).__name__}, not a model: pass what "
+            "AutoModelForCausalLM.from_pretrained returns"
+        )
 
 
 def text_config(config: Any) -> Any:
@@ -107,6 +119,16 @@ def default_cache(config: Any) -> DynamicCache:
     return cache
 
 
+def views_keys(config: Any) -> bool:
+    """Whether the model's code needs keys of a batch side by side, as only copies of rows are."""
+    return getattr(config, "model_type", None) == "gpt_neox_japanese"
+
+
+def cross_attention_layers(config: Any) -> frozenset[int]:
+    """Return layers of a decoder's own cache that hold an image's keys, which its code reads."""
+    return frozenset(getattr(text_config(config), "cross_attention_layers", None) or ())
+
+
 def window_of(layer: Any) -> tuple[bool, int | None]:
     """Whether vmkv can replace `layer`, by exact type, and the window of a sliding one."""
     if type(layer) is DynamicLayer:
@@ -114,6 +136,11 @@ def window_of(layer: Any) -> tuple[bool, int | None]:
     if type(layer) is DynamicSlidingWindowLayer:
         return True, int(layer.sliding_window)
     return False, None
+
+
+def keeps_nothing(layer: Any) -> bool:
+    """Whether `layer` holds a place in the cache for a model's layer without keys of its own."""
+    return type(layer).__name__ == "DummyLayer" and type(layer).__module__ == _CACHES
 
 
 def cropped_length(length: int, argument: int) -> int:
@@ -198,13 +225,14 @@ def in_parts(num_ranks: int) -> dict[str, Any]:
 
 
 class PlainMask(NamedTuple):
-    """A mask that is only causal, within a window or without."""
+    """A mask that is only causal: over all, or in a window, or in chunks of the sequence."""
 
     window: int | None
+    chunk: int | None = None
 
 
 def plain_mask(mask_function: Any) -> PlainMask | None:
-    """Recognise a mask function that is causal, or causal in a sliding window, by its parts."""
+    """Recognise a mask function that is causal, also in a window or in chunks, by its parts."""
     from transformers import masking_utils
 
     if mask_function is masking_utils.causal_mask_function:
@@ -212,22 +240,47 @@ def plain_mask(mask_function: Any) -> PlainMask | None:
     if getattr(mask_function, "__name__", "") != "and_mask":
         return None
     parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
-    if (
-        len(parts) != 2
-        or parts[1] is not masking_utils.causal_mask_function
-        or not getattr(parts[0], "__qualname__", "").startswith("sliding_window_overlay.")
-    ):
+    if len(parts) != 2 or parts[1] is not masking_utils.causal_mask_function:
         return None
-    window = inspect.getclosurevars(parts[0]).nonlocals.get("sliding_window")
-    return PlainMask(window) if isinstance(window, int) else None
+    kind, _, _ = getattr(parts[0], "__qualname__", "").partition(".")
+    values = inspect.getclosurevars(parts[0]).nonlocals
+    window, chunk = values.get("sliding_window"), values.get("chunk_size")
+    if kind == "sliding_window_overlay" and isinstance(window, int):
+        return PlainMask(window)
+    if kind == "chunked_overlay" and isinstance(chunk, int):
+        return PlainMask(None, chunk)
+    return None
 
 
-def sdpa_mask(**arguments: Any) -> torch.Tensor | None:
-    """Build the mask that transformers would make for SDPA: `[B, 1, Tq, T]`, or None."""
+@functools.cache
+def takes_attention(config_class: type) -> tuple[bool, bool]:
+    """Whether transformers' model of a configuration takes SDPA, and any function but eager."""
+    try:
+        model_class = transformers.AutoModel._model_mapping.get(config_class, None)
+    except (ImportError, RuntimeError, ValueError):  # A module that cannot be imported here.
+        model_class = None
+    takes_sdpa = bool(getattr(model_class, "_supports_sdpa", True))
+    return takes_sdpa, takes_sdpa or bool(getattr(model_class, "_supports_attention_backend", True))
+
+
+def explicit_mask(**arguments: Any) -> torch.Tensor | None:
+    """Build the mask that transformers would make for SDPA: `[B, 1, Tq, T]`, or None.
+
+    A model that does not take SDPA may do arithmetic with it, so it gets eager attention's.
+    """
     from transformers import masking_utils
 
-    mask: torch.Tensor | None = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments)
+    name = "sdpa" if mask_dtype(arguments) == torch.bool else "eager"
+    mask: torch.Tensor | None = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[name](**arguments)
     return mask
+
+
+def mask_dtype(arguments: Mapping[str, Any]) -> torch.dtype:
+    """Return the type of `explicit_mask`."""
+    kind: Any = type(arguments.get("config"))
+    takes_sdpa, _ = takes_attention(kind)
+    dtype: torch.dtype = arguments.get("dtype", torch.float32)
+    return torch.bool if takes_sdpa else dtype
 
 
 def is_transformers_own(rule: Any) -> bool:
@@ -337,16 +390,36 @@ def _stated(module: Any, name: str) -> int:
     return int(module.weight.shape[0] if stated is None else stated)
 
 
-def check_tokens(tokens: Sequence[Any], vocab_size: int, name: str = "the prompt") -> None:
-    """Raise `ConfigError` for a prompt that is empty or holds ids outside the vocabulary.
+def check_tokens(tokens: Sequence[Any], vocab_size: int, name: str = "the prompt") -> Sequence[int]:
+    """Return the ids of a prompt as integers of Python; those of numpy and torch are converted.
 
-    A token without a row in the embedding is an IndexError on the CPU, and ends the process on a
-    GPU.
+    Raises `ConfigError` if it is empty or holds anything else than tokens of the vocabulary: a
+    token without a row in the embedding is an IndexError on the CPU, and ends the process on a GPU.
     """
     if not tokens:
         raise ConfigError(f"{name} is empty: pass at least one token id")
     # Takes a third of the time of a look at each token, which counts for long prompts.
     if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab_size:
-        return
-    wrong = next(each for each in tokens if type(each) is not int or not 0 <= each < vocab_size)
-    raise ConfigError(f"{name} holds {wrong!r}, which is no token of a vocabulary of {vocab_size}")
+        return tokens
+    tokens = as_integers(tokens)
+    wrong = [each for each in tokens if type(each) is not int or not 0 <= each < vocab_size]
+    if not wrong:
+        return tokens
+    raise ConfigError(
+        f"{name} holds {wrong[0]!r}, which is no token of a vocabulary of {vocab_size}"
+    )
+
+
+def as_integers(tokens: Sequence[Any]) -> Sequence[Any]:
+    """Return tokens as they are, but integers of numpy and torch as Python's."""
+    return tokens if set(map(type, tokens)) == {int} else tuple(map(_as_integer, tokens))
+
+
+def _as_integer(token: Any) -> Any:
+    """Return an integer of any library as Python's; anything else as it is."""
+    if type(token) is bool or getattr(token, "dtype", None) is torch.bool:
+        return token
+    try:
+        return operator.index(token)
+    except TypeError:
+        return token

@@ -54,15 +54,18 @@ def check_length(config: Any, max_tokens: int | None) -> None:
 
 
 def layer_windows(config: Any) -> dict[int, int | None]:
-    """Return the window of each layer in tokens, None for all; refuses layers vmkv cannot hold."""
+    """Return the window in tokens, None for all, of each layer that has keys of its own.
+
+    `UnservableError` for a model with a layer that vmkv cannot hold.
+    """
     decoder = compat.text_config(config)
-    if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
-        raise UnservableError("it attends in chunks, which no kernel here does")
     layers = compat.default_cache(config).layers
     if len(layers) != getattr(decoder, "num_hidden_layers", len(layers)):
         raise UnservableError("layers share keys and values, which only a cache can hand on")
     windows = {}
     for index, layer in enumerate(layers):
+        if compat.keeps_nothing(layer):
+            continue
         is_ours, windows[index] = compat.window_of(layer)
         if not is_ours:
             raise UnservableError(
@@ -70,6 +73,16 @@ def layer_windows(config: Any) -> dict[int, int | None]:
                 "values of its own"
             )
     return windows
+
+
+def layer_chunks(config: Any) -> dict[int, int]:
+    """Return the tokens of a chunk of each layer that sees no token before its query's chunk."""
+    decoder = compat.text_config(config)
+    return {
+        index: int(decoder.attention_chunk_size)
+        for index, kind in enumerate(getattr(decoder, "layer_types", None) or ())
+        if kind == "chunked_attention"
+    }
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
 from ..core.cache import KVCache
 from ..core.cache import Sequence as Row
@@ -107,7 +108,7 @@ def generate(
     own = {"pool": pool, "budget_bytes": budget_bytes, "attention_backend": attention_backend}
     if cache is not None and any(value is not None for value in own.values()):
         raise ConfigError("a cache has its own pool, budget and kernels; leave those out")
-    _check(model, rows, cache, max_num_batched_tokens)
+    rows = _checked(model, rows, cache, max_num_batched_tokens)
     groups = prepare(model, rows, options)
     pad, longest = compat.pad_token(groups[0].config), groups[0].num_tokens
     input_ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
@@ -173,7 +174,7 @@ def ragged_generate(
     lengths = _lengths(input_ids, model_kwargs.get("attention_mask"))
     ids = zip(input_ids.tolist(), lengths, strict=True)
     prompts = [row[width - length :] for row, length in ids]
-    _check(model, prompts, vmkv_cache, vmkv_max_num_batched_tokens)
+    prompts = _checked(model, prompts, vmkv_cache, vmkv_max_num_batched_tokens)
     return _generate(
         model,
         prompts,
@@ -336,10 +337,11 @@ def _decode(
 # ---- arguments --------------------------------------------------------------------------------
 
 
-def _check(
-    model: Any, prompts: Sequence[Sequence[int]], cache: Any, max_num_batched_tokens: int
-) -> None:
-    """Refuse arguments that `generate` and `ragged_generate` have in common."""
+def _checked(
+    model: Any, prompts: Sequence[list[Any]], cache: Any, max_num_batched_tokens: int
+) -> list[list[int]]:
+    """Check arguments that `generate` and `ragged_generate` have in common; return the prompts."""
+    compat.check_model(model)
     check_positive("max_num_batched_tokens", max_num_batched_tokens)
     if cache is not None and not isinstance(cache, RaggedCache):
         raise ConfigError(
@@ -351,11 +353,13 @@ def _check(
             "past_key_values=VMKVCache.for_encoder_decoder(config)"
         )
     vocab_size = compat.num_embeddings(model)
-    for at, prompt in enumerate(prompts):
-        compat.check_tokens(prompt, vocab_size, f"prompt {at}")
+    return [
+        list(compat.check_tokens(prompt, vocab_size, f"prompt {at}"))
+        for at, prompt in enumerate(prompts)
+    ]
 
 
-def _as_list(prompt: Any, at: int) -> list[int]:
+def _as_list(prompt: Any, at: int) -> list[Any]:
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, (list, tuple)):
         raise ConfigError(f"prompt {at} must be a sequence of token ids, not {prompt!r}")
@@ -408,6 +412,14 @@ class RaggedCache(StoreOwner):
         self._model: weakref.ref[Any] | None = None
         self._tenant: str | None = None
         self._is_serving = False
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(Cache, name):  # An access by transformers.
+            raise ConfigError(
+                "a RaggedCache is for vmkv.generate(model, prompts, cache=cache); model.generate "
+                "and the model itself take past_key_values=VMKVCache(model.config)"
+            )
+        raise AttributeError(f"RaggedCache has no attribute {name!r}")
 
     @property
     def has_windows(self) -> bool:

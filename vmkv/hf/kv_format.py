@@ -98,6 +98,8 @@ def calibrate_kv_scales(model: Any, token_ids: Iterable[Sequence[int]]) -> KVSca
     Cost: a forward pass over each text.
     """
     layers = compat.default_cache(model.config).layers
+    while compat.keeps_nothing(layers[-1]):
+        layers.pop()  # Layers that read another layer's keys come last.
     for index, layer in enumerate(layers):
         if not compat.window_of(layer)[0]:
             raise ConfigError(
@@ -190,4 +192,4 @@ def layers_in_fp8(
             )
     skips_windows = _SLIDING in skipped
     stored = {at for at, window in windows.items() if window is None or not skips_windows}
-    return frozenset(stored.difference(skipped)), scales
+    return frozenset(stored.difference(skipped, compat.cross_attention_layers(config))), scales

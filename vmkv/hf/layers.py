@@ -11,7 +11,8 @@ import copy
 import functools
 import logging
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -24,6 +25,22 @@ from .group_step import GroupStep
 from .store import Store
 
 _LOG = logging.getLogger(__name__)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def outside_graphs(function: _Function) -> _Function:
+    """Let `torch.compile` end its graph at calls of `function`, which then runs as it is.
+
+    Compilers cannot trace memory that grows by mapping. Unlike `torch.compiler.disable` alone this
+    costs a plain call where nothing compiles.
+    """
+    apart: Any = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (apart if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 class VirtualLayer:
@@ -44,6 +61,7 @@ class VirtualLayer:
         self.window_tokens = window_tokens  # None for all.
         self._length = 0
         self._first_kept = 0
+        self.is_read_in_place = False  # Whether attention has read the layer's rows.
         self._batch_size = 0
         # The kernel, and the request that it was chosen for.
         self._kernel: tuple[tuple[object, ...], AttentionBackend] | None = None
@@ -63,6 +81,7 @@ class VirtualLayer:
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 
+    @outside_graphs
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +89,8 @@ class VirtualLayer:
 
         Returns views `[batch, kv_heads, tokens, dim]` over the cache's memory, without a copy; a
         sliding layer returns the window before the new tokens, and these. Rows in eight bits are
-        decoded into new tensors, unless attention is `"vmkv"`, which reads the rows themselves.
+        decoded into new tensors, unless attention is `"vmkv"` and has read the rows themselves
+        before; a model that changes keys on their way to attention needs them decoded.
 
         Raises:
             OutOfPagesError: The pool is full. The layer is unchanged and stays usable.
@@ -113,9 +133,12 @@ class VirtualLayer:
         if self.window_tokens is not None and not self.record_past:
             self._first_kept = self._visible_from(end)
         keys, values = step.keys[index], step.values[index]
-        if step.is_fp8 and not self._store.attends_in_place:
-            _say_that_it_decodes()
+        if step.is_fp8 and not (self._store.attends_in_place and self.is_read_in_place):
+            if not self._store.attends_in_place:
+                _say_that_it_decodes()
             keys, values = step.decoded(index, self.dtype)
+        if self._store.returns_copies:
+            keys, values = keys.contiguous(), values.contiguous()
         for each in (keys, values):  # A model may transform either before attention.
             each._vmkv_layer = self._tag  # type: ignore[attr-defined]
         return keys, values
@@ -197,6 +220,7 @@ class VirtualLayer:
             backend = select(spec, self._store.options.attention_backend)
             step.rows.core.keep_resident(backend.overread_tokens(spec))
             self._kernel = (kind, backend)
+        self.is_read_in_place = True
         return self._kernel[1].attend(call).view(batch_size, num_queries, num_heads, -1)
 
     # ---- contents -------------------------------------------------------------------------

@@ -28,11 +28,11 @@ from ..core.cache import Sequence as Row
 from ..errors import VMKVError
 from ..step import Piece, Stepper, attending_through
 from ..step.model_guard import PACKED, chosen_attention, refusing_waits
-from ..step.piece import packing_order
-from ..step.row_attention import LayerCall
+from ..step.piece import cut_at_chunks, packing_order
+from ..step.row_attention import AttentionCalls, LayerCall
 from . import compat
 from .attention import attend_to_tensors
-from .configuration import UnservableError, layer_windows
+from .configuration import UnservableError, layer_chunks, layer_windows
 from .store import CacheOptions, Signature, Store
 
 #: Tokens of each sequence: more than the windows of models that are made for tests.
@@ -63,13 +63,13 @@ _FINE_EPS = 1e-4
 class Proof(NamedTuple):
     """Properties of a model that has passed its proof.
 
-    `calls` lists the layers whose attention a packed pass calls, in ascending order, each as often
-    as it is called; `never_waits` says whether decode steps never wait for the device, so that they
-    may be captured.
+    `signatures` are of layers with keys and values of their own; `calls` is the attention of a
+    packed pass; `never_waits` says whether decode steps never wait for the device, so that they may
+    be captured.
     """
 
     signatures: Mapping[int, Signature]
-    calls: tuple[int, ...]
+    calls: AttentionCalls
     never_waits: bool
 
 
@@ -96,13 +96,16 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
     served_as = (weight.device, weight.dtype, autocast, attention_backend)
     try:
         windows = layer_windows(model.config)
+        kind: Any = type(compat.text_config(model.config))
+        if not any(compat.takes_attention(kind)):
+            raise UnservableError("it attends by code of its own")
         made_of, proofs = _proven.get(model, ((), {}))
         if made_of != _made_of(model, windows):
             proofs = {}
         if served_as not in proofs:
             with torch.no_grad(), _undisturbed(model):
                 proof = _check_passes(model, windows, attention_backend)
-                _check_windows(model, windows, _token_ids(model, 0)[0, :2])
+                _check_windows(model, windows, proof, _token_ids(model, 0)[0, :2])
             _proven[model] = _made_of(model, windows), proofs | {served_as: proof}
     except UnservableError as error:
         raise error.of(model) from error.__cause__
@@ -122,11 +125,11 @@ def _check_passes(
 ) -> Proof:
     """Compare packed passes with a plain one; refuse if they differ for all tokens tried."""
     differences: list[_Difference] = []
-    signatures: dict[int, Signature] = {}
+    layers: _Layers | None = None
     for attempt in range(_NUM_ATTEMPTS):
         plain = _plain_pass(model, _token_ids(model, attempt))
-        signatures = signatures or _layer_signatures(model, windows, plain.token_ids[:2])
-        proof, differences = _packed_passes(model, windows, signatures, attention_backend, plain)
+        layers = layers or _layers_of(model, windows, plain.token_ids[:2])
+        proof, differences = _packed_passes(model, windows, layers, attention_backend, plain)
         if not differences:
             return proof
     raise UnservableError(_why_different(model, max(differences)))
@@ -167,7 +170,7 @@ def _plain_pass(model: Any, token_ids: torch.Tensor) -> _PlainPass:
 def _packed_passes(
     model: Any,
     windows: Mapping[int, int | None],
-    signatures: Mapping[int, Signature],
+    layers: _Layers,
     attention_backend: str | None,
     plain: _PlainPass,
 ) -> tuple[Proof, list[_Difference]]:
@@ -183,18 +186,26 @@ def _packed_passes(
         contextlib.closing(Store(model.config, options, windows)) as memory,
         attending_through(model, PACKED),
     ):
-        memory.bind_all(signatures)
+        memory.bind_all(layers.signatures)
         rows = [[core.open(row=at) for at in range(_NUM_SEQUENCES)] for core in memory.cores]
-        stepper = Stepper(model, memory.cores, _NUM_SEQUENCES, attention_backend=attention_backend)
+        stepper = Stepper(
+            model,
+            memory.cores,
+            _NUM_SEQUENCES,
+            attention_backend=attention_backend,
+            calls=AttentionCalls((), layers.sources, layers.chunks),
+        )
         with contextlib.closing(stepper):
             stepper.calls = None
             for pieces in _PASSES:
-                packed = [pieces[at] for at in packing_order(pieces)]
                 for core, sequences in zip(memory.cores, rows, strict=True):
-                    core.grow((sequences[each.row], each.num_tokens) for each in packed)
+                    core.grow((sequences[each.row], each.num_tokens) for each in pieces)
+                _, parts = cut_at_chunks(pieces, {*layers.chunks.values()})
+                packed = [parts[at] for at in packing_order(parts)]
                 differences += _packed_pass(model, stepper, packed, plain, eps)
             never_waits = not differences and _never_waits(stepper, rows)
-            proof = Proof(signatures, stepper.calls or (), never_waits)
+            calls = AttentionCalls(stepper.calls or (), layers.sources, layers.chunks)
+            proof = Proof(layers.signatures, calls, never_waits)
     return proof, differences
 
 
@@ -374,7 +385,12 @@ def _before_layers(
         layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         hidden = args[0] if args else kwargs.get("hidden_states")
-        instead = look(hidden) if isinstance(hidden, torch.Tensor) and hidden.ndim > 2 else None
+        instead = None
+        if isinstance(hidden, torch.Tensor) and hidden.ndim > 2:
+            instead = look(hidden)
+            if instead is None and hidden.ndim == 4:  # Perhaps streams: `[S, B, T, D]`.
+                instead = look(hidden.movedim(0, 2))
+                instead = None if instead is None else instead.movedim(2, 0)
         if instead is None:
             return None
         if args:
@@ -398,55 +414,89 @@ def _before_layers(
 # ---- the layers ---------------------------------------------------------------------------------
 
 
-def _layer_signatures(
-    model: Any, windows: Mapping[int, int | None], token_ids: torch.Tensor
-) -> dict[int, Signature]:
-    """Return all layers' key and value signatures, from a packed pass over `[T]` tokens."""
+class _Layers(NamedTuple):
+    """Layers with keys of their own; the others with those that they read; layers with chunks."""
+
+    signatures: Mapping[int, Signature]
+    sources: Mapping[int, int]
+    chunks: Mapping[int, int]
+
+
+def _layers_of(model: Any, windows: Mapping[int, int | None], token_ids: torch.Tensor) -> _Layers:
+    """Return all layers that attend, from a packed pass over `[T]` tokens."""
     signatures: dict[int, Signature] = {}
+    sources: dict[int, int] = {}
+    handed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def hear(module: torch.nn.Module, asked: LayerCall) -> torch.Tensor:
         index: Any = getattr(module, "layer_idx", None)
         if index is None:
             raise UnservableError(f"{type(module).__name__} does not say which layer it is")
         index = int(index)
-        if index in signatures:
+        if index in signatures or index in sources:
             raise UnservableError(f"its layer {index} attends more than once in a pass")
         if asked.mask is not None and not getattr(asked.mask, "_vmkv_placeholder", False):
             raise UnservableError(f"its layer {index} attends with a mask of the model's own")
         if asked.bias is not None:
             raise UnservableError(f"its layer {index} adds a bias of the model's own to scores")
-        signatures[index] = Signature.of(asked.key, asked.value)
+        if index in windows:
+            signatures[index] = Signature.of(asked.key, asked.value)
+            handed[index] = asked.key, asked.value
+        else:
+            of = [at for at, (k, v) in handed.items() if k is asked.key and v is asked.value]
+            if not of:
+                raise UnservableError(f"its layer {index} attends to keys that no layer caches")
+            kept = windows[of[0]]
+            if kept is not None and asked.window is not None and asked.window > kept:
+                raise UnservableError(
+                    f"its layer {index} is to see {_window(asked.window)} of layer {of[0]}, which "
+                    f"keeps {_window(kept)}"
+                )
+            sources[index] = of[0]
         # Packed tokens are one causal sequence, whatever the mask.
         return attend_to_tensors(asked._replace(mask=None), causal=True)
 
     placeholder = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=token_ids.device)
     placeholder._vmkv_placeholder = True  # type: ignore[attr-defined]
-    positions = torch.arange(len(token_ids), device=token_ids.device)[None]
+    positions = torch.arange(len(token_ids), device=token_ids.device)
+    given: dict[str, Any] = {"position_ids": positions[None], "logits_to_keep": positions}
+    given |= {"attention_mask": placeholder, "vmkv_batch": hear}
     with attending_through(model, PACKED):
-        given = {"position_ids": positions, "attention_mask": placeholder, "vmkv_batch": hear}
         _run(model, token_ids[None], "it does not run on packed tokens", **given)
     missing = windows.keys() - signatures.keys()
     if missing:
         raise UnservableError(
             f"its layers {sorted(missing)} do not attend through transformers' attention interface"
         )
-    return signatures
+    return _Layers(signatures, sources, layer_chunks(model.config))
 
 
-def _check_windows(model: Any, windows: Mapping[int, int | None], token_ids: torch.Tensor) -> None:
-    """Refuse a model whose masks have windows of other lengths than its rows."""
+def _check_windows(
+    model: Any, windows: Mapping[int, int | None], proof: Proof, token_ids: torch.Tensor
+) -> None:
+    """Refuse a model whose masks have windows of other lengths than the rows that are read."""
     heard: dict[int, tuple[int | None, int | None]] = {}
+    chunks: dict[int, int | None] = {}
 
     def hear(module: torch.nn.Module, asked: LayerCall) -> torch.Tensor:
         recipe = getattr(asked.mask, "_vmkv_recipe", None)
         if recipe is not None:
             heard[int(vars(module)["layer_idx"])] = (asked.window, recipe.window)
+            chunks[int(vars(module)["layer_idx"])] = recipe.chunk
         return attend_to_tensors(asked, causal=getattr(module, "is_causal", True))
 
     with attending_through(model, PACKED):
-        _run(model, token_ids[None], _NOT_PLAIN, vmkv_batch=hear)
-    for index, window in windows.items():
+        # Some models cut the masks of their last layers to the tokens whose logits are wanted.
+        keep = torch.arange(len(token_ids), device=token_ids.device)
+        _run(model, token_ids[None], _NOT_PLAIN, vmkv_batch=hear, logits_to_keep=keep)
+    read = {layer: windows[source] for layer, source in proof.calls.sources.items()}
+    for index, window in (*windows.items(), *read.items()):
+        chunk = proof.calls.chunks.get(index)
+        if chunks.get(index, chunk) != chunk:
+            raise UnservableError(f"its layer {index} attends in other chunks than it states")
         given, masked = heard.get(index, (None, window))
+        if chunk is not None:
+            masked = window  # Rows hold as many tokens as a chunk.
         kept = window if given is None else given
         if kept != masked:
             raise UnservableError(

@@ -142,6 +142,7 @@ class Store:
         _close_orphans()
         self.options = options
         self._decoder_config = compat.text_config(config)
+        self.returns_copies = compat.views_keys(config)  #: Instead of views of the rows.
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self._max_tokens = options.max_tokens or default_max_tokens(
             self._decoder_config, past_stated=past_stated

@@ -25,6 +25,7 @@ import torch
 from ..core.cache import KVCache
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ClosedError, ConfigError, DriverError
+from ..hf.compat import check_model
 from ..interrupts import uninterrupted
 from ..options import EngineOptions
 from ..units import GiB, format_bytes
@@ -79,6 +80,7 @@ class Engine:
         **options: Any,
     ):
         self._is_closed = True
+        check_model(model)
         given = EngineOptions(**options)
         self._scheduler = Scheduler(
             given.max_num_seqs,

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ClosedError
+from ..hf.compat import as_integers
 from .engine_loop import FAILED_STEPS_MAX, Add, Cancel, Command, Finish, News, Stop, Update
 from .params import SamplingParams
 from .prompts import check_tenant, token_ids_of, tokenised
@@ -36,7 +37,7 @@ class _Stream(RequestHandle):
     """A request on the client's side, with the output that the reader has not taken yet."""
 
     def __init__(self, key: int, prompt: Any, params: SamplingParams, tokenizer: Any):
-        tokens = token_ids_of(prompt, tokenizer)
+        tokens = tuple(as_integers(token_ids_of(prompt, tokenizer)))
         super().__init__(
             [
                 Request(key, tokens, params, detokenizer=detokenizer_of(tokenizer, tokens, params))

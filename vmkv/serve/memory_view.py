@@ -26,6 +26,7 @@ from ..hf.proof import prove
 from ..hf.store import CacheOptions, Store
 from ..options import EngineOptions
 from ..phases import phase
+from ..step.row_attention import AttentionCalls
 from ..units import format_bytes
 from .request import Request
 from .scheduler import PlannedChunk
@@ -43,7 +44,7 @@ class ServedRows(NamedTuple):
     """The cache of a served model; `calls` as in `Proof`; `close` frees everything, idempotent."""
 
     cache: KVCache
-    calls: tuple[int, ...]
+    calls: AttentionCalls
     close: Callable[[], None]
 
 

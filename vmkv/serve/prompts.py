@@ -41,8 +41,7 @@ def packed_prompt(
     Slices of it are no copies, and prefixes are compared as bytes. `ConfigError` as `token_ids_of`,
     or for a token outside the vocabulary.
     """
-    tokens = token_ids_of(prompt, tokenizer)
-    vocabulary.check_tokens(tokens, vocab_size)
+    tokens = vocabulary.check_tokens(token_ids_of(prompt, tokenizer), vocab_size)
     return memoryview(array("q", tokens).tobytes()).cast("q")
 
 

@@ -22,7 +22,7 @@ from ..hf import compat as vocabulary
 from ..options import EngineOptions
 from ..step import Piece, Stepper
 from ..step.piece import HeadInParts, StepLogits
-from ..step.row_attention import check_free
+from ..step.row_attention import AttentionCalls, check_free
 from ..step.warm_up import warm_up
 from .memory_view import ServedRows, fit_budget
 from .params import SamplingParams
@@ -231,7 +231,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         attention_backend: str | None = None,
-        calls: tuple[int, ...] | None = None,
+        calls: AttentionCalls | None = None,
         options: RunnerOptions | None = None,
         deterministic: bool = False,
     ):

@@ -6,7 +6,7 @@ Where the output head is divided among ranks, logits are gathered on demand.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -55,6 +55,47 @@ def packing_order(pieces: Sequence[Piece]) -> list[int]:
     """Return the indices of pieces by kind: decodes, beginnings, continued prompts."""
     kinds = [0 if new == 1 else 2 if past else 1 for _, _, past, new, _, _ in pieces]
     return sorted(range(len(pieces)), key=kinds.__getitem__)
+
+
+def cut_at_chunks(
+    pieces: Sequence[Piece], chunks: Collection[int]
+) -> tuple[list[int], list[Piece]]:
+    """Cut pieces where chunks of these numbers of tokens end; the parts with their piece's index.
+
+    Parts of one row are a step's pieces like those of different rows, because all append first.
+    """
+    found: list[tuple[int, Piece]] = []
+    for index, piece in enumerate(pieces):
+        past, end = piece.num_past_tokens, piece.num_tokens
+        ends = {at for each in chunks for at in range((past // each + 1) * each, end, each)}
+        for stop in (*sorted(ends), end):
+            ids = piece.token_ids
+            if ids is not None:
+                ids = ids[past - piece.num_past_tokens : stop - piece.num_past_tokens]
+            samples = piece.samples and stop == end
+            found.append((index, Piece(piece.slot, piece.row, past, stop - past, ids, samples)))
+            past = stop
+    return [index for index, _ in found], [part for _, part in found]
+
+
+@dataclass(frozen=True)
+class PackedPast:
+    """The past of packed tokens, for models that count positions from a cache; it keeps no keys.
+
+    `offsets` is `[T] int64`, each token's position less its index in the pass.
+    """
+
+    offsets: torch.Tensor
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """Return the offsets, which a model adds to the tokens' indices."""
+        return self.offsets
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return new keys and values as they are: attention appends them."""
+        return keys, values
 
 
 #: FlashAttention-2 refuses to append to views with fewer tokens than query heads per key head.

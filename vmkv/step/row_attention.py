@@ -66,6 +66,38 @@ class StepParts:
     prompts: Batches = field(default_factory=dict)  # Beginnings and continued, over rows.
     is_decode: torch.Tensor | None = None  # `[entries, 1, 1] bool`: whether an entry is used.
 
+    def in_chunks(self, num_tokens: int) -> StepParts:
+        """Return this step with rows that begin at the last chunk; no piece may span chunks."""
+
+        def cut(batches: Batches) -> Batches:
+            return {
+                capacity: replace(
+                    batch, left_pad=(batch.num_tokens - 1).clamp(0) // num_tokens * num_tokens
+                )
+                for capacity, batch in batches.items()
+            }
+
+        return replace(
+            self,
+            everything=cut(self.everything),
+            decode=cut(self.decode),
+            continued=cut(self.continued),
+            prompts=cut(self.prompts),
+        )
+
+
+class AttentionCalls(NamedTuple):
+    """Attention that a model computes in each packed pass.
+
+    `layers` are ascending, each as often as it attends. `sources` maps a layer without keys of its
+    own to the one whose rows it reads, which comes before it in a pass. `chunks` maps a layer whose
+    queries see no token before their chunk of the sequence to the chunk's tokens.
+    """
+
+    layers: tuple[int, ...]
+    sources: Mapping[int, int] = {}
+    chunks: Mapping[int, int] = {}
+
 
 class LayerCall(NamedTuple):
     """A layer's call of attention in a pass, as the model makes it.
@@ -109,7 +141,8 @@ class _Layer(NamedTuple):
 class RowAttention:
     """Appends to and attends from the rows of caches, for every layer of a model.
 
-    `caches` has one entry per device; layers are numbered as in the model. Layers use the backend
+    `caches` has one entry per device; layers are numbered as in the model, and `calls` tells which
+    of them have no rows or attend in chunks. Layers use the backend
     `attention_backend`; if None, `preferred` where it can serve, else the choice of `select`, which
     avoids flash3 for its over-read. With many sequences of different lengths flash3 pays (one H200,
     8B Llama shape: a decode step of 64 at 128 to 4,096 tokens takes 8.6 ms, with flash2 9.6).
@@ -120,6 +153,7 @@ class RowAttention:
         caches: Sequence[KVCache],
         attention_backend: str | None = None,
         preferred: str | None = None,
+        calls: AttentionCalls | None = None,
     ):
         self._name = attention_backend
         self._preferred = preferred
@@ -134,6 +168,11 @@ class RowAttention:
             for cache in caches
             for layer in cache.layers
         }
+        self._sources: Mapping[int, int] = {} if calls is None else calls.sources
+        self._chunks: Mapping[int, int] = {} if calls is None else calls.chunks
+        # The last step by device and tokens of a chunk, and the same as layers with chunks see it.
+        self._in_chunks: dict[tuple[torch.device, int], tuple[StepParts, StepParts]] = {}
+        self._layers.update((layer, self._layers[its]) for layer, its in self._sources.items())
         self._kernels: dict[tuple[object, ...], _Kernels] = {}
         self._side: torch.cuda.Stream | None = None
         # The next forward pass's step by device; None between steps.
@@ -147,13 +186,13 @@ class RowAttention:
     def attend(self, layer: int, asked: LayerCall) -> torch.Tensor:
         """Append a layer's new keys and values, and attend from its rows: `[1, T, Hq, Dv]`.
 
-        A window of None means the layer's own.
+        A window of None means that of the rows.
         """
         if self.steps is None:
             raise InternalError("attention was asked for outside a step")
         self.called.append(layer)
         its = self._layers[layer]
-        step = self.steps[its.cache.device]
+        step = self._step_of(layer, its.cache.device)
         capacity = its.keys.shape[1]
         new = asked.key[0].transpose(0, 1), asked.value[0].transpose(0, 1)
         call = Call(
@@ -170,19 +209,41 @@ class RowAttention:
         kernels = self._kernels_for(its.cache, call)
         rows = kernels.rows
         is_whole = step.is_decode is None and step.num_decode_tokens == call.query.shape[0]
+        appends = layer not in self._sources
         # Attention kernels that append cannot rotate by angles.
-        if is_whole and rows.appends and asked.angles is None and call.batch.left_pad is None:
+        if (
+            is_whole
+            and rows.appends
+            and appends
+            and asked.angles is None
+            and call.batch.left_pad is None
+        ):
             return rows.attend(replace(call, new=new))[None]
         if not is_whole and kernels.mixes:
             decode = step.decode
             is_whole = not decode or decode[capacity].max_num_tokens <= _LONG_ROW_TOKENS
-        for_new = kernels.new if step.beginnings and not is_whole else None
-        call, key = _append(call, new, asked.angles, keep_keys=for_new is not None)
+        for_new = kernels.new if appends and step.beginnings and not is_whole else None
+        key = new[0]
+        if appends:
+            call, key = _append(call, new, asked.angles, keep_keys=for_new is not None)
+        elif asked.angles is not None:
+            call = replace(call, query=turned(call.query, *(each[0] for each in asked.angles)))
         if is_whole:
             return rows.attend(call)[None]
         if step.is_decode is not None:
             return self._attend_tiled(rows, call, step.is_decode, step)[None]
         return _attend_in_parts(rows, for_new, call, (key, new[1]), step)[None]
+
+    def _step_of(self, layer: int, device: torch.device) -> StepParts:
+        """Return the step as a layer's attention sees it; without host work per sequence."""
+        assert self.steps is not None
+        step, chunk = self.steps[device], self._chunks.get(layer)
+        if chunk is None:
+            return step
+        known = self._in_chunks.get((device, chunk))
+        if known is None or known[0] is not step:
+            known = self._in_chunks[device, chunk] = step, step.in_chunks(chunk)
+        return known[1]
 
     def _attend_tiled(
         self, backend: AttentionBackend, call: Call, is_decode: torch.Tensor, step: StepParts
@@ -237,6 +298,7 @@ class RowAttention:
     def close(self) -> None:
         """Drop the caches' tensors, which keep addresses reserved. Idempotent."""
         self._layers.clear()
+        self._in_chunks.clear()
         self.steps = None
 
 

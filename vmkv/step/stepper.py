@@ -28,8 +28,8 @@ from .compiled_layers import CompiledLayers
 from .graphs import BatchGraphs, DecodeGraphs, GraphSpace, Scratch
 from .mixed_graphs import MixedGraphs
 from .model_guard import PACKED, ModelGuard, attending_through, has_users
-from .piece import HeadInParts, Piece, StepLogits, pack, packing_order
-from .row_attention import RowAttention, StepParts, row_capacities
+from .piece import HeadInParts, PackedPast, Piece, StepLogits, cut_at_chunks, pack, packing_order
+from .row_attention import AttentionCalls, RowAttention, StepParts, row_capacities
 
 
 class Stepper:
@@ -45,14 +45,14 @@ class Stepper:
         compile_with: Compile the layers with this backend of `torch.compile`; None to run eagerly.
         layers: Compiled layers that several steppers share in turn: steps run within `attending`,
             and in between the model runs as before.
-        calls: Layers whose attention the model calls in each pass, ascending, with repetitions; by
-            default each layer of the caches once.
+        calls: Attention that the model computes in each pass; by default each layer of the caches
+            attends once.
 
     Attributes:
         device: Device of the token ids.
         attention: Attention of the layers over the rows.
         uses_operator: Whether layers are compiled, and attend through an operator.
-        calls: As the argument; None to take those of the next pass.
+        calls: The argument's layers; None to take those of the next pass.
         guard: Checks that the model is unchanged.
         last_tokens: `[num_slots + 1] int64`, the token chosen last in each slot.
         decode_graphs: Captured decode steps, or None.
@@ -73,7 +73,7 @@ class Stepper:
         preferred_backend: str | None = None,
         compile_with: str | None = None,
         layers: CompiledLayers | None = None,
-        calls: tuple[int, ...] | None = None,
+        calls: AttentionCalls | None = None,
     ):
         if not all(cache.layers for cache in caches):
             raise ConfigError("the cache holds no layers yet: add the model's first")
@@ -83,10 +83,11 @@ class Stepper:
         self._is_cuda = self.device.type == "cuda"
         self.num_slots = num_slots
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device)
-        self.calls: tuple[int, ...] | None = calls
         if calls is None:
-            self.calls = tuple(sorted(layer for cache in caches for layer in cache.layers))
-        self.attention = RowAttention(caches, attention_backend, preferred_backend)
+            calls = AttentionCalls(tuple(sorted(at for each in caches for at in each.layers)))
+        self.calls: tuple[int, ...] | None = calls.layers
+        self._chunks = {*calls.chunks.values()}
+        self.attention = RowAttention(caches, attention_backend, preferred_backend, calls)
         # transformers passes a 4-D mask on unchanged, and vmkv's attention ignores it.
         self._mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=self.device)
         self.uses_operator = compile_with is not None or layers is not None
@@ -105,6 +106,8 @@ class Stepper:
                 self._mask._vmkv_placeholder = True  # type: ignore[attr-defined]
                 self._keywords["vmkv_batch"] = self.attention.attend_in
             elif compile_with is not None:
+                if self._chunks:
+                    raise ConfigError("layers of models that attend in chunks cannot be compiled")
                 if has_users(model):
                     raise ConfigError(
                         "this model is served already, and its layers cannot be compiled "
@@ -152,9 +155,13 @@ class Stepper:
             cache.note_stream()
         if not pieces:
             return StepLogits(torch.empty((0, 0), device=self.device), [])
+        whole: Sequence[int] = range(len(pieces))
+        if self._chunks:
+            whole, pieces = cut_at_chunks(pieces, self._chunks)
+            rows_elsewhere = [[rows[at] for at in whole] for rows in rows_elsewhere]
         order = packing_order(pieces)
         packed = [pieces[at] for at in order]
-        sampling = [at for at in order if pieces[at].samples]
+        sampling = [whole[at] for at in order if pieces[at].samples]
         if packed[-1].decodes:  # Then all do, by their order.
             if self._ran_captured_decode(packed):
                 return self._replayed(
@@ -224,6 +231,9 @@ class Stepper:
         called = self.attention.called
         called.clear()
         self.attention.steps = steps
+        if self._chunks:  # Such models count positions from the cache (Llama 4).
+            places = torch.arange(len(positions), device=self.device)
+            self._keywords["past_key_values"] = PackedPast(positions - places)
         try:
             output = self.model(
                 input_ids=token_ids[None],
@@ -271,7 +281,7 @@ class Stepper:
         scratch = self.open_scratch()
         space = self._space = GraphSpace(self, vocab_size, dtype, scratch, agree=agree, head=head)
         self.decode_graphs = DecodeGraphs(space, few=few)
-        if max_mixed_tokens > 1:
+        if max_mixed_tokens > 1 and not self._chunks:  # Tiles may span chunks.
             self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self.num_processors)
 
     def make_batch_graphs(

@@ -1,0 +1,145 @@
+"""Attention in chunks of the sequence (Llama 4), in packed steps.
+
+Tokens of the tiny model, whose prompts span chunks of 8 tokens, are compared in the tests of each
+interface, by `SERVED_LATELY`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers.ragged import alone, random_prompts
+from helpers.tiny_models import (
+    SERVED_LATELY,
+    WINDOW,
+    generate,
+    left_padded_prompt,
+    redraw_weights,
+    tiny_config,
+    tiny_model,
+)
+from transformers import AutoModelForCausalLM
+from transformers.models.llama4 import modeling_llama4
+
+import vmkv
+from vmkv import ConfigError, Engine, SamplingParams, VMKVCache
+from vmkv.hf.layers import VirtualLayer
+from vmkv.hf.proof import prove
+from vmkv.serve.runner import RunnerOptions
+from vmkv.step import Piece
+from vmkv.step.piece import cut_at_chunks
+from vmkv.units import MiB
+
+if "llama4" not in SERVED_LATELY:
+    pytest.skip("this release counts the positions of Llama 4 elsewhere", allow_module_level=True)
+
+BUDGET_BYTES = 64 * MiB
+
+
+@pytest.fixture
+def model() -> Any:
+    return copy.deepcopy(tiny_model("llama4"))  # A copy that is not proven yet.
+
+
+def test_the_proof_finds_the_chunks(model: Any) -> None:
+    """Of the layers with rotary embeddings; the last one sees all tokens."""
+    assert dict.fromkeys(range(3), WINDOW) == prove(model).calls.chunks
+
+
+def test_a_mask_in_other_chunks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the proof's sequences are shorter than a chunk."""
+    config = tiny_config("llama4")
+    config.attention_chunk_size = 100
+    model = AutoModelForCausalLM.from_config(config).eval()
+    redraw_weights(model, 0)
+    prove(model)
+    causal = modeling_llama4.create_causal_mask
+    monkeypatch.setattr(modeling_llama4, "create_chunked_causal_mask", causal)
+    with pytest.raises(ConfigError, match="layer 0 attends in other chunks than it states"):
+        prove(copy.deepcopy(model))
+
+
+def test_pieces_are_cut_where_chunks_end() -> None:
+    """Parts keep the slot, the row and their tokens; the last one alone samples."""
+    pieces = [
+        Piece(0, 5, 6, 12, list(range(12))),
+        Piece(1, 7, 8, 8, list(range(8))),
+        Piece(2, 9, 31, 1, None),
+    ]
+    whole, parts = cut_at_chunks(pieces, {8})
+    assert [0, 0, 0, 1, 2] == whole
+    assert parts == [
+        Piece(0, 5, 6, 2, [0, 1], False),
+        Piece(0, 5, 8, 8, list(range(2, 10)), False),
+        Piece(0, 5, 16, 2, [10, 11]),
+        *pieces[1:],
+    ]
+    assert ([0, 1, 2], pieces) == cut_at_chunks(pieces, ())
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 8192])
+def test_prompts_in_passes_of_any_size(model: Any, chunk: int) -> None:
+    """Passes end within chunks, at their ends, and span several."""
+    prompts = random_prompts(40, 1, 8, 9, 16, 25)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    said = vmkv.generate(
+        model, prompts, max_num_batched_tokens=chunk, budget_bytes=BUDGET_BYTES, **options
+    )
+    assert [alone(model, prompt, **options) for prompt in prompts] == said
+
+
+def test_engines_with_steps_as_for_graphs(model: Any) -> None:
+    """Decode steps are captured; steps with prompts are not, since their tiles may span chunks."""
+    prompts = random_prompts(40, 1, 8, 25, 9)
+    options = RunnerOptions(capture=True, show_progress=False)
+    with Engine(
+        model, runner="graphs", runner_options=options, max_num_seqs=4, budget_bytes=BUDGET_BYTES
+    ) as engine:
+        assert engine._runner.stepper.decode_graphs is not None
+        assert engine._runner.stepper.mixed_graphs is None
+        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
+    assert [alone(model, prompt, max_new_tokens=12, do_sample=False) for prompt in prompts] == [
+        [*prompt, *each.outputs[0].token_ids] for prompt, each in zip(prompts, outputs, strict=True)
+    ]
+
+
+def test_layers_with_chunks_are_not_compiled(model: Any) -> None:
+    """The engine says so where it was asked for, and serves them as they are by default."""
+    options = RunnerOptions(compile_layers=True, show_progress=False)
+    with pytest.raises(ConfigError, match="attend in chunks cannot be compiled"):
+        Engine(model, runner="graphs", runner_options=options, budget_bytes=BUDGET_BYTES)
+
+
+def test_captured_decoding_leaves_chunks_to_the_model(model: Any) -> None:
+    """They begin after the padding, which captured steps do not know; the reason is kept."""
+    inputs = left_padded_prompt()
+    expected = generate(model, inputs, None)
+    with (
+        vmkv.capture_decoding(model) as capture,
+        VMKVCache(model.config, budget_bytes=BUDGET_BYTES) as cache,
+    ):
+        assert torch.equal(expected, generate(model, inputs, cache))
+        assert ["chunks of its attention begin after the padding"] == capture.refusals
+
+
+def test_the_first_chunk_is_attended_in_place(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In `model.generate`; later ones through their mask."""
+    lengths = []
+    attend = VirtualLayer.attend
+
+    def noting(layer: VirtualLayer, *given: Any) -> Any:
+        if layer.window_tokens is not None:
+            lengths.append(layer.get_seq_length())
+        return attend(layer, *given)
+
+    monkeypatch.setattr(VirtualLayer, "attend", noting)
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = generate(model, inputs, None)
+    model.set_attn_implementation("vmkv")
+    with VMKVCache(model.config, budget_bytes=BUDGET_BYTES) as cache:
+        assert torch.equal(expected, generate(model, inputs, cache))
+    assert {5, 6, 7, 8} == {*lengths}
