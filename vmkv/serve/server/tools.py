@@ -112,7 +112,7 @@ def forced_schema(
     name and parameters, one of them unless calls are parallel. Raises `ApiError` if definitions of
     several functions have one name.
     """
-    schemas = {each.function.name: each.function.parameters or _ANY for each in tools}
+    schemas = {each.function.name: _closed(each.function.parameters) for each in tools}
     if isinstance(choice, NamedChoice):
         return schemas[choice.function.name]
     shared: dict[str, dict[str, Any]] = {}
@@ -136,6 +136,13 @@ def forced_schema(
         )
     most = {} if is_parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **shared}
+
+
+def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a schema that, unless it says otherwise, permits no other properties, as in vLLM."""
+    if not parameters or "properties" not in parameters:
+        return parameters or _ANY
+    return {"additionalProperties": False, **parameters}
 
 
 _ANY: dict[str, Any] = {"type": "object"}
