@@ -104,7 +104,7 @@ def test_completion(client: Any) -> None:
 def test_more_than_four_stop_strings(client: Any, plain: str) -> None:
     stops = ["§1", "§2", "§3", "§4", "§5", "§6", "§7", ANSWER]
     answer = client.chat.completions.create(**CHAT, stop=stops)
-    assert plain.partition(ANSWER)[0].rstrip() == answer.choices[0].message.content.rstrip()
+    assert plain.partition(ANSWER)[0] == answer.choices[0].message.content
     assert "stop" == answer.choices[0].finish_reason
 
 
@@ -140,7 +140,7 @@ def test_logit_bias(client: Any, url: str, plain: str) -> None:
     [token] = tokens_of(url, " banana")
     always = CHAT | {"logit_bias": {str(token): 100}, "max_tokens": 3}
     answer = client.chat.completions.create(**always)
-    assert ["banana"] * 3 == answer.choices[0].message.content.split()
+    assert " banana" * 3 == answer.choices[0].message.content
     never = {str(each): -100 for text in ("Paris", " Paris") for each in tokens_of(url, text)}
     answer = client.chat.completions.create(**CHAT, logit_bias=never)
     assert ANSWER in plain

@@ -337,7 +337,7 @@ BROKEN = {
     "special tokens": (
         "qwen3",
         "<s>a<|im_<s>end|>b<think></s></think> c<s>\n",
-        "a<|im_end|>b c",
+        "a<|im_end|>b c\n",
         [],
     ),
 }
@@ -388,7 +388,16 @@ def test_special_tokens_stay_where_the_request_keeps_them():
 @needs_parser
 def test_an_answer_that_the_prompt_begins_keeps_its_spaces():
     found = whole_and_streamed("qwen3", " world \n", f"{CHATML}Hello")
-    assert " world" == found.content
+    assert " world \n" == found.content
+
+
+@needs_parser
+def test_white_space_is_dropped_beside_regions_only():
+    think = "<think>\n why \n</think>"
+    found = whole_and_streamed("qwen3", f" {think}\n\nyes, but ")
+    assert ("why", "yes, but ") == (found.reasoning, found.content)
+    assert " no region \n" == whole_and_streamed("qwen3", " no region \n").content
+    assert "Now." == whole_and_streamed("hermes", f"Now.\n{hermes(PARIS)}\n").content
 
 
 def test_forced_calls_are_plain_json():

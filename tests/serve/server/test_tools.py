@@ -211,7 +211,7 @@ def test_each_sample_has_its_own_parser_and_logprobs(speaker) -> None:
 
 def test_broken_json_is_content(speaker) -> None:
     (choice,) = ask(speaker, chat("broken"))
-    expected = SCRIPTS["broken"].removesuffix("</tool_call>").rstrip()
+    expected = SCRIPTS["broken"].removesuffix("</tool_call>")
     assert (expected, "stop") == (choice["message"]["content"], choice["finish_reason"])
     assert "tool_calls" not in choice["message"]
     assert expected == joined(chunks(speaker, chat("broken")))["content"]

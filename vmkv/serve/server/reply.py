@@ -67,13 +67,18 @@ def _new_id() -> str:
 
 
 class _CleanText:
-    """Text without special tokens, and without white space at its ends."""
+    """Text without special tokens, and without white space beside a delimiter of regions."""
 
     def __init__(self, special_tokens: Any):
         self._special_tokens = special_tokens  # A pattern, or None to keep them.
         self._held = ""  # The beginning of a special token.
-        self._spaces = ""  # Text follows them, or they are dropped.
+        self._spaces = ""  # Dropped if a delimiter follows them, and no more text.
         self._has_begun = False
+        self._is_delimited = False  # Whether a delimiter has come since the last text.
+
+    def delimit(self) -> None:
+        """Note that a region of another kind begins."""
+        self._is_delimited = True
 
     def push(self, text: str, *, is_last: bool) -> str:
         text = self._held + text
@@ -87,11 +92,12 @@ class _CleanText:
                 clean, at = clean + text[at : found.start()], found.end()
             self._held, text = text[end:], text[at:end]
         text = self._spaces + clean + text
-        out = text.rstrip()
+        out = text if is_last and not self._is_delimited else text.rstrip()
         self._spaces = text[len(out) :]
-        if not self._has_begun:
+        if self._is_delimited and not self._has_begun:
             out = out.lstrip()
-            self._has_begun = bool(out)
+        if out:
+            self._has_begun, self._is_delimited = True, False
         return out
 
     def drop_held(self) -> None:
@@ -277,6 +283,7 @@ class TemplateParser:
         self._calls.take()
         self._reasoning.drop_held()
         self._content.drop_held()
+        self._reasoning.delimit()
 
     def push(self, text: str, *, is_last: bool) -> ReplyDelta:
         """See `ReplyParser.push`."""
@@ -316,6 +323,8 @@ class TemplateParser:
             if field == "tool_calls" and self._pattern is not None:
                 if kind == "region_open":
                     self._region = _Region(self._pattern, self._tools)
+                    self._content.delimit()
+                    self._reasoning.delimit()
                 assert self._region is not None
                 for name, arguments in self._region.push(text):
                     self._calls.add(name, arguments)
@@ -325,8 +334,10 @@ class TemplateParser:
                         self._calls.add(*each)
                     content += self._content.push(rest, is_last=False)
             elif field in REASONING_FIELDS:
+                self._content.delimit()
                 reasoning += self._reasoning.push(text, is_last=False)
             elif field == "content":
+                self._reasoning.delimit()
                 content += self._content.push(text, is_last=False)
         return reasoning, content
 
