@@ -50,7 +50,7 @@ def is_object(text: str) -> bool:
         ({"structured_outputs": {"grammar": GRAMMAR}}, lambda text: re.fullmatch("..?!", text)),
         ({"guided_grammar": GRAMMAR}, lambda text: re.fullmatch("..?!", text)),
     ],
-    ids=lambda value: str(value)[:50],
+    ids=lambda value: str(value)[:50].partition(" at 0x")[0],
 )
 def test_each_field(server: Any, asked: dict[str, Any], is_right: Any) -> None:
     """In completions and in chats."""
