@@ -42,6 +42,7 @@ class Load:
         spreads: Standard deviation of the logarithm of each; 0 for the medians alone.
         prefix_tokens: Tokens that all prompts begin with.
         lead_s: Between starting the client processes and the first arrival.
+        temperature, top_p: How tokens are drawn.
     """
 
     name: str
@@ -53,6 +54,8 @@ class Load:
     spreads: tuple[float, float] = (0.8, 0.7)
     prefix_tokens: int = 0
     lead_s: float = 1.5
+    temperature: float = 0.0
+    top_p: float = 1.0
 
     def arrivals(self) -> list[Arrival]:
         """The requests, in order. The same every time."""
@@ -118,13 +121,14 @@ class Timing:
 # ---- one request ------------------------------------------------------------------------------
 
 
-def body_of(arrival: Arrival, model: str) -> bytes:
+def body_of(load: Load, arrival: Arrival, model: str) -> bytes:
     """The request as it is sent."""
     body = {
         "model": model,
         "prompt": arrival.prompt,
         "max_tokens": arrival.new_tokens,
-        "temperature": 0,
+        "temperature": load.temperature,
+        "top_p": load.top_p,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -193,7 +197,7 @@ def _send(url: str, work: Sequence[tuple[float, bytes]], start_s: float) -> list
 
 def apply(load: Load, url: str, model: str) -> list[Timing]:
     """Put a load on a server; return the timings of each request."""
-    work = [(each.due_s, body_of(each, model)) for each in load.arrivals()]
+    work = [(each.due_s, body_of(load, each, model)) for each in load.arrivals()]
     count = min(NUM_PROCESSES, len(work))
     context = multiprocessing.get_context("fork")  # Nothing here has threads yet.
     with ProcessPoolExecutor(count, mp_context=context) as pool:
