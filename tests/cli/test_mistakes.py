@@ -244,7 +244,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "cut generation settings": (
         GENERATION,
         lambda file: file.write_text('{"eos_token_id":'),
-        "cannot load",
+        "generation_config.json of",
     ),
     "a text for the end of sequence": (
         GENERATION,

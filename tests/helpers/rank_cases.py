@@ -347,17 +347,17 @@ def slots_without_memory(group: TensorParallel, periods: tuple[int, int]) -> Ite
 
     0 means never. Yields the numbers of the calls that failed on this rank.
     """
-    own, calls, period = Sampler._count_tokens, itertools.count(1), periods[group.rank]
+    own, calls, period = Sampler._mark, itertools.count(1), periods[group.rank]
     failures: list[int] = []
 
-    def count_tokens(self: Sampler, *arguments: Any) -> None:
+    def mark(self: Sampler, *arguments: Any) -> None:
         number = next(calls)
         if period and not number % period:
             failures.append(number)
             raise torch.OutOfMemoryError("no memory on this rank alone")
         own(self, *arguments)
 
-    with mock.patch.object(Sampler, "_count_tokens", count_tokens):
+    with mock.patch.object(Sampler, "_mark", mark):
         yield failures
 
 

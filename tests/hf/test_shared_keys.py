@@ -13,8 +13,7 @@ import torch
 from helpers import survey
 from helpers.ragged import alone, random_prompts
 from helpers.tiny_models import SHARED_KEYS, redraw_weights, tiny_config, tiny_model
-from transformers import AutoModelForCausalLM
-from transformers.cache_utils import KVSharingDict
+from transformers import AutoModelForCausalLM, cache_utils
 
 import vmkv
 from vmkv import ConfigError, Engine, SamplingParams
@@ -82,12 +81,12 @@ def test_engines_with_steps_as_for_graphs(model: Any) -> None:
 @pytest.fixture
 def changed_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hand shared keys on as copies, as a model does that transforms them on the way."""
-    plain = KVSharingDict.__getitem__
+    plain = cache_utils.KVSharingDict.__getitem__
 
     def copied(self: Any, name: str) -> Any:
         return tuple(each * 1.5 for each in plain(self, name))
 
-    monkeypatch.setattr(KVSharingDict, "__getitem__", copied)
+    monkeypatch.setattr(cache_utils.KVSharingDict, "__getitem__", copied)
 
 
 def test_keys_that_are_changed_on_the_way_are_refused(model: Any, changed_keys: None) -> None:
