@@ -1,8 +1,9 @@
 """Guided decoding: grammars that llguidance compiles, and masks of the tokens that may come next.
 
-Every process that runs the model compiles a request's grammar from its text, once, and has a
-matcher for each sample. A matcher follows the tokens that were read; it needs neither the cache nor
-a slot. Where a grammar may end, its masks have the end-of-sequence tokens, and nowhere else.
+Every process that runs the model compiles a request's grammar from its text, once for each thread
+that fills masks, and has a matcher for each sample. A matcher follows the tokens that were read; it
+needs neither the cache nor a slot. Where a grammar may end, its masks have the end-of-sequence
+tokens, and nowhere else.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from .request import Request
 if TYPE_CHECKING:
     import llguidance
 
-#: Largest grammar; one of this size compiles in some 100 ms, while the engine does nothing else, for
-#: each of its first `_THREADS_MAX` requests.
+#: Largest grammar; one of this size compiles in some 100 ms, while the engine does nothing else. Its
+#: first `_THREADS_MAX` requests compile it.
 TEXT_BYTES_MAX = 128 * KiB
 #: Compiled grammars that are kept, for the requests to come; the least recently used one goes.
 _KEPT_MAX = 64
