@@ -26,8 +26,8 @@ from .request import Request
 if TYPE_CHECKING:
     import llguidance
 
-#: Largest grammar; one of this size compiles in some 100 ms, while the engine does nothing else. Its
-#: first `_THREADS_MAX` requests compile it.
+#: Largest grammar; one of this size compiles in some 100 ms for each thread, while the engine
+#: does nothing else.
 TEXT_BYTES_MAX = 128 * KiB
 #: Compiled grammars that are kept, for the requests to come; the least recently used one goes.
 _KEPT_MAX = 64
