@@ -5,18 +5,22 @@ that lengthen the time per token, against the same requests without one? And wit
 FOLDER`, a folder with a real model: of 2,000 guided answers over 40 schemas at temperature 1, which
 are not what their schema says, by another library's judgement, and which reach max_tokens?
 
-Prediction. The masks of step k + 1 are made while its forward pass runs, 8 ms with Llama-3-8B's
-shape: 64 masks take 1 to 2 ms on a few threads, and 64 matchers advance in 0.3 ms. So the device
+Prediction. The masks of step k + 1 are made while its forward pass runs, 6 ms with Llama-3-8B's
+shape: 64 masks take 0.1 to 2 ms on 8 threads, and 64 matchers advance in 0.3 ms. So the device
 waits for none of it, and pays for the upload of 1 MiB (20 us), for logits in float32 instead of the
 graph's argmax (60 us of copies) and for the mask (30 us): 1.02 times the time per token, greedy,
 and 1.01 times if both draw from the distribution. All answers that stop are valid; under 2 % reach
-max_tokens.
+max_tokens. First measured on an H200: 1.69 and 1.81, 4 ms more than the device's 5.9, as copies of
+one matcher share a lock, and 64 masks took one thread's time; before originals for each thread.
 
 Method. Llama-3-8B's shape, random weights, bfloat16, captured steps, a synthetic tokenizer of
 128,256 tokens. Prompts of 128 tokens, 256 tokens for each request; the schema is an array of 200
-objects, longer than that. Time per token: a request's time from its first token to its last by the
-number of the others; the median of the requests of a round. Guided and unguided rounds alternate,
-and the ratio is the median of three. `--validity` uses the CPU in float32 if there is no GPU.
+objects, longer than that. The tokenizer's masks take 1.6 times as long as those of Tekken, a real
+vocabulary of 131,072 tokens: of 64 random answers, 3.8 and 2.4 ms on one thread of a Xeon, 14 and 8
+at most. The host's time is shown by part: means of a step, prompts included. Time per token: a
+request's time from its first token to its last by the number of the others; the median of the
+requests of a round. Guided and unguided rounds alternate, and the ratio is the median of three.
+`--validity` uses the CPU in float32 if there is no GPU.
 
 Rivals. The same requests without a grammar.
 
@@ -25,26 +29,44 @@ Not measured. Compilation of the schema, once in each process: milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import jsonschema
 import torch
 from guided_schemas import SCHEMAS, array, obj, text, whole
-from harness import HAS_GPU, Bench, Figure, Row, in_turns, on_gpu, paired_ratio, quartiles
+from harness import (
+    HAS_GPU,
+    Bench,
+    Figure,
+    Row,
+    in_turns,
+    on_gpu,
+    paired_ratio,
+    print_rows,
+    quartiles,
+)
 from models import llama_config, make_model, random_prompts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from vmkv import Engine, SamplingParams
+from vmkv.serve.guided import Grammars
+from vmkv.serve.memory_view import MemoryView
 from vmkv.serve.observer import Event, ObservedCache, RequestRecord
 from vmkv.serve.params import StructuredOutputs
+from vmkv.serve.runner import ModelRunner, PendingTokens
+from vmkv.serve.scheduler import Scheduler
+from vmkv.serve.step_loop import StepLoop
 from vmkv.units import GiB, MiB
 
 NUM_REQUESTS, NUM_TOKENS, ROUNDS = 64, 256, 3
@@ -71,6 +93,56 @@ class Records:
         took = [(each.end_s - each.first_token_s) / (each.num_output_tokens - 1) for each in its]
         assert all(each.num_output_tokens == its[0].num_output_tokens for each in its)
         return 1e3 * statistics.median(took)
+
+
+class Spent:
+    """The host's time in some methods, while entered; parts that call others include them."""
+
+    parts = (
+        (StepLoop, "step"),
+        (Scheduler, "plan"),
+        (MemoryView, "grow"),
+        (MemoryView, "make_ready"),
+        (ModelRunner, "launch"),
+        (ModelRunner, "submit"),
+        (PendingTokens, "wait"),
+        (Engine, "_accept"),
+        (Grammars, "masks"),
+        (ModelRunner, "sample"),
+    )
+
+    def __init__(self) -> None:
+        self.took_s: dict[str, list[float]] = {}
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> Spent:
+        for owner, name in self.parts:
+            timed = self._timed(getattr(owner, name), f"{owner.__name__}.{name}")
+            self._undo.enter_context(mock.patch.object(owner, name, timed))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._undo.close()
+
+    def _timed(self, method: Any, name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            start_s = time.perf_counter()
+            try:
+                return method(*arguments, **options)
+            finally:
+                self.took_s.setdefault(name, []).append(time.perf_counter() - start_s)
+
+        return call
+
+    def row(self) -> Row:
+        """Milliseconds of each part in a mean step since the last call, with the longest call."""
+        took_s, self.took_s = self.took_s, {}
+        num_steps = max(1, len(took_s.get("StepLoop.step", ())))
+        return {
+            name: f"{1e3 * sum(took) / num_steps:.2f} ({1e3 * max(took):.1f})"
+            for owner, method in self.parts
+            if (took := took_s.get(name := f"{owner.__name__}.{method}", [0.0]))
+        }
 
 
 def tokenizer_of(size: int) -> PreTrainedTokenizerFast:
@@ -106,24 +178,30 @@ def timed(options: Any) -> tuple[list[Row], list[Figure]]:
     base = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=1, detokenize=False)
     form = StructuredOutputs(json=LONG)
     rows, figures = [], []
-    with Engine(
-        model,
-        tokenizer=tokenizer_of(size),
-        observer=records,
-        max_num_seqs=num_requests,
-        max_num_batched_tokens=64 if smoke else 16384,
-        max_tokens=128 if smoke else 1024,
-        budget_bytes=64 * MiB if smoke else 24 * GiB,
-        prefix_caching=False,
-    ) as engine:
+    spent = Spent()
+    with (
+        spent,
+        Engine(
+            model,
+            tokenizer=tokenizer_of(size),
+            observer=records,
+            max_num_seqs=num_requests,
+            max_num_batched_tokens=64 if smoke else 16384,
+            max_tokens=128 if smoke else 1024,
+            budget_bytes=64 * MiB if smoke else 24 * GiB,
+            prefix_caching=False,
+        ) as engine,
+    ):
         for temperature, bound in ((0.0, 1.05), (1.0, 1.05)):
             plain = replace(base, temperature=temperature)
             subjects = {"unguided": plain, "guided": replace(plain, structured_outputs=form)}
+            hosts: dict[str, Row] = {}
             took: dict[str, list[float]] = {name: [] for name in subjects}
             for name, at in in_turns(list(subjects), 1 if smoke else ROUNDS, warmup=1):
                 outputs = engine.generate(prompts, subjects[name])
                 assert {None} == {each.error for each in outputs}
                 ms = records.ms_per_token()
+                hosts[name] = spent.row()
                 if at >= 0:
                     took[name].append(ms)
             rows += [
@@ -131,6 +209,13 @@ def timed(options: Any) -> tuple[list[Row], list[Figure]]:
                 | quartiles("ms_per_token", samples)
                 for name, samples in took.items()
             ]
+            print(f"host, ms per step (longest), temperature {temperature:g}:")
+            print_rows(
+                [
+                    {"part": part} | {name: hosts[name][part] for name in hosts}
+                    for part in hosts["guided"]
+                ]
+            )
             figures.append(
                 Figure(
                     f"guided_{'greedy' if temperature == 0 else 'drawn'}",

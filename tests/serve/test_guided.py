@@ -21,7 +21,7 @@ from helpers.serving import TEXT, tiny_llama, tiny_tokenizer
 
 from vmkv import ConfigError
 from vmkv.serve import Engine, FinishReason, RequestHandle, SamplingParams, StructuredOutputs
-from vmkv.serve.guided import TEXT_BYTES_MAX, Grammars, check_grammar
+from vmkv.serve.guided import TEXT_BYTES_MAX, Grammars, advance, check_grammar
 from vmkv.serve.request import CompletionOutput, Request, joined
 from vmkv.serve.runner import ModelRunner, RunnerOptions
 from vmkv.serve.scheduler import PreemptionCosts
@@ -502,8 +502,48 @@ def test_stop_tokens_are_withheld_by_their_bit(token_id: int) -> None:
     assert set(range(64)) - {token_id} == allowed(mask)  # Something stays.
 
 
-def test_grammars_are_compiled_once_and_few_are_kept() -> None:
+def test_grammars_are_compiled_once_for_each_thread() -> None:
+    """Copies of one original wait for its lexer, so each thread has one to itself."""
     grammars = Grammars(tiny_tokenizer(), len(tiny_tokenizer()), {END}, is_pinned=False)
+    grammars._num_threads = 3
+    form = {"json": SCHEMAS["length"]}
+    with mock.patch.object(
+        Grammars, "_compiled", autospec=True, side_effect=Grammars._compiled
+    ) as it:
+        requests = [request_of(grammars, form) for _ in range(7)]
+        assert 3 == it.call_count
+    groups = [each.matcher.group for each in requests]
+    assert {0, 1, 2} == set(groups[:3]) == set(groups[3:6])
+    expected: dict[int, set[int]] = {}
+    tokens = [tiny_tokenizer().encode(text)[-1] for text in ('"', "b", "c")]
+    for at, request in enumerate(requests):  # Of different lengths.
+        for token_id in tokens[: at % 4]:
+            advance(request.matcher, token_id)
+        alone = grammars.masks([request])
+        assert alone is not None
+        expected[at] = allowed(alone[0])
+    together = grammars.masks([*requests, None])
+    assert together is not None
+    assert expected == {at: allowed(together[at]) for at in range(7)}
+    assert expected[0] != expected[1]
+    assert (together[7] == -1).all()
+
+
+def test_the_executor_asks_one_lexer_after_another() -> None:
+    """Neighbours go to one thread; those of one lexer are neighbours."""
+    grammars = Grammars(tiny_tokenizer(), len(tiny_tokenizer()), {END}, is_pinned=False)
+    grammars._num_threads = 2
+    requests = [request_of(grammars, {"regex": "a+"}) for _ in range(6)]
+    with mock.patch.object(grammars, "_executor", wraps=grammars._executor) as it:
+        grammars.masks(requests)
+    ((guided, *_), _) = it.unsafe_compute_mask_ptr.call_args
+    groups = [requests[at].matcher.group for _, at in guided]
+    assert [0, 0, 0, 1, 1, 1] == groups
+
+
+def test_grammars_are_kept_but_few() -> None:
+    grammars = Grammars(tiny_tokenizer(), len(tiny_tokenizer()), {END}, is_pinned=False)
+    grammars._num_threads = 1
     with mock.patch.object(
         Grammars, "_compiled", autospec=True, side_effect=Grammars._compiled
     ) as it:
