@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,3 +89,38 @@ def test_a_folder_with_changed_files_is_removed(folder: Path, damage: str) -> No
     with kept.kept_folder("compiled") as again:
         assert again == path
         assert path.exists() == (damage not in ("changed", "removed"))
+
+
+@pytest.mark.parametrize("has_bytecode", [False, True])
+def test_bytecode_of_packages_without_it_is_kept(
+    folder: Path, tmp_path: Path, has_bytecode: bool
+) -> None:
+    """Even where Python is told to write none, which is for the folders of packages."""
+    package = tmp_path / "site" / "torch"
+    package.mkdir(parents=True)
+    (tmp_path / "site" / "torch-9.dist-info").mkdir()
+    source = package / "__init__.py"
+    source.write_text("number = 7")
+    told = {"PYTHONPATH": f"{tmp_path / 'site'}:{Path(kept.__file__).parents[1]}"}
+    run = [sys.executable, "-c"]
+    if has_bytecode:
+        subprocess.run(
+            [*run, "import torch"],
+            env={**os.environ, **told, "PYTHONDONTWRITEBYTECODE": ""},
+            check=True,
+        )
+    told["PYTHONDONTWRITEBYTECODE"] = "1"
+    script = (
+        "from vmkv import kept; kept.choose_bytecode_folder(); import torch; print(torch.number)"
+    )
+    for number in (7, 8):
+        source.write_text(f"number = {number}")
+        os.utime(source, (number, number))
+        done = subprocess.run(
+            [*run, script], env={**os.environ, **told}, check=True, capture_output=True, text=True
+        )
+        assert done.stdout == f"{number}\n"  # A changed source is read anew.
+    found = [*folder.glob("bytecode-*/**/torch/__init__.*.pyc")]
+    assert len(found) == (0 if has_bytecode else 1)
+    if not has_bytecode:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700

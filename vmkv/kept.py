@@ -15,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import metadata
@@ -98,6 +100,25 @@ def choose_compiler_folder() -> None:
     """
     path = folder() / f"compiled-{metadata.version('torch')}"
     os.environ.setdefault(_COMPILER_VARIABLE, str(path))
+
+
+def choose_bytecode_folder() -> None:
+    """Have Python keep bytecode here if that of torch is not beside its sources.
+
+    So it is where packages are installed without it, in folders that are not written to: compiling
+    thousands of modules takes longer than all else in their imports. Python compares each file with
+    its source. Call it before torch is imported.
+    """
+    spec = importlib.util.find_spec("torch")
+    source = None if spec is None else spec.origin
+    if source is None or Path(importlib.util.cache_from_source(source)).exists():
+        return
+    # Sources of unpacked images may all have the same time, so that releases are compared too.
+    releases = sorted(each.name for each in Path(source).parents[1].glob("*.dist-info"))
+    name = f"bytecode-{hashlib.sha256(repr(releases).encode()).hexdigest()[:32]}"
+    with contextlib.suppress(OSError):
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder() / name), False
 
 
 @contextlib.contextmanager

@@ -13,8 +13,15 @@ _LOG = logging.getLogger(__name__)
 @contextlib.contextmanager
 def phase(what: str) -> Iterator[None]:
     """Log `what` now, and at its end a record with the attributes `phase` and `phase_s`."""
-    start_s = time.monotonic()
     _LOG.info("%s", what)
+    with part(what):
+        yield
+
+
+@contextlib.contextmanager
+def part(what: str) -> Iterator[None]:
+    """Log the end only, as `phase` does: of what happens many times, or within a phase."""
+    start_s = time.monotonic()
     yield
     seconds = time.monotonic() - start_s
     its = {"phase": what, "phase_s": seconds}

@@ -129,7 +129,7 @@ def engines_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(EngineProcess, "_start", start)
     nothing = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr("vmkv.serve.start.start_process", lambda: nothing)
+    monkeypatch.setattr("vmkv.serve.start.start_process", lambda make: nothing)
 
 
 @pytest.mark.slow

@@ -58,9 +58,9 @@ def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("multiprocessing.process.BaseProcess.start", start)
     monkeypatch.setattr(subprocess.Popen, "__init__", start)
-    # The process that imports torch meanwhile is told nothing, and ends with the server.
+    # The process that makes an engine meanwhile is ended by the error.
     nothing = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr("vmkv.serve.start.start_process", lambda: nothing)
+    monkeypatch.setattr("vmkv.serve.start.start_process", lambda make: nothing)
     monkeypatch.setitem(sys.modules, "ray", None)
 
 

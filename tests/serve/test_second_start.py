@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch._dynamo.utils
 from helpers.tiny_models import tiny_model
 
 from vmkv import Engine, SamplingParams, kept
@@ -158,3 +160,22 @@ def test_a_folder_of_the_users_own_is_left_to_the_compiler(
     with kept.compiler_folder():
         assert str(tmp_path / "own") == os.environ["TORCHINDUCTOR_CACHE_DIR"]
     assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_layers_are_traced_once() -> None:
+    """The compiler starts again where it has taken a number for a variable and cannot keep it."""
+    counters = torch._dynamo.utils.counters["aot_autograd"]
+    counters.clear()
+    options = RunnerOptions(
+        capture=True, compile_layers=True, compile_backend="aot_eager", show_progress=False
+    )
+    with Engine(
+        tiny_model("llama"),
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        budget_bytes=1 << 26,
+        runner="graphs",
+        runner_options=options,
+    ):
+        assert 0 < counters["total"] == counters["ok"]

@@ -170,14 +170,17 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         stack.enter_context(_names_of_options())
         started = None
         if not arguments.replicas:
-            started = stack.enter_context(contextlib.closing(start_process()))
+            make = functools.partial(_engine, arguments)
+            started = stack.enter_context(contextlib.closing(start_process(make)))
+        kept.choose_bytecode_folder()
         with phase("importing torch and transformers"):
             from ..serve.server import create_app, run_server
             from .models import load_sampling_defaults, load_tokenizer
 
         _set_logging(arguments)
         options_for = server_options(arguments)
-        longest = _check_engine(arguments)
+        with phase("checking options"):
+            longest = _check_engine(arguments)
         defaults = load_sampling_defaults(
             arguments.model, arguments.generation_config, revision=arguments.revision
         )
@@ -314,7 +317,6 @@ def _check_engine(arguments: argparse.Namespace) -> int:
     """
     from ..serve.memory_view import make_store
     from ..serve.scheduler import Scheduler
-    from ..serve.trace import ChromeTrace
     from .models import check_device, check_servable, load_config, longest_request
 
     # The most common error first.
@@ -335,8 +337,6 @@ def _check_engine(arguments: argparse.Namespace) -> int:
         check_config(config, arguments.tensor_parallel)
         if device == "cuda":
             check_device(f"cuda:{arguments.tensor_parallel - 1}")
-    if arguments.trace:
-        ChromeTrace(arguments.trace).close()
     return longest
 
 
@@ -375,7 +375,8 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
             observer = Observers([observer, trace])
         # Of every engine, for grammars.
         name = arguments.tokenizer or arguments.model
-        tokenizer = load_tokenizer(name, **types.source_of(arguments, name))
+        with phase("loading the tokenizer"):
+            tokenizer = load_tokenizer(name, **types.source_of(arguments, name))
         if arguments.tensor_parallel > 1:
             from ..serve.parallel.engine import open_parallel_engine
 

@@ -1,12 +1,14 @@
 """The start of a server before torch is imported: its socket, SIGTERM, and the engine's process.
 
 Importing torch and transformers takes seconds, in the server's process and in the engine's. So the
-engine's is started first, and both import at the same time.
+engine's is started first, with all that it needs to make the engine: it waits neither for the
+server's imports nor for its checks, and is ended if one of them fails.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import pickle
 import signal
@@ -88,16 +90,10 @@ def ending_in_order() -> Iterator[None]:
 
 
 class StartedProcess(NamedTuple):
-    """A process that imports what an engine needs, and waits to be told how to make it."""
+    """A process that makes an engine, and runs it."""
 
     process: Any
     connection: socket.socket
-
-    def run(self, make: Any) -> None:
-        """Have the process make an engine, and run it; `make` is pickled, see `EngineProcess`."""
-        data = pickle.dumps(make)
-        with contextlib.suppress(OSError):  # A process that has ended is found by the reader.
-            self.connection.sendall(_LENGTH.pack(len(data)) + data)
 
     def close(self) -> None:
         """End the process. Idempotent."""
@@ -105,22 +101,31 @@ class StartedProcess(NamedTuple):
         end_child(self.process)
 
 
-def start_process() -> StartedProcess:
-    """Start the process of an engine; needs no torch, and does not wait."""
+def start_process(make: Any) -> StartedProcess:
+    """Start the process of an engine; `make` is pickled, see `EngineProcess`. Needs no torch."""
+    data = pickle.dumps(make)
     ours, theirs = socket.socketpair()
     with theirs:
-        return StartedProcess(start_child(_run, (theirs,), "vmkv-engine"), ours)
+        started = StartedProcess(start_child(_run, (theirs,), "vmkv-engine"), ours)
+    with contextlib.suppress(OSError):  # A process that has ended is found by the reader.
+        ours.sendall(_LENGTH.pack(len(data)) + data)
+    return started
 
 
 def _run(connection: socket.socket) -> None:
     be_child(connection)
+    with connection.makefile("rb") as file:
+        head = file.read(_LENGTH.size)
+        if len(head) < _LENGTH.size:
+            return  # The server has ended.
+        data = file.read(*_LENGTH.unpack(head))
     kept.choose_compiler_folder()
+    kept.choose_bytecode_folder()
+    gc.disable()  # Modules stay: looking for garbage among them takes a fifth of their imports.
     run_engine = importlib.import_module(".process.host", __package__).run_engine
     importlib.import_module(".engine", __package__)
     if Path("/dev/nvidiactl").exists():  # Layers are compiled on CUDA only.
         importlib.import_module("torch._inductor.compile_fx")
-    with connection.makefile("rb") as file:
-        head = file.read(_LENGTH.size)
-        data = file.read(*_LENGTH.unpack(head)) if len(head) == _LENGTH.size else b""
-    if data:  # Else a check in the server's process has failed.
-        run_engine(pickle.loads(data), connection)
+    gc.freeze()
+    gc.enable()
+    run_engine(pickle.loads(data), connection)

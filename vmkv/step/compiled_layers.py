@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from ..phases import part
 from . import early_norms, graph_passes, joined_layers
 
 _Compiled = Callable[..., Any]
@@ -170,7 +171,8 @@ def _compiler(backend: str, patches: dict[str, Any]) -> Callable[..., Any]:
         if backend == "inductor":
             from torch._inductor.compile_fx import compile_fx
 
-            return compile_fx(module, inputs, config_patches=patches)
+            with part("loading or generating kernels"):
+                return compile_fx(module, inputs, config_patches=patches)
         from torch._dynamo.backends.registry import lookup_backend
 
         return lookup_backend(backend)(module, inputs)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch._dynamo
 
 from .. import kept
 from ..errors import CapacityError, ConfigError
@@ -48,10 +49,13 @@ def warm_up(
     total = 2 + sum(len(each.keys()) for each in kinds)
     with tqdm(total=total, disable=None if show_progress else True, leave=False) as bar:
         what = "compiling layers" if stepper.uses_operator else "running first steps"
-        with phase(what):
+        # With floats as variables, the compiler traces layers a second time once it gives that up.
+        floats = torch._dynamo.config.patch(specialize_float=True)
+        with phase(what), floats:
             bar.set_description("prompts")
             _warm_up_prompts(stepper, max_num_batched_tokens, must_compile)
             bar.update()
+        with phase(f"{what} for one token"), floats:
             bar.set_description("one token")
             slot, row = stepper.open_scratch()
             one_token = Piece(slot, row, 0, 1, [0])

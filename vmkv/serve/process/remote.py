@@ -65,7 +65,7 @@ class EngineProcess(EngineClient):
         make: Called in the child process with the engine's observer; returns a context manager that
             gives the engine. It must be picklable.
         tokenizer: For prompts and outputs that are text.
-        started: Process for the first engine, by default a new one.
+        started: Process that makes the first engine, by default a new one.
         observer: Gets the engine's events, in the event loop.
         options: See `EngineClient`; a silence is no failure while the engine is made.
 
@@ -102,12 +102,11 @@ class EngineProcess(EngineClient):
     def _start(self) -> None:
         """Start a process and wait until its engine is ready."""
         with self._starting:
-            started, self._started = self._started or start_process(), None
+            started, self._started = self._started or start_process(self._make), None
             self._worker = started.process
             if self._is_stopping:
                 self._worker.kill()
         try:
-            started.run(self._make)
             self._use(started.connection, _first_message(started.connection))
         except BaseException:
             started.close()
