@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...errors import ConfigError
-from ..params import StructuredOutputs
-from .errors import ApiError, invalid
+from .errors import invalid
 
 #: A JSON schema, as an object or as its text.
 Schema = str | dict[str, Any]
 Choices = Annotated[list[str], Field(fail_fast=True)]
-_PREFIX = "structured_outputs: "
 
 
 class _Lenient(BaseModel):
@@ -74,8 +71,8 @@ class Formatted(BaseModel):
     guided_choice: Choices | None = None
 
     @cached_property
-    def form(self) -> tuple[str, StructuredOutputs] | None:
-        """The field that asks for a form, and the form; raises `ApiError`."""
+    def form(self) -> tuple[str, dict[str, Any]] | None:
+        """The field that asks for a form, and arguments of `StructuredOutputs`."""
         found: dict[str, dict[str, Any]] = {}
         for name in Formatted.model_fields:
             value = getattr(self, name)
@@ -88,20 +85,4 @@ class Formatted(BaseModel):
         if len(found) > 1:
             names = " and ".join(found)
             raise invalid(f"{names}: an answer has one form, so send one of them", [*found][1])
-        for name, given in found.items():
-            try:
-                return name, StructuredOutputs(**given)
-            except ConfigError as error:
-                raise explained(error, name) from error
-        return None
-
-
-def is_of_form(error: Exception) -> TypeGuard[ConfigError]:
-    """Whether an error is about `structured_outputs`."""
-    return isinstance(error, ConfigError) and str(error).startswith(_PREFIX)
-
-
-def explained(error: ConfigError, name: str) -> ApiError:
-    """Convert an error about `structured_outputs` to one about the field `name`."""
-    text = str(error)
-    return invalid(f"{name}: {text.removeprefix(_PREFIX)}", name)
+        return next(iter(found.items()), None)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import from_json
 
 from ...errors import ConfigError, shown
-from ..params import SamplingParams
+from ..params import SamplingParams, StructuredOutputs
 from .errors import ApiError, invalid
 from .formats import Formatted
 from .guard import REQUEST_ID
@@ -63,6 +63,7 @@ _COMPLETION_TOKENS = 16
 SAMPLES_MAX = 128
 #: Alternatives per token.
 LOGPROBS_MAX = 20
+_NAME_END = re.compile(r"\W")
 #: Larger integers are no floats.
 _EXACT_MAX = 2**53
 
@@ -176,14 +177,19 @@ class GenerationRequest(_Strict, Formatted):
     ) -> SamplingParams:
         given = dict(defaults or {}) | self.model_dump(include=_SAMPLING, exclude_none=True)
         given |= {"max_tokens": max_tokens, "logprobs": num_logprobs}
-        if (form := self.form) is not None:
-            given["structured_outputs"] = form[1]
         try:
+            if self.form is not None:
+                given["structured_outputs"] = StructuredOutputs(**self.form[1])
             return SamplingParams(prompt_logprobs=prompt_logprobs, **given)
         except ConfigError as error:
-            # Messages of ConfigError begin with `name=value`.
-            name = str(error).partition("=")[0]
-            raise invalid(str(error), name if name in type(self).model_fields else None) from error
+            raise self.explained(error) from error
+
+    def explained(self, error: ConfigError) -> ApiError:
+        """Convert an error of `SamplingParams` or the engine; it begins with a parameter's name."""
+        name = _NAME_END.split(str(error), maxsplit=1)[0]
+        field = (self.form or ("tools",))[0] if name == "structured_outputs" else name
+        message = str(error).replace(f"{name}:", f"{field}:", 1)
+        return invalid(message, field if field in type(self).model_fields else None)
 
 
 class CompletionRequest(GenerationRequest):

@@ -32,7 +32,6 @@ from ..request import CompletionOutput, RequestOutput
 from .choices import ChatForm, ChoicesWriter, CompletionForm, Form, Tokens, Writer
 from .echo import PromptOptions
 from .errors import ApiError, api_error, invalid
-from .formats import explained, is_of_form
 from .guard import Gate, receive_body, tenant_of
 from .prompts import Prompt, Prompts, TextPrompt
 from .reply import NewParser
@@ -460,37 +459,34 @@ class Answer:
         service = self.service
         async with service.gate.entered():
             # Behind the gate: a waiting or abandoned request costs no work.
-            form = self.params.structured_outputs
-            form_name = self.body.form[0] if self.body.form else "tools"
-            if form is not None:
-                try:
-                    await service.prompts.check_grammar(form)
-                except ConfigError as error:
-                    raise explained(error, form_name) from error
-            prompts = []
-            kept = service.tokens_kept(self.body.truncate_prompt_tokens, self.params)
-            for prompt in self.prompts:
-                prompts.append(await service.prompts.tokens(prompt, kept))
-                service.check_length(len(prompts[-1]), self.params)
-            num_samples, num_tokens = len(prompts) * self.params.n, sum(map(len, prompts))
-            num_tokens *= self.params.n if self._echoes else 1
-            service.check_logprobs(num_samples, self.params, num_tokens)
-            streams = [
-                service.engine.stream(
-                    prompt,
-                    service.output_limit(len(prompt), self.params),
-                    self.body.priority,
-                    tenant=self.tenant,
-                )
-                for prompt in prompts
-            ]
             try:
+                if self.params.structured_outputs is not None:
+                    await service.prompts.check_grammar(self.params.structured_outputs)
+                prompts = []
+                kept = service.tokens_kept(self.body.truncate_prompt_tokens, self.params)
+                for prompt in self.prompts:
+                    prompts.append(await service.prompts.tokens(prompt, kept))
+                    service.check_length(len(prompts[-1]), self.params)
+                num_samples, num_tokens = len(prompts) * self.params.n, sum(map(len, prompts))
+                num_tokens *= self.params.n if self._echoes else 1
+                service.check_logprobs(num_samples, self.params, num_tokens)
+                streams = [
+                    service.engine.stream(
+                        prompt,
+                        service.output_limit(len(prompt), self.params),
+                        self.body.priority,
+                        tenant=self.tenant,
+                    )
+                    for prompt in prompts
+                ]
                 async with contextlib.aclosing(merged(streams)) as outputs:
                     async for each in outputs:
                         yield each
+            except ApiError:
+                raise
+            except ConfigError as error:
+                raise self.body.explained(error) from error
             except Exception as error:
-                if form is not None and is_of_form(error):
-                    raise explained(error, form_name) from error
                 raise api_error(error) from error
 
     @property
