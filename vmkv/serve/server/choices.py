@@ -262,42 +262,28 @@ class CompletionForm(Form):
         prompt = self._prompt_ids[delta.index // self._num_samples]
         return {"text": delta.text, "prompt_token_ids": list(prompt)}
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """Return log-probabilities; of the first token of an echoed prompt there are none."""
+        prompt = self._prompt_ids.get(index // self._num_samples, ())
+        tokens = [self._tokens[prompt[0] if each is None else each.token_id] for each in entries]
         places = self._places.get(index)
-        if places is not None and places.num_left:
-            return self._logprobs_of_prompt(index, entries, places)
-        tokens = [self._tokens[each.token_id].text for each in entries]
-        *offsets, self._offsets[index] = accumulate(map(len, tokens), initial=self._offsets[index])
+        is_prompt = places is not None and places.num_left > 0
+        if places is not None and is_prompt:
+            offsets = [places.next(text.encode() if raw is None else raw) for text, raw in tokens]
+            self._offsets[index] = len(places.text)
+        else:
+            lengths = (len(token.text) for token in tokens)
+            *offsets, self._offsets[index] = accumulate(lengths, initial=self._offsets[index])
         return {
-            "tokens": tokens,
-            "token_logprobs": [each.logprob for each in entries],
-            "top_logprobs": [
-                {self._tokens[token].text: logprob for token, logprob in each.top.items()}
-                for each in entries
-            ],
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [each and finite(each.logprob) for each in entries],
+            "top_logprobs": [each and self._top(each, is_prompt) for each in entries],
             "text_offset": offsets,
         }
 
-    def _logprobs_of_prompt(
-        self, index: int, entries: Sequence[TokenLogprobs | None], places: Places
-    ) -> dict[str, Any]:
-        """Return log-probabilities of an echoed prompt; of the first token there are none."""
-        first = self._prompt_ids[index // self._num_samples][0]
-        tokens = [self._tokens[first if each is None else each.token_id] for each in entries]
-        self._offsets[index], most = len(places.text), self.prompts.num_echoed
-        return {
-            "tokens": [token.text for token in tokens],
-            "token_logprobs": [None if each is None else finite(each.logprob) for each in entries],
-            "top_logprobs": [
-                each
-                and {self._tokens[token_id].text: value for token_id, value in told(each, most)}
-                for each in entries
-            ],
-            "text_offset": [
-                places.next(token.text.encode() if token.raw is None else token.raw)
-                for token in tokens
-            ],
-        }
+    def _top(self, entry: TokenLogprobs, is_prompt: bool) -> dict[str, float]:
+        pairs = told(entry, self.prompts.num_echoed) if is_prompt else entry.top.items()
+        return {self._tokens[token_id].text: finite(value) for token_id, value in pairs}
 
 
 class ChatForm(Form):
@@ -390,7 +376,8 @@ class ChatForm(Form):
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         text, raw = self._tokens[token_id]
-        return {"token": text, "logprob": logprob, "bytes": None if raw is None else list(raw)}
+        data = None if raw is None else list(raw)
+        return {"token": text, "logprob": finite(logprob), "bytes": data}
 
 
 def _tool_call(delta: ToolCallDelta, is_chunk: bool) -> dict[str, Any]:
