@@ -16,7 +16,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -434,32 +434,15 @@ class WholeChoice:
 # ---- writers -------------------------------------------------------------------------------------
 
 
-class Writer(Protocol):
-    """Writes one answer in the format of an API: whole from `add`, or as server-sent events."""
-
-    @property
-    def form(self) -> Form:
-        """Converts the engine's outputs to deltas."""
-
-    def add(self, delta: CompletionOutput) -> None:
-        """Append a delta to a whole answer."""
-
-    async def whole(self) -> deque[bytes | bytearray]:
-        """Return the whole answer as JSON, in parts; other tasks run between choices."""
-
-    def events(self, delta: CompletionOutput) -> bytes:
-        """Return the events that tell a delta; empty if there is nothing to tell yet."""
-
-    def end(self) -> bytes:
-        """Return the last events of a complete answer."""
-
-    def failure(self, error: ApiError) -> bytes:
-        """Return the last events of an answer that fails after its first event."""
+def compact(payload: Mapping[str, Any]) -> bytes:
+    """Encode a value as ASCII: what it repeats of a request may hold half a surrogate pair."""
+    return json.dumps(payload, separators=(",", ":")).encode()
 
 
-def event(payload: dict[str, Any]) -> bytes:
-    """Encode one server-sent event without a name."""
-    return b"data: " + json.dumps(payload, separators=(",", ":")).encode() + b"\n\n"
+def event(payload: Mapping[str, Any]) -> bytes:
+    """Encode a server-sent event; its `type`, if it has one, is its name."""
+    name = f"event: {payload['type']}\n".encode() if "type" in payload else b""
+    return name + b"data: " + compact(payload) + b"\n\n"
 
 
 class ChoicesWriter:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -29,13 +30,16 @@ from ...options import ServerOptions
 from ..metrics import CONTENT_TYPE
 from ..params import SamplingParams
 from ..request import CompletionOutput, RequestOutput
-from .choices import ChatForm, ChoicesWriter, CompletionForm, Form, Tokens, Writer
+from .choices import ChatForm, ChoicesWriter, CompletionForm, Form, Tokens
 from .echo import PromptOptions
 from .errors import ApiError, api_error, invalid
 from .guard import Gate, receive_body, tenant_of
+from .items import ItemWriter
+from .messages import CountTokensRequest, MessagesRequest, MessageWriter
 from .prompts import Prompt, Prompts, TextPrompt
 from .reply import NewParser
 from .reply_format import Replies
+from .responses import ResponsesRequest, ResponseWriter
 from .schema import (
     LOGPROBS_MAX,
     SAMPLES_MAX,
@@ -51,7 +55,7 @@ from .vllm_names import VllmNames
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=GenerationRequest | TokenizeRequest | DetokenizeRequest)
 #: Makes the writer of an answer, from its form and its request's identifier.
-NewWriter: TypeAlias = Callable[[Form, str], Writer]
+NewWriter: TypeAlias = Callable[[Form, str], ItemWriter]
 
 _LOG = logging.getLogger(__name__)
 #: Names of unknown parameters that are logged, and characters of each: clients cannot fill the log.
@@ -183,10 +187,26 @@ class Service:
         headers = {"Content-Length": str(sum(map(len, parts)))}
         return Streamed(in_pieces(parts), media_type="application/json", headers=headers)
 
+    async def responses(self, request: Request) -> Response:
+        """Answer a conversation, with texts and function calls."""
+        body = await self.read(request, ResponsesRequest)
+        writer = partial(ResponseWriter, body, self.model_name)
+        return await self.generate(request, body.chat(), writer)
+
+    async def messages(self, request: Request) -> Response:
+        """Answer a conversation, with texts and uses of tools."""
+        chat = (await self.read(request, MessagesRequest)).chat()
+        return await self.generate(request, chat, partial(MessageWriter, self.model_name))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the tokens of a conversation, as an answer to it would."""
+        chat = (await self.read(request, CountTokensRequest)).chat()
+        return JSONResponse({"input_tokens": len(await self._tokens(request, chat))})
+
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a prompt or a chat, as a completion would use them."""
         body = await self.read(request, TokenizeRequest)
-        found = await self.tokens_of(request, body.what)
+        found = await self._tokens(request, body.what)
         return JSONResponse(
             {
                 "count": len(found),
@@ -196,26 +216,26 @@ class Service:
             }
         )
 
-    async def tokens_of(self, request: Request, prompt: Prompt) -> Sequence[int]:
-        """Tokenise the prompt of a request; raises `ApiError`, or `ClientDisconnect`."""
-        self.prompts.check(prompt)
-
-        async def tokens() -> Sequence[int]:
-            async with self._tokenizing.entered():
-                return await self.prompts.tokens(prompt)
-
-        return await until_disconnect(request.receive, tokens())
-
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""
-        body = await self.read(request, DetokenizeRequest)
-        self.prompts.check(body.tokens)
+        tokens = (await self.read(request, DetokenizeRequest)).tokens
+        self.prompts.check(tokens)
+        return JSONResponse({"prompt": await self._converted(request, self.prompts.text, tokens)})
 
-        async def text() -> str:
+    async def _tokens(self, request: Request, prompt: Prompt) -> Sequence[int]:
+        self.prompts.check(prompt)
+        return await self._converted(request, self.prompts.tokens, prompt)
+
+    async def _converted(
+        self, request: Request, convert: Callable[[Any], Awaitable[T]], what: Any
+    ) -> T:
+        """Convert a prompt of a request behind the gate of /tokenize."""
+
+        async def converted() -> T:
             async with self._tokenizing.entered():
-                return await self.prompts.text(body.tokens)
+                return await convert(what)
 
-        return JSONResponse({"prompt": await until_disconnect(request.receive, text())})
+        return await until_disconnect(request.receive, converted())
 
     async def load(self) -> dict[str, int]:
         """Return the number of requests that run or wait, as vLLM names it."""
@@ -493,7 +513,7 @@ class Answer:
     def _echoes(self) -> bool:
         return isinstance(self.body, CompletionRequest) and bool(self.body.echo)
 
-    def _new_writer(self) -> Writer:
+    def _new_writer(self) -> ChoicesWriter | ItemWriter:
         form: Form
         if isinstance(self.body, CompletionRequest):
             form = CompletionForm(self.service.tokens, self.params.n)
