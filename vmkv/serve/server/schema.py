@@ -168,19 +168,12 @@ class GenerationRequest(_Strict, Formatted):
             )
         return self
 
-    def _params(
-        self,
-        max_tokens: int | None,
-        num_logprobs: int | None,
-        prompt_logprobs: int | None,
-        defaults: Mapping[str, Any] | None,
-    ) -> SamplingParams:
-        given = dict(defaults or {}) | self.model_dump(include=_SAMPLING, exclude_none=True)
-        given |= {"max_tokens": max_tokens, "logprobs": num_logprobs}
+    def _params(self, defaults: Mapping[str, Any] | None, **own: int | None) -> SamplingParams:
+        given = {**(defaults or {}), **self.model_dump(include=_SAMPLING, exclude_none=True), **own}
         try:
             if self.form is not None:
                 given["structured_outputs"] = StructuredOutputs(**self.form[1])
-            return SamplingParams(prompt_logprobs=prompt_logprobs, **given)
+            return SamplingParams(**given)
         except ConfigError as error:
             raise self.explained(error) from error
 
@@ -236,8 +229,10 @@ class CompletionRequest(GenerationRequest):
                 "max_tokens=0 leaves nothing to answer; with echo=true the prompt is", "max_tokens"
             )
         wanted = (self.prompt_logprobs, self.logprobs if self.echo else None)
-        num_prompt_logprobs = max((each for each in wanted if each is not None), default=None)
-        return self._params(most or 1, self.logprobs, num_prompt_logprobs, defaults)
+        of_prompt = max((each for each in wanted if each is not None), default=None)
+        return self._params(
+            defaults, max_tokens=most or 1, logprobs=self.logprobs, prompt_logprobs=of_prompt
+        )
 
 
 class TextPart(BaseModel):
@@ -272,11 +267,9 @@ class Message(BaseModel):
                 each.rendered(as_text=arguments_as_text) for each in self.tool_calls
             ]
         reasoning = whole.get("reasoning_content", whole.get("reasoning"))
-        return (
-            whole
-            if reasoning is None
-            else {"thinking": reasoning} | whole | {"reasoning_content": reasoning}
-        )
+        if reasoning is None:
+            return whole
+        return {"thinking": reasoning} | whole | {"reasoning_content": reasoning}
 
     @property
     def text(self) -> str | None:
@@ -370,9 +363,9 @@ class ChatRequest(GenerationRequest, ChatBody):
     def sampling_params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """Convert to `SamplingParams`; as in vLLM, `max_completion_tokens` overrides."""
         most = self.max_completion_tokens
-        num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        most = self.max_tokens if most is None else most
-        return self._params(most, num_logprobs, self.prompt_logprobs, defaults)
+        own = {"max_tokens": self.max_tokens if most is None else most}
+        own["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        return self._params(defaults, prompt_logprobs=self.prompt_logprobs, **own)
 
 
 class TokenizeRequest(ChatBody):

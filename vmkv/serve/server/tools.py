@@ -85,9 +85,7 @@ class ToolCall(_Part):
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
     """Raise `ApiError` for tools that are too large, or a choice that is none of them."""
-    num_chars = 0
-    for tool in tools:
-        num_chars += len(json.dumps(tool.model_dump(), ensure_ascii=False))
+    num_chars = sum(len(json.dumps(each.model_dump(), ensure_ascii=False)) for each in tools)
     if num_chars > TOOLS_CHARS_MAX:
         raise invalid(
             f"tools have {num_chars} characters as JSON; at most {TOOLS_CHARS_MAX} are taken",
@@ -126,14 +124,8 @@ def forced_schema(
                 if known != definition:
                     raise invalid(f"tools: two functions define {of!r} differently", "tools")
         properties = {"name": {"enum": [name]}, "parameters": inner}
-        calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
+        own = {"properties": properties, "required": [*properties], "additionalProperties": False}
+        calls.append({"type": "object", **own})
     most = {} if is_parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **shared}
 
@@ -141,8 +133,5 @@ def forced_schema(
 def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
     """Return a schema that, unless it says otherwise, permits no other properties, as in vLLM."""
     if not parameters or "properties" not in parameters:
-        return parameters or _ANY
+        return parameters or {"type": "object"}
     return {"additionalProperties": False, **parameters}
-
-
-_ANY: dict[str, Any] = {"type": "object"}
