@@ -605,9 +605,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def merged(
-    streams: Sequence[AsyncGenerator[T, None]],
-) -> AsyncGenerator[tuple[int, T], None]:
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """Yield items of several streams as they come, with the stream's index; close them all."""
     if len(streams) == 1:  # The common case needs no task and no queue.
         async with contextlib.aclosing(streams[0]) as only:
