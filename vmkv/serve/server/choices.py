@@ -330,8 +330,7 @@ class ChatForm(Form):
         reason = choice["finish_reason"] = self.finish_reason(delta)
         # While a parser holds text back there is nothing to say.
         news = (choice.get("delta"), choice["logprobs"], choice.get("token_ids"), reason)
-        is_empty = is_chunk and not any(news)
-        return None if is_empty else choice
+        return choice if any(news) or not is_chunk else None
 
     def tail(self, index: int | None = None) -> list[bytes | bytearray]:
         """Return `prompt_logprobs` and `prompt_token_ids`, beside the choices."""
@@ -363,16 +362,12 @@ class ChatForm(Form):
         return {"delta": first | ({"content": reply.content} if reply.content else {}) | more}
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return {
-            "content": [
-                {
-                    **self._token(each.token_id, each.logprob),
-                    "top_logprobs": [self._token(*item) for item in each.top.items()],
-                }
-                for each in entries
-            ],
-            "refusal": None,
-        }
+        content = [
+            self._token(each.token_id, each.logprob)
+            | {"top_logprobs": [self._token(*item) for item in each.top.items()]}
+            for each in entries
+        ]
+        return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         text, raw = self._tokens[token_id]

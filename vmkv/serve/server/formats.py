@@ -14,19 +14,19 @@ Schema = str | dict[str, Any]
 Choices = Annotated[list[str], Field(fail_fast=True)]
 
 
-class _Lenient(BaseModel):
-    """Fields that say how to reach a form, such as `strict`, have no effect."""
+class Lenient(BaseModel):
+    """A part of a body whose undeclared fields have no effect."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-class JsonSchema(_Lenient):
+class JsonSchema(Lenient):
     """OpenAI's `json_schema`."""
 
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(_Lenient):
+class ResponseFormat(Lenient):
     """OpenAI's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -45,7 +45,7 @@ class ResponseFormat(_Lenient):
         return {"json": self.json_schema.schema_}
 
 
-class StructuredFields(_Lenient):
+class StructuredFields(Lenient):
     """vLLM's `structured_outputs`."""
 
     json_: Schema | None = Field(None, alias="json")

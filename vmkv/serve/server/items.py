@@ -12,22 +12,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from ...errors import shown
 from ..request import CompletionOutput
 from .choices import ChatForm, Form, compact, event
 from .errors import ApiError, invalid
+from .formats import Lenient
 from .schema import ChatRequest, GenerationRequest, validated
 
 # ---- requests ------------------------------------------------------------------------------------
 
 
-class TypedItem(BaseModel):
+class TypedItem(Lenient):
     """A part of a body whose `type` says which fields it `needs`; others are ignored."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     needs: ClassVar[Mapping[str, Sequence[str]]]
 

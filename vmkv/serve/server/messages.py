@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from pydantic_core import from_json
 
 from ..request import FinishReason
 from . import items
 from .choices import Form, event
 from .errors import ApiError
+from .formats import Lenient
 from .items import Event, Item, TypedItem, text_parts
 from .schema import ChatRequest
 
@@ -55,10 +56,8 @@ class Block(TypedItem):
     content: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
 
 
-class Turn(BaseModel):
+class Turn(Lenient):
     """A message of one side."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(fail_fast=True)]

@@ -19,7 +19,7 @@ from pydantic_core import from_json
 from ...errors import ConfigError, shown
 from ..params import SamplingParams, StructuredOutputs
 from .errors import ApiError, invalid
-from .formats import Formatted
+from .formats import Formatted, Lenient
 from .guard import REQUEST_ID
 from .prompts import Prompt, TextPrompt
 from .tools import TOOLS_MAX, Tool, ToolCall, ToolChoice, check_tools
@@ -235,10 +235,8 @@ class CompletionRequest(GenerationRequest):
         )
 
 
-class TextPart(BaseModel):
+class TextPart(Lenient):
     """A text part of a message's content; other fields, such as cache hints, are ignored."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["text"]
     text: str

@@ -36,7 +36,7 @@ from .errors import ApiError, api_error, invalid
 from .guard import Gate, receive_body, tenant_of
 from .items import ItemWriter
 from .messages import CountTokensRequest, MessagesRequest, MessageWriter
-from .prompts import Prompt, Prompts, TextPrompt
+from .prompts import Prompt, Prompts
 from .reply import NewParser
 from .reply_format import Replies
 from .responses import ResponsesRequest, ResponseWriter
@@ -519,10 +519,8 @@ class Answer:
             form = CompletionForm(self.service.tokens, self.params.n)
         else:
             form = ChatForm(self.service.tokens, self.params.n, self.new_parser)
-        body = self.body
-        texts: list[str | None] = [None for _ in self.prompts]
-        if body.truncate_prompt_tokens is None:
-            texts = [each.text if isinstance(each, TextPrompt) else None for each in self.prompts]
+        body, is_cut = self.body, self.body.truncate_prompt_tokens is not None
+        texts = [None if is_cut else getattr(each, "text", None) for each in self.prompts]
         form.prompts = PromptOptions(
             echoes=self._echoes,
             generates=body.max_tokens != 0,
@@ -540,7 +538,7 @@ class Answer:
             "created": int(time.time()),
             "model": self.service.model_name,
         }
-        return ChoicesWriter(form, head, self.body.stream_options)
+        return ChoicesWriter(form, head, body.stream_options)
 
 
 # ---- streams -------------------------------------------------------------------------------------

@@ -6,20 +6,17 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from .errors import invalid
+from .formats import Lenient
 
 #: Tools of one request, and characters of their JSON.
 TOOLS_MAX = 1024
 TOOLS_CHARS_MAX = 1 << 20
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-
-class Function(_Part):
+class Function(Lenient):
     """A function that the model may call; `parameters` is a JSON schema."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -28,20 +25,20 @@ class Function(_Part):
     strict: bool | None = None
 
 
-class Tool(_Part):
+class Tool(Lenient):
     """A tool; only functions are known."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Part):
+class NamedFunction(Lenient):
     """Names a function."""
 
     name: str
 
 
-class NamedChoice(_Part):
+class NamedChoice(Lenient):
     """Forces a call of one function."""
 
     type: Literal["function"]
@@ -51,14 +48,14 @@ class NamedChoice(_Part):
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
-class CalledFunction(_Part):
+class CalledFunction(Lenient):
     """A function that was called; arguments are JSON, as text in OpenAI's API."""
 
     name: str
     arguments: str | dict[str, Any] = ""
 
 
-class ToolCall(_Part):
+class ToolCall(Lenient):
     """A call in an assistant's message."""
 
     id: str | None = None
