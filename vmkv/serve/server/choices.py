@@ -94,7 +94,7 @@ def _byte_level() -> dict[str, int]:
 
 
 class Form:
-    """One request's answer in a route's format; tracks how much was sent of each choice.
+    """Format of the answer to one request; tracks how much was sent of each choice.
 
     Choices are numbered across prompts. Subclasses say how a choice holds its text.
     """

@@ -1,4 +1,4 @@
-"""What an answer tells of its prompts: their texts, tokens and log-probabilities."""
+"""Prompts within an answer: their texts, tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Wishes of a request about its prompts.
+    """Options of a request that concern its prompts.
 
     Attributes:
         echoes: Begin each choice with its prompt.
