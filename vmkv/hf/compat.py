@@ -182,7 +182,7 @@ def load_causal_lm(name: str, dtype: str | None, **options: Any) -> Any:
         if (Path(name) / "generation_config.json").exists():
             # transformers ignores a broken file, and texts would then never end.
             transformers.GenerationConfig.from_pretrained(name)
-        options = {"trust_remote_code": False, **options}
+        options.setdefault("trust_remote_code", False)
         source = {key: options[key] for key in ("trust_remote_code", "revision") if key in options}
         config = transformers.AutoConfig.from_pretrained(name, **source)
         model, info = auto_class(config).from_pretrained(

@@ -100,15 +100,10 @@ def _delimiter(calls: Mapping[str, Any], name: str) -> str:
 
 def _as_text(calls: Mapping[str, Any]) -> dict[str, Any]:
     """Return a field whose regions are plain text, each with its beginning."""
-    closing = {each: calls[each] for each in ("close", "close_pattern") if each in calls}
+    text = {each: calls[each] for each in ("close", "close_pattern") if each in calls}
+    text |= {"content": "text", "content_args": {"strip": False}, "repeats": True}
     pattern = f"(?={_delimiter(calls, 'open')})"
-    return {
-        **closing,
-        "open_pattern": regex.sub(r"\(\?P<\w+>", "(?:", pattern),
-        "content": "text",
-        "content_args": {"strip": False},
-        "repeats": True,
-    }
+    return text | {"open_pattern": regex.sub(r"\(\?P<\w+>", "(?:", pattern)}
 
 
 def _name_and_arguments(function: Mapping[str, Any]) -> tuple[str, str]:

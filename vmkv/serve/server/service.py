@@ -207,14 +207,9 @@ class Service:
         """Return the tokens of a prompt or a chat, as a completion would use them."""
         body = await self.read(request, TokenizeRequest)
         found = await self._tokens(request, body.what)
-        return JSONResponse(
-            {
-                "count": len(found),
-                "max_model_len": self._max_model_tokens,
-                "tokens": found,
-                "token_strs": self.prompts.strings(found) if body.return_token_strs else None,
-            }
-        )
+        strings = self.prompts.strings(found) if body.return_token_strs else None
+        sizes = {"count": len(found), "max_model_len": self._max_model_tokens}
+        return JSONResponse({**sizes, "tokens": found, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""
@@ -248,13 +243,8 @@ class Service:
     async def model(self, name: str) -> dict[str, Any]:
         """Describe a model."""
         self.check_model(name)
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._started_s,
-            "owned_by": "vmkv",
-            "max_model_len": self._max_model_tokens,
-        }
+        head = {"id": name, "object": "model", "created": self._started_s, "owned_by": "vmkv"}
+        return {**head, "max_model_len": self._max_model_tokens}
 
     async def health(self) -> JSONResponse:
         """Report whether the server accepts requests."""
@@ -262,12 +252,9 @@ class Service:
         status = "ok" if reason is None else "failing"
         if self.is_draining:
             status, reason = "draining", reason or "the server is about to stop"
-        body = {
-            "status": status,
-            "reason": reason,
-            "requests_inside": self.gate.num_inside,
-            "requests_waiting": self.gate.num_waiting,
-        }
+        counts = {"requests_inside": self.gate.num_inside}
+        counts["requests_waiting"] = self.gate.num_waiting
+        body = {"status": status, "reason": reason, **counts}
         return JSONResponse(body, 200 if status == "ok" else 503)
 
     async def metrics(self) -> PlainTextResponse:
