@@ -164,8 +164,7 @@ class RowAttention:
             for cache in caches
             for layer in cache.layers
         }
-        self._sources: Mapping[int, int] = {} if calls is None else calls.sources
-        self._chunks: Mapping[int, int] = {} if calls is None else calls.chunks
+        _, self._sources, self._chunks = calls or AttentionCalls(())
         # The last step by device and tokens of a chunk, and the same as layers with chunks see it.
         self._in_chunks: dict[tuple[torch.device, int], tuple[StepParts, StepParts]] = {}
         self._layers.update((layer, self._layers[its]) for layer, its in self._sources.items())

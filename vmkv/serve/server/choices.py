@@ -300,17 +300,12 @@ class ChatForm(Form):
         #: Choices with tool calls.
         self._calling: set[int] = set()
 
-    def advance(self, prompt_index: int, output: RequestOutput) -> Iterator[CompletionOutput]:
-        """See `Form.advance`."""
-        if self._new_parser is not None and not self._parsers:
-            prompt = output.prompt_token_ids
-            self._parsers = {at: self._new_parser(prompt) for at in range(self._num_samples)}
-        return super().advance(prompt_index, output)
-
     def reply(self, delta: CompletionOutput) -> ReplyDelta:
         """Return what a delta adds to its choice; call it once for each delta, in order."""
         if self._new_parser is None:
             return ReplyDelta(content=delta.text)
+        if delta.index not in self._parsers:
+            self._parsers[delta.index] = self._new_parser(self._prompt_ids[0])
         reply = self._parsers[delta.index].push(delta.text, is_last=delta.is_finished)
         if reply.tool_calls:
             self._calling.add(delta.index)
