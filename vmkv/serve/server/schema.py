@@ -180,7 +180,10 @@ class GenerationRequest(_Strict, Formatted):
     def explained(self, error: ConfigError) -> ApiError:
         """Convert an error of `SamplingParams` or the engine; it begins with a parameter's name."""
         name = _NAME_END.split(str(error), maxsplit=1)[0]
-        field = (self.form or ("tools",))[0] if name == "structured_outputs" else name
+        field = name
+        if name == "structured_outputs":  # A forced call takes the place of another form.
+            is_forced = getattr(self, "effective_tool_choice", "none") not in ("none", "auto")
+            field = "tools" if is_forced or self.form is None else self.form[0]
         message = str(error).replace(f"{name}:", f"{field}:", 1)
         return invalid(message, field if field in type(self).model_fields else None)
 
