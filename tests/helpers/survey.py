@@ -46,8 +46,7 @@ when it is asked: see Note [A model proves itself] in [DESIGN.md](../../DESIGN.m
 Some families are listed in several configurations. Gemma 4 is served with layers that read another
 layer's keys and values (`num_kv_shared_layers` above 0 in its `config.json`: E2B, E4B) and without,
 with keys as values and with experts. Qwen3-VL is
-served for text prompts where `AutoModelForImageTextToText` has loaded it; `vmkv serve` loads models
-with `AutoModelForCausalLM`, which does not know it.
+served for text prompts, loaded by `AutoModelForImageTextToText`, as `vmkv serve` loads it.
 
 {counts}
 

@@ -430,7 +430,7 @@ class Call:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """All that `spec` depends on, as a key."""
+        """Key of everything that `spec` depends on."""
         query, keys = self.query, self.keys
         return (
             *(query.device.type, query.dtype, query.shape[1], keys.dtype, keys.shape[2:]),

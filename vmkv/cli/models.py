@@ -38,9 +38,8 @@ def load_config(model: str, **source: Any) -> Any:
     """
     check_folder(model)
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            model, **{"trust_remote_code": False, **source}
-        )
+        source.setdefault("trust_remote_code", False)
+        config = transformers.AutoConfig.from_pretrained(model, **source)
         num_layers = getattr(compat.text_config(config), "num_hidden_layers", 1)
     except Exception as error:  # a file or the Hub may hold anything
         raise ConfigError(_why_no_config(model, error)) from error
@@ -138,16 +137,14 @@ def load_sampling_defaults(
     if source == "vllm":
         return {}
     name = model if source == "auto" else source
-    may_lack = dict.fromkeys(("missing_entries", "gated_repo", "connection_errors"), False)
-    options: dict[str, Any] = {
-        f"_raise_exceptions_for_{what}": raises for what, raises in may_lack.items()
-    }
+    kinds = ("missing_entries", "gated_repo", "connection_errors")
+    options: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
     options["revision"] = revision if source == "auto" else None
     try:
         path = cached_file(name, _GENERATION_CONFIG, **options)
         told = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
-        given = {param: told.get(key) for param, key in _SAMPLING.items()}
-        defaults = {param: value for param, value in given.items() if value is not None}
+        pairs = _SAMPLING.items()
+        defaults = {param: told[key] for param, key in pairs if told.get(key) is not None}
         SamplingParams(**defaults)
     except (OSError, ValueError, AttributeError) as error:
         hint = "--generation-config vllm serves without it"
@@ -160,9 +157,8 @@ def load_sampling_defaults(
 def load_tokenizer(name: str, **source: Any) -> Any:
     """Load a model's tokenizer, with options of `from_pretrained`; `ConfigError` if it has none."""
     try:
-        return transformers.AutoTokenizer.from_pretrained(
-            name, **{"trust_remote_code": False, **source}
-        )
+        source.setdefault("trust_remote_code", False)
+        return transformers.AutoTokenizer.from_pretrained(name, **source)
     except Exception as error:  # a folder or the Hub may hold anything
         raise ConfigError(
             f"no tokenizer for {name}: {one_line(error)}; pass --tokenizer with a folder that has "

@@ -48,13 +48,8 @@ def add_parser(commands: Commands) -> None:
     add("--weights", type=gib, metavar="GiB", help="(default: counted from the configuration)")
     text = "for activations, CUDA graphs and the context (default: 4)"
     add("--reserve", type=gib, metavar="GiB", default=4 * GiB, help=text)
-    add(
-        "--tensor-parallel",
-        "--tensor-parallel-size",
-        type=positive_int,
-        default=1,
-        help="GPUs that share the model",
-    )
+    flags, text = ("--tensor-parallel", "--tensor-parallel-size"), "GPUs that share the model"
+    add(*flags, type=positive_int, default=1, help=text)
     add("--share-prefix", type=count, metavar="TOKENS", default=0, help="common to all users")
     add("--swap", type=gib, metavar="GiB", default=0, help="host memory for idle sequences")
     add("--dtype", choices=DTYPES, help="of keys and values (default: the configuration's)")
@@ -76,10 +71,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             f"--share-prefix {shared_tokens} is longer than --context {num_tokens}; a prefix is "
             "part of its sequence"
         )
-    config, num_ranks = (
-        load_config(arguments.model, **source_of(arguments)),
-        arguments.tensor_parallel,
-    )
+    config = load_config(arguments.model, **source_of(arguments))
+    num_ranks = arguments.tensor_parallel
     shape = model_shape(
         config, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype, num_ranks=num_ranks
     )

@@ -1,4 +1,4 @@
-"""What a starting server does, as lines on stderr, and the messages of its libraries."""
+"""Writes the phases of a starting server to stderr, as lines."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         kept.choose_bytecode_folder()
         with phase("importing torch and transformers"):
             from ..serve.server import create_app, run_server
-            from .models import load_sampling_defaults, load_tokenizer
+            from .models import load_sampling_defaults
 
         _set_logging(arguments)
         options_for = server_options(arguments)
@@ -184,8 +184,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         defaults = load_sampling_defaults(
             arguments.model, arguments.generation_config, revision=arguments.revision
         )
-        name = arguments.tokenizer or arguments.model
-        tokenizer = load_tokenizer(name, **types.source_of(arguments, name))
+        tokenizer = _tokenizer(arguments)
         running = _running(arguments, tokenizer, started)
         engine, metrics, max_tokens, budget_bytes = stack.enter_context(running)
         if max_tokens < longest:
@@ -278,11 +277,7 @@ def _running(
 
     metrics = Metrics()
     process = EngineProcess(
-        make,
-        tokenizer=tokenizer,
-        observer=metrics,
-        started=started,
-        silence_max_s=silence_max_s,
+        make, tokenizer=tokenizer, observer=metrics, started=started, silence_max_s=silence_max_s
     )
     with contextlib.closing(process):
         metrics.bind_pages(process.page_bytes)
@@ -363,7 +358,7 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
     from ..serve.observer import Observers
     from ..serve.sampler import is_out_of_memory
     from ..serve.trace import ChromeTrace
-    from .models import load_model, load_tokenizer
+    from .models import load_model
 
     _set_logging(arguments)
     device = _device(arguments.device)
@@ -373,10 +368,8 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
         if arguments.trace:
             trace = stack.enter_context(contextlib.closing(ChromeTrace(arguments.trace)))
             observer = Observers([observer, trace])
-        # Of every engine, for grammars.
-        name = arguments.tokenizer or arguments.model
         with phase("loading the tokenizer"):
-            tokenizer = load_tokenizer(name, **types.source_of(arguments, name))
+            tokenizer = _tokenizer(arguments)  # Of every engine, for grammars.
         if arguments.tensor_parallel > 1:
             from ..serve.parallel.engine import open_parallel_engine
 
@@ -389,31 +382,30 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
                 **_chosen(EngineOptions, arguments),
             )
             engine = stack.enter_context(parallel_engine)
-            _end_start(start, progress)
-            yield engine
-            return
-        with phase("loading weights"):
-            source = types.source_of(arguments)
-            model = load_model(arguments.model, device=device, dtype=arguments.dtype, **source)
-        try:
-            engine = make_engine(arguments, model, observer, tokenizer)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise CapacityError(
-                f"there is no memory left for the engine's own tensors ({one_line(error)}); lower "
-                "--max-num-seqs, --max-num-batched-tokens or --memory"
-            ) from error
-        stack.enter_context(engine)
-        _end_start(start, progress)
+        else:
+            with phase("loading weights"):
+                source = types.source_of(arguments)
+                model = load_model(arguments.model, device=device, dtype=arguments.dtype, **source)
+            try:
+                engine = stack.enter_context(make_engine(arguments, model, observer, tokenizer))
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise CapacityError(
+                    f"there is no memory left for the engine's own tensors ({one_line(error)}); "
+                    "lower --max-num-seqs, --max-num-batched-tokens or --memory"
+                ) from error
+        start.close()  # Keeps the compiler's files.
+        if progress is not None:
+            progress.write(f"the engine is ready: {progress.summary()}")
         yield engine
 
 
-def _end_start(start: contextlib.ExitStack, progress: Progress | None) -> None:
-    """Keep the compiler's files, and show how long each phase has taken."""
-    start.close()
-    if progress is not None:
-        progress.write(f"the engine is ready: {progress.summary()}")
+def _tokenizer(arguments: argparse.Namespace) -> Any:
+    from .models import load_tokenizer
+
+    name = arguments.tokenizer or arguments.model
+    return load_tokenizer(name, **types.source_of(arguments, name))
 
 
 def _part(arguments: argparse.Namespace, ranks: TensorParallel) -> Any:
@@ -448,10 +440,7 @@ def server_options(arguments: argparse.Namespace) -> Callable[..., ServerOptions
     from ..serve.server.prompts import read_template
     from ..serve.server.reply_format import read_response_template
 
-    template = read_template(arguments.chat_template) if arguments.chat_template else None
-    response_template = None
-    if arguments.response_template:
-        response_template = read_response_template(arguments.response_template)
+    file, name = arguments.chat_template, arguments.response_template
     from_file = read_api_keys(arguments.api_key_file, os.environ.get(_API_KEY_VARIABLE))
     api_keys = [*arguments.api_key, *from_file]
     limits = Limits(**_chosen(Limits, arguments))
@@ -462,8 +451,8 @@ def server_options(arguments: argparse.Namespace) -> Callable[..., ServerOptions
         api_keys=api_keys,
         protects_everything=arguments.protect_all,
         cors_origins=arguments.cors_origin,
-        chat_template=template,
-        response_template=response_template,
+        chat_template=read_template(file) if file else None,
+        response_template=read_response_template(name) if name else None,
         share_prefixes=arguments.share_prefixes,
     )
 

@@ -164,16 +164,9 @@ def auto_class(config: Any) -> Any:
 
     A model that reads images too is loaded whole. Raises `ConfigError` for a model of another kind.
     """
-    kinds = (
-        (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
-        (
-            transformers.AutoModelForImageTextToText,
-            transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        ),
-    )
     own = getattr(config, "auto_map", None) or {}
-    for auto, models in kinds:
-        if type(config) in models or auto.__name__ in own:
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping or auto.__name__ in own:
             return auto
     raise ConfigError(f"a {config.model_type} model does not continue text")
 
@@ -189,7 +182,7 @@ def load_causal_lm(name: str, dtype: str | None, **options: Any) -> Any:
         if (Path(name) / "generation_config.json").exists():
             # transformers ignores a broken file, and texts would then never end.
             transformers.GenerationConfig.from_pretrained(name)
-        options = {"trust_remote_code": False, **options}
+        options.setdefault("trust_remote_code", False)
         source = {key: options[key] for key in ("trust_remote_code", "revision") if key in options}
         config = transformers.AutoConfig.from_pretrained(name, **source)
         model, info = auto_class(config).from_pretrained(
@@ -402,12 +395,11 @@ def check_tokens(tokens: Sequence[Any], vocab_size: int, name: str = "the prompt
     if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab_size:
         return tokens
     tokens = as_integers(tokens)
-    wrong = [each for each in tokens if type(each) is not int or not 0 <= each < vocab_size]
-    if not wrong:
-        return tokens
-    raise ConfigError(
-        f"{name} holds {wrong[0]!r}, which is no token of a vocabulary of {vocab_size}"
-    )
+    for each in tokens:
+        if type(each) is not int or not 0 <= each < vocab_size:
+            outside = f"which is no token of a vocabulary of {vocab_size}"
+            raise ConfigError(f"{name} holds {each!r}, {outside}")
+    return tokens
 
 
 def as_integers(tokens: Sequence[Any]) -> Sequence[Any]:

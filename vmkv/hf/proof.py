@@ -125,7 +125,7 @@ def _check_passes(
 ) -> Proof:
     """Compare packed passes with a plain one; refuse if they differ for all tokens tried."""
     differences: list[_Difference] = []
-    layers: _Layers | None = None
+    layers: Proof | None = None
     for attempt in range(_NUM_ATTEMPTS):
         plain = _plain_pass(model, _token_ids(model, attempt))
         layers = layers or _layers_of(model, windows, plain.token_ids[:2])
@@ -170,15 +170,13 @@ def _plain_pass(model: Any, token_ids: torch.Tensor) -> _PlainPass:
 def _packed_passes(
     model: Any,
     windows: Mapping[int, int | None],
-    layers: _Layers,
+    layers: Proof,
     attention_backend: str | None,
     plain: _PlainPass,
 ) -> tuple[Proof, list[_Difference]]:
     """Run the packed passes in their own cache; returns a proof if there are no differences."""
     options = CacheOptions(
-        max_tokens=_ROW_TOKENS,
-        max_batch_size=_NUM_SEQUENCES,
-        attention_backend=attention_backend,
+        max_tokens=_ROW_TOKENS, max_batch_size=_NUM_SEQUENCES, attention_backend=attention_backend
     )
     eps = _eps(model)
     differences: list[_Difference] = []
@@ -188,23 +186,18 @@ def _packed_passes(
     ):
         memory.bind_all(layers.signatures)
         rows = [[core.open(row=at) for at in range(_NUM_SEQUENCES)] for core in memory.cores]
-        stepper = Stepper(
-            model,
-            memory.cores,
-            _NUM_SEQUENCES,
-            attention_backend=attention_backend,
-            calls=AttentionCalls((), layers.sources, layers.chunks),
-        )
+        own: dict[str, Any] = {"attention_backend": attention_backend, "calls": layers.calls}
+        stepper = Stepper(model, memory.cores, _NUM_SEQUENCES, **own)
         with contextlib.closing(stepper):
             stepper.calls = None
             for pieces in _PASSES:
                 for core, sequences in zip(memory.cores, rows, strict=True):
                     core.grow((sequences[each.row], each.num_tokens) for each in pieces)
-                _, parts = cut_at_chunks(pieces, {*layers.chunks.values()})
+                _, parts = cut_at_chunks(pieces, {*layers.calls.chunks.values()})
                 packed = [parts[at] for at in packing_order(parts)]
                 differences += _packed_pass(model, stepper, packed, plain, eps)
             never_waits = not differences and _never_waits(stepper, rows)
-            calls = AttentionCalls(stepper.calls or (), layers.sources, layers.chunks)
+            calls = layers.calls._replace(layers=stepper.calls or ())
             proof = Proof(layers.signatures, calls, never_waits)
     return proof, differences
 
@@ -414,16 +407,8 @@ def _before_layers(
 # ---- the layers ---------------------------------------------------------------------------------
 
 
-class _Layers(NamedTuple):
-    """Layers with keys of their own; the others with those that they read; layers with chunks."""
-
-    signatures: Mapping[int, Signature]
-    sources: Mapping[int, int]
-    chunks: Mapping[int, int]
-
-
-def _layers_of(model: Any, windows: Mapping[int, int | None], token_ids: torch.Tensor) -> _Layers:
-    """Return all layers that attend, from a packed pass over `[T]` tokens."""
+def _layers_of(model: Any, windows: Mapping[int, int | None], token_ids: torch.Tensor) -> Proof:
+    """Return all layers that attend, from a packed pass over `[T]` tokens; nothing is proven."""
     signatures: dict[int, Signature] = {}
     sources: dict[int, int] = {}
     handed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -468,7 +453,8 @@ def _layers_of(model: Any, windows: Mapping[int, int | None], token_ids: torch.T
         raise UnservableError(
             f"its layers {sorted(missing)} do not attend through transformers' attention interface"
         )
-    return _Layers(signatures, sources, layer_chunks(model.config))
+    calls = AttentionCalls((), sources, layer_chunks(model.config))
+    return Proof(signatures, calls, never_waits=False)
 
 
 def _check_windows(

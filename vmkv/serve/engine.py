@@ -185,14 +185,8 @@ class Engine:
         try:
             for index in range(params.n):  # Samples after the first fork the computed prompt.
                 seed = params.seed if params.seed is not None else self._random.getrandbits(48)
-                resolved = resolve(
-                    params,
-                    seed + index,
-                    ends,
-                    max_total - len(tokens),
-                    self._vocab_size,
-                    len(tokens),
-                )
+                room, vocab_size = max_total - len(tokens), self._vocab_size
+                resolved = resolve(params, seed + index, ends, room, vocab_size, len(tokens))
                 number = self._num_requests
                 leader = requests[0] if requests else None
                 request = Request(number, tokens, resolved, priority, max_total, tenant, leader)

@@ -264,18 +264,9 @@ class EngineLoop:
                 if not token_ids and not told and request.finish_reason is None:
                     continue
                 request.num_sent += len(token_ids)
-                update = Update(
-                    self._keys[handle],
-                    sample,
-                    token_ids,
-                    request.logprobs[num_sent:],
-                    request.num_cached_tokens,
-                    request.finish_reason,
-                    request.stop_reason,
-                    request.error,
-                    told,
-                )
-                updates.append(update)
+                new = (token_ids, request.logprobs[num_sent:], request.num_cached_tokens)
+                end = (request.finish_reason, request.stop_reason, request.error)
+                updates.append(Update(self._keys[handle], sample, *new, *end, told))
             if handle.is_finished:
                 self._forget(handle)
         return updates

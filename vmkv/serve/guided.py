@@ -193,7 +193,7 @@ def _grammar_of(asked: StructuredOutputs) -> str:
         raise _refused(f"{num_bytes} bytes of grammar are too large: at most {TEXT_BYTES_MAX}")
     if importlib.util.find_spec("llguidance") is None:
         raise ConfigError(
-            "structured_outputs need the package llguidance: pip install 'vmkv[serve]'"
+            "structured_outputs need the package llguidance: pip install '.[serve]'"
         )
     from llguidance import LLMatcher
 

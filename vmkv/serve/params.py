@@ -218,11 +218,8 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """Whether the logits depend on the tokens so far."""
-        return (
-            self.repetition_penalty != 1
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
-        )
+        own = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return own != (1, 0, 0)
 
 
 def _tuple(name: str, values: Iterable[Any]) -> tuple[Any, ...]:

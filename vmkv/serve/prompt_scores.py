@@ -41,13 +41,11 @@ class Scores(NamedTuple):
         rows = zip(self.tokens.token_ids.tolist(), self.tokens.rows(), strict=True)
         for at, num_rows, num_told, most in self.spans:
             told = list(islice(rows, num_rows))[:num_told]
-            yield (
-                at,
-                [
-                    TokenLogprobs(token_id, value, dict(zip(ids[:most], top[:most], strict=True)))
-                    for token_id, (value, ids, top) in told
-                ],
-            )
+            entries = [
+                TokenLogprobs(token_id, value, dict(zip(ids[:most], top[:most], strict=True)))
+                for token_id, (value, ids, top) in told
+            ]
+            yield at, entries
 
 
 def score(

@@ -107,13 +107,8 @@ def resolve(
     if not params.ignore_eos or params.structured_outputs is not None:
         stops |= {each for each in end_tokens if 0 <= each < vocab_size}
     resolved = copy.copy(params)  # Not `replace`, which would check every value again.
-    vars(resolved).update(
-        n=1,
-        seed=seed,
-        stop_token_ids=tuple(sorted(stops)),
-        max_tokens=max_tokens,
-        logits_processors=processors,
-    )
+    vars(resolved).update(n=1, seed=seed, max_tokens=max_tokens, logits_processors=processors)
+    vars(resolved).update(stop_token_ids=tuple(sorted(stops)))
     return resolved
 
 

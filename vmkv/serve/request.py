@@ -240,12 +240,13 @@ class RequestHandle:
         """Return everything so far. Callable from any thread."""
         first = self.requests[0]
         errors = [each.error for each in self.requests if each.error is not None]
+        is_scored = first.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=first.request_id,
             prompt=self._prompt,
             prompt_token_ids=tuple(first.prompt_token_ids),
             outputs=[_completion(index, each) for index, each in enumerate(self.requests)],
-            prompt_logprobs=_prompt_logprobs(first),
+            prompt_logprobs=tuple(first.prompt_logprobs) if is_scored else None,
             num_cached_tokens=first.num_cached_tokens,
             error=errors[0] if errors else None,
         )
@@ -269,10 +270,6 @@ class RequestHandle:
     def __repr__(self) -> str:
         states = ", ".join(str(each.finish_reason or "unfinished") for each in self.requests)
         return f"RequestHandle({self.request_id}: {states})"
-
-
-def _prompt_logprobs(request: Request) -> Sequence[TokenLogprobs | None] | None:
-    return None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)
 
 
 def _completion(index: int, request: Request) -> CompletionOutput:

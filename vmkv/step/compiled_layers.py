@@ -106,9 +106,7 @@ class CompiledLayers:
             if is_handing_on:
                 forward = _with_own_code(early_norms.handing_on(forward))
             variant = self._variants[key] = torch.compile(
-                forward,
-                dynamic=True,
-                backend=self._one if is_one else self._many,
+                forward, dynamic=True, backend=self._one if is_one else self._many
             )
         return variant
 

@@ -77,13 +77,9 @@ class StepParts:
                 for capacity, batch in batches.items()
             }
 
-        return replace(
-            self,
-            everything=cut(self.everything),
-            decode=cut(self.decode),
-            continued=cut(self.continued),
-            prompts=cut(self.prompts),
-        )
+        names = ("everything", "decode", "continued", "prompts")
+        parts: dict[str, Any] = {name: cut(getattr(self, name)) for name in names}
+        return replace(self, **parts)
 
 
 class AttentionCalls(NamedTuple):
@@ -168,8 +164,7 @@ class RowAttention:
             for cache in caches
             for layer in cache.layers
         }
-        self._sources: Mapping[int, int] = {} if calls is None else calls.sources
-        self._chunks: Mapping[int, int] = {} if calls is None else calls.chunks
+        _, self._sources, self._chunks = calls or AttentionCalls(())
         # The last step by device and tokens of a chunk, and the same as layers with chunks see it.
         self._in_chunks: dict[tuple[torch.device, int], tuple[StepParts, StepParts]] = {}
         self._layers.update((layer, self._layers[its]) for layer, its in self._sources.items())
@@ -211,13 +206,8 @@ class RowAttention:
         is_whole = step.is_decode is None and step.num_decode_tokens == call.query.shape[0]
         appends = layer not in self._sources
         # Attention kernels that append cannot rotate by angles.
-        if (
-            is_whole
-            and rows.appends
-            and appends
-            and asked.angles is None
-            and call.batch.left_pad is None
-        ):
+        is_plain = asked.angles is None and call.batch.left_pad is None
+        if is_whole and is_plain and appends and rows.appends:
             return rows.attend(replace(call, new=new))[None]
         if not is_whole and kernels.mixes:
             decode = step.decode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -15,7 +16,13 @@ from helpers.serving import tiny_tokenizer
 from vmkv.serve import RequestOutput, SamplingParams
 from vmkv.serve.request import CompletionOutput, FinishReason, TokenLogprobs, joined
 from vmkv.serve.server import Limits, ServerOptions, create_app
-from vmkv.serve.server.choices import SLICE_LOGPROBS, ChatForm, CompletionForm, Tokens
+from vmkv.serve.server.choices import (
+    SLICE_LOGPROBS,
+    ChatForm,
+    CompletionForm,
+    Tokens,
+    encoded,
+)
 from vmkv.serve.server.service import in_pieces
 
 NUM_LOGPROBS = 20
@@ -195,3 +202,11 @@ def test_large_bodies_are_sent_in_pieces() -> None:
     assert b"a" + b"b" * (3 << 20) + b"c" == b"".join(pieces)
     assert max(map(len, pieces)) <= 1 << 19
     assert not parts
+
+
+@pytest.mark.parametrize("kind", [CompletionForm, ChatForm])
+def test_a_token_without_probability_is_valid_json(kind: type[CompletionForm | ChatForm]) -> None:
+    entry = TokenLogprobs(5, -math.inf, {6: -1.0, 7: -math.inf})
+    delta = CompletionOutput(0, [5], "x", [entry], FinishReason.LENGTH)
+    text = encoded(kind(Tokens(tiny_tokenizer())).choice(delta))
+    assert 2 == text.count(b"-9999.0")

@@ -366,6 +366,15 @@ def function(name: str, **schema: Any) -> dict[str, Any]:
             "none of the tools",
         ),
         ({"tool_choice": "maybe"}, "tool_choice", "none"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [function("f", type="nope")],
+                "response_format": {"type": "json_object"},
+            },
+            "tools",
+            "Invalid type: nope",
+        ),
         ({"functions": [{"name": "f"}]}, "functions", "send tools"),
         ({"messages": [{"role": "alien", "content": "x"}]}, "messages", "unknown role alien"),
         (

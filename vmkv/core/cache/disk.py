@@ -244,11 +244,7 @@ def _shapes(
 
 
 def _ranges(
-    group: LayerGroup,
-    row: int,
-    first_token: int,
-    num_tokens: int,
-    swapped: Swapped | None,
+    group: LayerGroup, row: int, first_token: int, num_tokens: int, swapped: Swapped | None
 ) -> Iterator[tuple[int, int]]:
     """Yield the address and bytes of token rows `first_token` to `num_tokens`.
 

@@ -224,12 +224,7 @@ def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, str
 
 
 def _replace(
-    group: LayerGroup,
-    row: int,
-    shared: Mapping,
-    num_tokens: int,
-    tenant: object,
-    stream: int,
+    group: LayerGroup, row: int, shared: Mapping, num_tokens: int, tenant: object, stream: int
 ) -> int:
     """Replace `shared` by a copy of its tokens up to `num_tokens`; returns the bytes copied."""
     pool, table, first_page = group.pool, group.table, shared.first_page
@@ -568,9 +563,7 @@ def _can_extend(space: RowSpace, row: int, num_tokens: int) -> bool:
         mapping.extent.is_shared
         for group in space.groups
         for mapping in group.table.overlapping(
-            row,
-            group.geometry.whole_pages_below(num_tokens),
-            group.geometry.pages_for(num_tokens),
+            row, group.geometry.whole_pages_below(num_tokens), group.geometry.pages_for(num_tokens)
         )
     )
 

@@ -100,11 +100,7 @@ def encode(
 
 
 def decode(
-    stored: torch.Tensor,
-    scale: torch.Tensor | None,
-    dtype: torch.dtype,
-    *,
-    heads_at: int = -2,
+    stored: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype, *, heads_at: int = -2
 ) -> torch.Tensor:
     """Convert stored numbers to `dtype`, times their scale; other types are returned unchanged."""
     if stored.dtype != FP8:

@@ -81,9 +81,7 @@ def lacking_room(
 
 @uninterrupted
 def _map_and_lengthen(
-    space: RowSpace,
-    short: Iterable[tuple[Sequence, int]],
-    wanted: List_[tuple[Sequence, int]],
+    space: RowSpace, short: Iterable[tuple[Sequence, int]], wanted: List_[tuple[Sequence, int]]
 ) -> None:
     """Unshare and map memory for `short`; surplus beyond `wanted` may be retired for it."""
     longest = _longest(short)
@@ -258,9 +256,7 @@ def map_rows(
 
 
 def _map(
-    space: RowSpace,
-    changes: List_[RowChange],
-    acquire: Callable[[List_[int]], list[Extent]],
+    space: RowSpace, changes: List_[RowChange], acquire: Callable[[List_[int]], list[Extent]]
 ) -> None:
     if changes:
         stream = space.current_stream()

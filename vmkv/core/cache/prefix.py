@@ -416,10 +416,7 @@ class PrefixIndex:
     # ---- lookup ---------------------------------------------------------------------------
 
     def matches(
-        self,
-        token_ids: Sequence[int],
-        tenant: str | None = None,
-        max_tokens: int | None = None,
+        self, token_ids: Sequence[int], tenant: str | None = None, max_tokens: int | None = None
     ) -> Iterator[Match]:
         """Yield matches of rows that hold a beginning of `token_ids`, the longest first.
 

@@ -48,11 +48,7 @@ def _all_reduce_(part: torch.Tensor, group: str) -> None:
 
 
 def _norm_of_sum_(
-    part: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    epsilon: float,
-    group: str,
+    part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, group: str
 ) -> torch.Tensor:
     residual, weight = residual.contiguous(), weight.contiguous()
     has = has_rows(part) and has_rows(residual) and has_rows(weight)
@@ -101,11 +97,7 @@ def all_reduce(part: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def norm_of_sum(
-    part: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    epsilon: float,
-    group: str,
+    part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, group: str
 ) -> torch.Tensor:
     """Add all ranks' parts and the residual into `part`; return the RMS norm of the sum.
 

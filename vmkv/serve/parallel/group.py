@@ -58,12 +58,7 @@ class TensorParallel:
         RankError: Another rank does not answer.
     """
 
-    def __init__(
-        self,
-        *,
-        timeout_s: float = 60.0,
-        explain: Callable[[], str | None] | None = None,
-    ):
+    def __init__(self, *, timeout_s: float = 60.0, explain: Callable[[], str | None] | None = None):
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
                 "torch.distributed is not initialised: start the ranks with torchrun, and make "
@@ -279,7 +274,5 @@ def set_up(device_type: str, device_index: int, timeout_s: float, **rendezvous: 
         torch.cuda.set_device(device_index)
         options["device_id"] = torch.device("cuda", device_index)
     dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        timeout=timedelta(seconds=timeout_s),
-        **options,
+        "nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s), **options
     )

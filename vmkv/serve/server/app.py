@@ -23,8 +23,8 @@ from ...options import ServerOptions
 from ..metrics import Metrics
 from .errors import ApiError
 from .guard import Guard
-from .messages import CountTokensRequest, Messages, MessagesRequest
-from .responses import Responses, ResponsesRequest
+from .messages import CountTokensRequest, MessagesRequest
+from .responses import ResponsesRequest
 from .schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .service import ServerMetrics, Service, StreamingEngine
 
@@ -77,13 +77,12 @@ def create_app(
     app.get("/version")(version)
     app.head("/version", include_in_schema=False)(version)
     app.get("/metrics")(service.metrics)
-    messages, responses = Messages(service), Responses(service)
     routes: tuple[tuple[str, type[BaseModel], Any], ...] = (
         ("/v1/completions", CompletionRequest, service.completions),
         ("/v1/chat/completions", ChatRequest, service.chat_completions),
-        ("/v1/responses", ResponsesRequest, responses.create),
-        ("/v1/messages", MessagesRequest, messages.create),
-        ("/v1/messages/count_tokens", CountTokensRequest, messages.count_tokens),
+        ("/v1/responses", ResponsesRequest, service.responses),
+        ("/v1/messages", MessagesRequest, service.messages),
+        ("/v1/messages/count_tokens", CountTokensRequest, service.count_tokens),
         ("/tokenize", TokenizeRequest, service.tokenize),
         ("/detokenize", DetokenizeRequest, service.detokenize),
     )

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -94,7 +94,7 @@ def _byte_level() -> dict[str, int]:
 
 
 class Form:
-    """One request's answer in a route's format; tracks how much was sent of each choice.
+    """Format of the answer to one request; tracks how much was sent of each choice.
 
     Choices are numbered across prompts. Subclasses say how a choice holds its text.
     """
@@ -262,42 +262,28 @@ class CompletionForm(Form):
         prompt = self._prompt_ids[delta.index // self._num_samples]
         return {"text": delta.text, "prompt_token_ids": list(prompt)}
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """Return log-probabilities; of the first token of an echoed prompt there are none."""
+        prompt = self._prompt_ids.get(index // self._num_samples, ())
+        tokens = [self._tokens[prompt[0] if each is None else each.token_id] for each in entries]
         places = self._places.get(index)
-        if places is not None and places.num_left:
-            return self._logprobs_of_prompt(index, entries, places)
-        tokens = [self._tokens[each.token_id].text for each in entries]
-        *offsets, self._offsets[index] = accumulate(map(len, tokens), initial=self._offsets[index])
+        is_prompt = places is not None and places.num_left > 0
+        if places is not None and is_prompt:
+            offsets = [places.next(text.encode() if raw is None else raw) for text, raw in tokens]
+            self._offsets[index] = len(places.text)
+        else:
+            lengths = (len(token.text) for token in tokens)
+            *offsets, self._offsets[index] = accumulate(lengths, initial=self._offsets[index])
         return {
-            "tokens": tokens,
-            "token_logprobs": [each.logprob for each in entries],
-            "top_logprobs": [
-                {self._tokens[token].text: logprob for token, logprob in each.top.items()}
-                for each in entries
-            ],
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [each and finite(each.logprob) for each in entries],
+            "top_logprobs": [each and self._top(each, is_prompt) for each in entries],
             "text_offset": offsets,
         }
 
-    def _logprobs_of_prompt(
-        self, index: int, entries: Sequence[TokenLogprobs | None], places: Places
-    ) -> dict[str, Any]:
-        """Return log-probabilities of an echoed prompt; of the first token there are none."""
-        first = self._prompt_ids[index // self._num_samples][0]
-        tokens = [self._tokens[first if each is None else each.token_id] for each in entries]
-        self._offsets[index], most = len(places.text), self.prompts.num_echoed
-        return {
-            "tokens": [token.text for token in tokens],
-            "token_logprobs": [None if each is None else finite(each.logprob) for each in entries],
-            "top_logprobs": [
-                each
-                and {self._tokens[token_id].text: value for token_id, value in told(each, most)}
-                for each in entries
-            ],
-            "text_offset": [
-                places.next(token.text.encode() if token.raw is None else token.raw)
-                for token in tokens
-            ],
-        }
+    def _top(self, entry: TokenLogprobs, is_prompt: bool) -> dict[str, float]:
+        pairs = told(entry, self.prompts.num_echoed) if is_prompt else entry.top.items()
+        return {self._tokens[token_id].text: finite(value) for token_id, value in pairs}
 
 
 class ChatForm(Form):
@@ -314,17 +300,12 @@ class ChatForm(Form):
         #: Choices with tool calls.
         self._calling: set[int] = set()
 
-    def advance(self, prompt_index: int, output: RequestOutput) -> Iterator[CompletionOutput]:
-        """See `Form.advance`."""
-        if self._new_parser is not None and not self._parsers:
-            prompt = output.prompt_token_ids
-            self._parsers = {at: self._new_parser(prompt) for at in range(self._num_samples)}
-        return super().advance(prompt_index, output)
-
     def reply(self, delta: CompletionOutput) -> ReplyDelta:
         """Return what a delta adds to its choice; call it once for each delta, in order."""
         if self._new_parser is None:
             return ReplyDelta(content=delta.text)
+        if delta.index not in self._parsers:
+            self._parsers[delta.index] = self._new_parser(self._prompt_ids[0])
         reply = self._parsers[delta.index].push(delta.text, is_last=delta.is_finished)
         if reply.tool_calls:
             self._calling.add(delta.index)
@@ -344,8 +325,7 @@ class ChatForm(Form):
         reason = choice["finish_reason"] = self.finish_reason(delta)
         # While a parser holds text back there is nothing to say.
         news = (choice.get("delta"), choice["logprobs"], choice.get("token_ids"), reason)
-        is_empty = is_chunk and not any(news)
-        return None if is_empty else choice
+        return choice if any(news) or not is_chunk else None
 
     def tail(self, index: int | None = None) -> list[bytes | bytearray]:
         """Return `prompt_logprobs` and `prompt_token_ids`, beside the choices."""
@@ -377,20 +357,17 @@ class ChatForm(Form):
         return {"delta": first | ({"content": reply.content} if reply.content else {}) | more}
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return {
-            "content": [
-                {
-                    **self._token(each.token_id, each.logprob),
-                    "top_logprobs": [self._token(*item) for item in each.top.items()],
-                }
-                for each in entries
-            ],
-            "refusal": None,
-        }
+        content = [
+            self._token(each.token_id, each.logprob)
+            | {"top_logprobs": [self._token(*item) for item in each.top.items()]}
+            for each in entries
+        ]
+        return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         text, raw = self._tokens[token_id]
-        return {"token": text, "logprob": logprob, "bytes": None if raw is None else list(raw)}
+        data = None if raw is None else list(raw)
+        return {"token": text, "logprob": finite(logprob), "bytes": data}
 
 
 def _tool_call(delta: ToolCallDelta, is_chunk: bool) -> dict[str, Any]:
@@ -447,32 +424,15 @@ class WholeChoice:
 # ---- writers -------------------------------------------------------------------------------------
 
 
-class Writer(Protocol):
-    """Writes one answer in the format of an API: whole from `add`, or as server-sent events."""
-
-    @property
-    def form(self) -> Form:
-        """Converts the engine's outputs to deltas."""
-
-    def add(self, delta: CompletionOutput) -> None:
-        """Append a delta to a whole answer."""
-
-    async def whole(self) -> deque[bytes | bytearray]:
-        """Return the whole answer as JSON, in parts; other tasks run between choices."""
-
-    def events(self, delta: CompletionOutput) -> bytes:
-        """Return the events that tell a delta; empty if there is nothing to tell yet."""
-
-    def end(self) -> bytes:
-        """Return the last events of a complete answer."""
-
-    def failure(self, error: ApiError) -> bytes:
-        """Return the last events of an answer that fails after its first event."""
+def compact(payload: Mapping[str, Any]) -> bytes:
+    """Encode a value as ASCII: what it repeats of a request may hold half a surrogate pair."""
+    return json.dumps(payload, separators=(",", ":")).encode()
 
 
-def event(payload: dict[str, Any]) -> bytes:
-    """Encode one server-sent event without a name."""
-    return b"data: " + json.dumps(payload, separators=(",", ":")).encode() + b"\n\n"
+def event(payload: Mapping[str, Any]) -> bytes:
+    """Encode a server-sent event; its `type`, if it has one, is its name."""
+    name = f"event: {payload['type']}\n".encode() if "type" in payload else b""
+    return name + b"data: " + compact(payload) + b"\n\n"
 
 
 class ChoicesWriter:

@@ -1,4 +1,4 @@
-"""What an answer tells of its prompts: their texts, tokens and log-probabilities."""
+"""Prompts within an answer: their texts, tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Wishes of a request about its prompts.
+    """Options of a request that concern its prompts.
 
     Attributes:
         echoes: Begin each choice with its prompt.
@@ -82,12 +82,9 @@ def prompt_entry(
     """Return a token's entry in vLLM's `prompt_logprobs`: the token, then the `count` likeliest."""
     if entry is None:
         return None
-    ranks = {token_id: rank for rank, token_id in enumerate(entry.top, 1)}
-    return {
-        str(token_id): {
-            "logprob": logprob,
-            "rank": ranks.get(token_id),  # None beyond the likeliest.
-            "decoded_token": text_of(token_id),
-        }
-        for token_id, logprob in told(entry, count)
-    }
+    found, ranks = {}, {token_id: rank for rank, token_id in enumerate(entry.top, 1)}
+    for token_id, logprob in told(entry, count):
+        rank = ranks.get(token_id)  # None beyond the likeliest.
+        text = text_of(token_id)
+        found[str(token_id)] = {"logprob": logprob, "rank": rank, "decoded_token": text}
+    return found

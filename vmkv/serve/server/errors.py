@@ -45,18 +45,10 @@ _ANTHROPIC_TYPES = {
 }
 #: By beginning of a path: names in its bodies of parameters of chats, as which they are served.
 _NAMES = {
-    "/v1/responses": {
-        "max_tokens": "max_output_tokens",
-        "messages": "input",
-        "prompt": "input",
-        "reasoning_effort": "reasoning.effort",
-        "response_format": "text.format",
-    },
-    _ANTHROPIC_PATH: {
-        "reasoning_effort": "output_config.effort",
-        "response_format": "output_config.format",
-        "stop": "stop_sequences",
-    },
+    "/v1/responses": {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
+    | {"reasoning_effort": "reasoning.effort", "response_format": "text.format"},
+    _ANTHROPIC_PATH: {"reasoning_effort": "output_config.effort", "stop": "stop_sequences"}
+    | {"response_format": "output_config.format"},
     "/detokenize": {"prompt": "tokens"},
 }
 #: Messages are cut here: longer ones repeat the client's input.
@@ -81,8 +73,7 @@ class ApiError(VMKVError):
             message = message[:_MESSAGE_CHARS_MAX] + " …"
         super().__init__(message)
         error_type = "server_error" if status >= 500 else "invalid_request_error"
-        if status == 429:
-            error_type = "rate_limit_error"
+        error_type = "rate_limit_error" if status == 429 else error_type
         self.status = status
         self.headers = {"Retry-After": "1"} if status in _PASSING else {}
         self.headers |= headers or {}

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...errors import ConfigError
-from ..params import StructuredOutputs
-from .errors import ApiError, invalid
+from .errors import invalid
 
 #: A JSON schema, as an object or as its text.
 Schema = str | dict[str, Any]
 Choices = Annotated[list[str], Field(fail_fast=True)]
-_PREFIX = "structured_outputs: "
 
 
-class _Lenient(BaseModel):
-    """Fields that say how to reach a form, such as `strict`, have no effect."""
+class Lenient(BaseModel):
+    """A part of a body whose undeclared fields have no effect."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-class JsonSchema(_Lenient):
+class JsonSchema(Lenient):
     """OpenAI's `json_schema`."""
 
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(_Lenient):
+class ResponseFormat(Lenient):
     """OpenAI's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -48,7 +45,7 @@ class ResponseFormat(_Lenient):
         return {"json": self.json_schema.schema_}
 
 
-class StructuredFields(_Lenient):
+class StructuredFields(Lenient):
     """vLLM's `structured_outputs`."""
 
     json_: Schema | None = Field(None, alias="json")
@@ -74,8 +71,8 @@ class Formatted(BaseModel):
     guided_choice: Choices | None = None
 
     @cached_property
-    def form(self) -> tuple[str, StructuredOutputs] | None:
-        """The field that asks for a form, and the form; raises `ApiError`."""
+    def form(self) -> tuple[str, dict[str, Any]] | None:
+        """The field that asks for a form, and arguments of `StructuredOutputs`."""
         found: dict[str, dict[str, Any]] = {}
         for name in Formatted.model_fields:
             value = getattr(self, name)
@@ -88,20 +85,4 @@ class Formatted(BaseModel):
         if len(found) > 1:
             names = " and ".join(found)
             raise invalid(f"{names}: an answer has one form, so send one of them", [*found][1])
-        for name, given in found.items():
-            try:
-                return name, StructuredOutputs(**given)
-            except ConfigError as error:
-                raise explained(error, name) from error
-        return None
-
-
-def is_of_form(error: Exception) -> TypeGuard[ConfigError]:
-    """Whether an error is about `structured_outputs`."""
-    return isinstance(error, ConfigError) and str(error).startswith(_PREFIX)
-
-
-def explained(error: ConfigError, name: str) -> ApiError:
-    """Convert an error about `structured_outputs` to one about the field `name`."""
-    text = str(error)
-    return invalid(f"{name}: {text.removeprefix(_PREFIX)}", name)
+        return next(iter(found.items()), None)

@@ -6,29 +6,27 @@ parts of the reply become items: reasoning, texts and tool calls, one after the 
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from ...errors import shown
 from ..request import CompletionOutput
-from .choices import ChatForm, Form
-from .errors import invalid
+from .choices import ChatForm, Form, compact, event
+from .errors import ApiError, invalid
+from .formats import Lenient
 from .schema import ChatRequest, GenerationRequest, validated
 
 # ---- requests ------------------------------------------------------------------------------------
 
 
-class TypedItem(BaseModel):
+class TypedItem(Lenient):
     """A part of a body whose `type` says which fields it `needs`; others are ignored."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     needs: ClassVar[Mapping[str, Sequence[str]]]
 
@@ -82,9 +80,17 @@ class FunctionTool(TypedItem):
         return {"type": "function", "function": function}
 
 
-def text_part(text: str | None) -> dict[str, Any]:
-    """Return a part of a chat's message."""
-    return {"type": "text", "text": text or ""}
+class TextPart(TypedItem):
+    """A text; also one by which the model has refused to answer."""
+
+    text: str | None = None
+    refusal: str | None = None
+
+
+def text_parts(content: str | Sequence[TextPart]) -> list[dict[str, Any]]:
+    """Return the content of a chat's message."""
+    parts = [TextPart.model_construct(text=content)] if isinstance(content, str) else content
+    return [{"type": "text", "text": part.text or part.refusal or ""} for part in parts]
 
 
 def add_call(message: dict[str, Any], call_id: str | None, name: str | None, text: str) -> None:
@@ -116,12 +122,8 @@ class Item:
         return "".join(self.pieces)
 
 
-class Change(NamedTuple):
-    """What happens to an item; `piece` is the text by which it grows."""
-
-    what: Literal["begins", "grows", "ends"]
-    item: Item
-    piece: str = ""
+#: What happens to an item, and the text by which it grows.
+Change: TypeAlias = tuple[Literal["begins", "grows", "ends"], Item, str]
 
 
 class ItemWriter(ABC):
@@ -141,21 +143,25 @@ class ItemWriter(ABC):
         for _ in self._changes(delta):
             pass
 
+    @abstractmethod
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last events of an answer that fails after its first event."""
+
     async def whole(self) -> deque[bytes | bytearray]:
-        """Return the answer as JSON."""
-        return deque([_compact(self._answer())])
+        """Return the answer as JSON, in parts."""
+        return deque([compact(self._answer())])
 
     def events(self, delta: CompletionOutput) -> bytes:
-        """Return the events of a delta."""
-        told = [] if self._has_begun else list(map(encoded_event, self._begin()))
+        """Return the events that tell a delta; empty if there is nothing to tell yet."""
+        told = [] if self._has_begun else list(map(event, self._begin()))
         self._has_begun = True
         for change in self._changes(delta):
-            told += map(encoded_event, self._tell(change))
+            told += map(event, self._tell(*change))
         return b"".join(told)
 
     def end(self) -> bytes:
         """Return the last events."""
-        return b"".join(map(encoded_event, self._finish()))
+        return b"".join(map(event, self._finish()))
 
     @abstractmethod
     def _answer(self) -> dict[str, Any]:
@@ -165,7 +171,7 @@ class ItemWriter(ABC):
     def _begin(self) -> Iterator[Event]: ...
 
     @abstractmethod
-    def _tell(self, change: Change) -> Iterator[Event]: ...
+    def _tell(self, what: str, item: Item, piece: str) -> Iterator[Event]: ...
 
     @abstractmethod
     def _finish(self) -> Iterator[Event]: ...
@@ -193,24 +199,14 @@ class ItemWriter(ABC):
         if not self.items or self.items[-1].kind != kind:
             yield from self._open(kind)
         self.items[-1].pieces.append(piece)
-        yield Change("grows", self.items[-1], piece)
+        yield "grows", self.items[-1], piece
 
     def _open(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Change]:
         yield from self._close()
         self._call = None
         self.items.append(Item(kind, len(self.items), call_id, name))
-        yield Change("begins", self.items[-1])
+        yield "begins", self.items[-1], ""
 
     def _close(self) -> Iterator[Change]:
         if self.items:
-            yield Change("ends", self.items[-1])
-
-
-def _compact(payload: Mapping[str, Any]) -> bytes:
-    # ASCII: parts of the request that are repeated may hold half a surrogate pair.
-    return json.dumps(payload, separators=(",", ":")).encode()
-
-
-def encoded_event(payload: Event) -> bytes:
-    """Encode a server-sent event."""
-    return b"event: %b\ndata: %b\n\n" % (payload["type"].encode(), _compact(payload))
+            yield "ends", self.items[-1], ""

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from pydantic_core import from_json
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from ..request import FinishReason
 from . import items
-from .choices import Form
+from .choices import Form, event
 from .errors import ApiError
-from .items import Change, Event, Item, TypedItem, text_part
+from .formats import Lenient
+from .items import Event, Item, TypedItem, text_parts
 from .schema import ChatRequest
-from .service import Service
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _CHANGES = {"begins": "start", "grows": "delta", "ends": "stop"}
@@ -33,12 +30,10 @@ _DELTAS = {
 # ---- requests ------------------------------------------------------------------------------------
 
 
-class TextBlock(TypedItem):
+class TextBlock(items.TextPart):
     """A text in the system's prompt or a tool's result."""
 
     needs: ClassVar = {"text": ("text",)}
-
-    text: str | None = None
 
 
 class Block(TypedItem):
@@ -61,10 +56,8 @@ class Block(TypedItem):
     content: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
 
 
-class Turn(BaseModel):
+class Turn(Lenient):
     """A message of one side."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(fail_fast=True)]
@@ -101,12 +94,14 @@ class CountTokensRequest(items.ItemsRequest):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
 
-    def chat(self, **converted: Any) -> ChatRequest:
+    def chat(self) -> ChatRequest:
         """Convert to a chat; raises `ApiError`."""
         config, choice = self.output_config or {}, self.tool_choice
+        converted: dict[str, Any] = {"stop": self.stop_sequences}
         if choice is not None:
             converted["tool_choice"] = _CHOICES.get(choice.type) or choice.as_chat()
             if choice.disable_parallel_tool_use:
@@ -134,7 +129,7 @@ class CountTokensRequest(items.ItemsRequest):
     def _conversation(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
         if self.system:
-            messages.append({"role": "system", "content": _parts(self.system)})
+            messages.append({"role": "system", "content": text_parts(self.system)})
         for turn in self.messages:
             blocks = turn.content
             if isinstance(blocks, str):
@@ -146,14 +141,13 @@ class CountTokensRequest(items.ItemsRequest):
                 own["reasoning_content"] = "\n".join(thoughts)
             for block in blocks:
                 if block.type == "tool_result":
-                    content = _parts(block.content or "")
                     result = {"role": "tool", "tool_call_id": block.tool_use_id}
-                    messages.append({**result, "content": content})
+                    messages.append({**result, "content": text_parts(block.content or "")})
                 elif block.type == "tool_use":
                     arguments = json.dumps(block.input, ensure_ascii=False)
                     items.add_call(own, block.id, block.name, arguments)
                 elif block.type == "text":
-                    own.setdefault("content", []).append(text_part(block.text))
+                    own.setdefault("content", []).extend(text_parts(block.text or ""))
             if len(own) > 1:
                 messages.append(own)
         return messages
@@ -163,36 +157,9 @@ class MessagesRequest(CountTokensRequest):
     """Body of `POST /v1/messages`."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = None
-
-
-def _parts(content: str | list[TextBlock]) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    return [text_part(block.text) for block in content]
 
 
 # ---- answers -------------------------------------------------------------------------------------
-
-
-class Messages:
-    """The routes of the Messages API."""
-
-    def __init__(self, service: Service):
-        self._service = service
-
-    async def create(self, request: Request) -> Response:
-        """Answer a conversation, with texts and uses of tools."""
-        body = await self._service.read(request, MessagesRequest)
-        chat = body.chat(stop=body.stop_sequences)
-        writer = partial(MessageWriter, self._service.model_name)
-        return await self._service.generate(request, chat, writer)
-
-    async def count_tokens(self, request: Request) -> Response:
-        """Count the tokens of a conversation, as an answer to it would."""
-        body = await self._service.read(request, CountTokensRequest)
-        found = await self._service.tokens_of(request, body.chat())
-        return JSONResponse({"input_tokens": len(found)})
 
 
 class MessageWriter(items.ItemWriter):
@@ -205,7 +172,7 @@ class MessageWriter(items.ItemWriter):
 
     def failure(self, error: ApiError) -> bytes:
         """Return the event of an error."""
-        return items.encoded_event(error.anthropic_body)
+        return event(error.anthropic_body)
 
     def _answer(self) -> dict[str, Any]:
         content = [_block(item, item.text) for item in self.items]
@@ -217,15 +184,14 @@ class MessageWriter(items.ItemWriter):
         yield {"type": "message_start", "message": message}
         yield {"type": "ping"}
 
-    def _tell(self, change: Change) -> Iterator[Event]:
-        item = change.item
-        event: Event = {"type": f"content_block_{_CHANGES[change.what]}", "index": item.number}
-        if change.what == "begins":
-            event["content_block"] = _block(item, "")
-        elif change.what == "grows":
+    def _tell(self, what: str, item: Item, piece: str) -> Iterator[Event]:
+        told: Event = {"type": f"content_block_{_CHANGES[what]}", "index": item.number}
+        if what == "begins":
+            told["content_block"] = _block(item, "")
+        elif what == "grows":
             kind, name = _DELTAS[item.kind]
-            event["delta"] = {"type": kind, name: change.piece}
-        yield event
+            told["delta"] = {"type": kind, name: piece}
+        yield told
 
     def _finish(self) -> Iterator[Event]:
         yield {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}

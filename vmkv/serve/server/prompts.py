@@ -141,8 +141,7 @@ class Prompts:
             )
         except (UnicodeError, TypeError) as error:  # Half a surrogate pair is no text.
             raise invalid(f"the tokenizer cannot read this text: {error}", param) from error
-        ids = list(encoded["input_ids"])
-        return self._cut(ids, num_kept)
+        return self._cut(list(encoded["input_ids"]), num_kept)
 
     def _render(self, chat: ChatBody) -> Any:
         """Return a chat as the template's text, or as tokens of mistral-common."""

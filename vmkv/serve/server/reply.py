@@ -287,33 +287,25 @@ class TemplateParser:
 
     def push(self, text: str, *, is_last: bool) -> ReplyDelta:
         """See `ReplyParser.push`."""
-        reasoning, content = self._read(self._fed(text))
+        self._tail = (self._tail + text)[-_TAIL_CHARS:]
+        reasoning, content = self._read(self._events(text))
         if is_last:
             # Regions that end here may be cut; those before have ended with a delimiter.
             self._is_cut = self._pattern is not None and not self._pattern.closed.search(self._tail)
-            more = self._read(self._finished())
+            more = self._read(self._events(None))
             reasoning += more[0] + self._reasoning.push("", is_last=True)
             content += more[1] + self._content.push("", is_last=True)
         return ReplyDelta(reasoning, content, self._calls.take())
 
-    def _fed(self, text: str) -> list[dict[str, Any]]:
-        self._tail = (self._tail + text)[-_TAIL_CHARS:]
+    def _events(self, text: str | None) -> list[dict[str, Any]]:
+        """Return events of the next text, or of the end; once the parser fails, all is content."""
         try:
-            if self._parser is not None:
-                events: list[dict[str, Any]] = self._parser.feed(text)
+            if (it := self._parser) is not None:
+                events: list[Any] = it.finalize()[1] if text is None else it.feed(text)
                 return events
-        except Exception:  # noqa: BLE001  # A field of the template that this text does not fit.
+        except Exception:  # noqa: BLE001  # A field that the text does not fit, or that it lacks.
             self._parser = None
-        return [{"type": "region_chunk", "field": "content", "text": text}]
-
-    def _finished(self) -> list[dict[str, Any]]:
-        try:
-            if self._parser is not None:
-                events: list[dict[str, Any]] = self._parser.finalize()[1]
-                return events
-        except Exception:  # noqa: BLE001  # The same, or a field that must be there is missing.
-            pass
-        return []
+        return [] if text is None else [{"type": "region_chunk", "field": "content", "text": text}]
 
     def _read(self, events: list[dict[str, Any]]) -> tuple[str, str]:
         """Return new reasoning and content of events; add the calls."""

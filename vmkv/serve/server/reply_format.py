@@ -100,15 +100,10 @@ def _delimiter(calls: Mapping[str, Any], name: str) -> str:
 
 def _as_text(calls: Mapping[str, Any]) -> dict[str, Any]:
     """Return a field whose regions are plain text, each with its beginning."""
-    closing = {each: calls[each] for each in ("close", "close_pattern") if each in calls}
+    text = {each: calls[each] for each in ("close", "close_pattern") if each in calls}
+    text |= {"content": "text", "content_args": {"strip": False}, "repeats": True}
     pattern = f"(?={_delimiter(calls, 'open')})"
-    return {
-        **closing,
-        "open_pattern": regex.sub(r"\(\?P<\w+>", "(?:", pattern),
-        "content": "text",
-        "content_args": {"strip": False},
-        "repeats": True,
-    }
+    return text | {"open_pattern": regex.sub(r"\(\?P<\w+>", "(?:", pattern)}
 
 
 def _name_and_arguments(function: Mapping[str, Any]) -> tuple[str, str]:
@@ -204,13 +199,14 @@ class Replies:
         self._format: ReplyFormat | None = None
         #: The same without tool calls, for requests without tools.
         self._reasoning_only: ReplyFormat | None = None
-        if _CAN_PARSE or response_template is not None:
-            template = response_template or _found(tokenizer, chat_template)
-            if template is not None:
-                self._format = ReplyFormat(template)
+        template = response_template
+        if template is None and _CAN_PARSE:
+            template = _found(tokenizer, chat_template)
+        if template is not None:
+            self._format = ReplyFormat(template)
+            if self._format.has_reasoning:
                 fields = {k: v for k, v in template["fields"].items() if k != "tool_calls"}
-                if self._format.has_reasoning:
-                    self._reasoning_only = ReplyFormat({**template, "fields": fields})
+                self._reasoning_only = ReplyFormat({**template, "fields": fields})
         self._special_tokens = _special_tokens(tokenizer)
 
     def plan(
@@ -225,8 +221,7 @@ class Replies:
         if choice == "required" or isinstance(choice, NamedChoice):
             schema = forced_schema(body.tools or (), choice, is_parallel=is_parallel)
             name = choice.function.name if isinstance(choice, NamedChoice) else None
-            outputs = StructuredOutputs(json=schema)
-            params = replace(params, structured_outputs=outputs)
+            params = replace(params, structured_outputs=StructuredOutputs(json=schema))
             return params, lambda _: ForcedCalls(name, is_parallel=is_parallel)
         has_tools = choice == "auto"
         form = self._format if has_tools else self._reasoning_only

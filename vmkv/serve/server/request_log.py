@@ -1,4 +1,4 @@
-"""One line for each request that has ended, by the logger of this module at info."""
+"""Logs a line for each request that has ended, at info."""
 
 from __future__ import annotations
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
-from starlette.requests import Request
-from starlette.responses import Response
 
 from ..request import FinishReason
 from . import items
-from .choices import Form
+from .choices import Form, event
 from .errors import ApiError, invalid
-from .items import Change, Event, Item
+from .items import Event, Item, text_parts
 from .schema import ChatRequest
-from .service import Service
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _LOGPROBS = "message.output_text.logprobs"
@@ -41,13 +37,10 @@ _KINDS = {
 # ---- requests ------------------------------------------------------------------------------------
 
 
-class TextPart(items.TypedItem):
+class TextPart(items.TextPart):
     """A text in a message, a function's output or reasoning."""
 
     needs: ClassVar = dict.fromkeys(_TEXTS, ("text",)) | {"refusal": ("refusal",)}
-
-    text: str | None = None
-    refusal: str | None = None
 
 
 _Parts = Annotated[list[TextPart], Field(fail_fast=True)]
@@ -118,12 +111,12 @@ class ResponsesRequest(items.ItemsRequest):
         """Return messages; reasoning, text and calls of the model between other turns are one."""
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
-            messages.append({"role": "system", "content": _parts(self.instructions)})
+            messages.append({"role": "system", "content": text_parts(self.instructions)})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
         for item in self.input:
             last: dict[str, Any] = messages[-1] if messages else {"role": None}
-            content = _parts(item.output or item.content or item.summary or "")
+            content = text_parts(item.output or item.content or item.summary or "")
             if item.type == "function_call_output":
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
             elif item.type == "message" and item.role != "assistant":
@@ -147,26 +140,7 @@ class ResponsesRequest(items.ItemsRequest):
         return messages
 
 
-def _parts(content: str | list[TextPart]) -> list[dict[str, Any]]:
-    if isinstance(content, str):
-        return [items.text_part(content)]
-    return [items.text_part(part.text or part.refusal) for part in content]
-
-
 # ---- answers -------------------------------------------------------------------------------------
-
-
-class Responses:
-    """The route of the Responses API."""
-
-    def __init__(self, service: Service):
-        self._service = service
-
-    async def create(self, request: Request) -> Response:
-        """Answer a conversation, with texts and function calls."""
-        body = await self._service.read(request, ResponsesRequest)
-        writer = partial(ResponseWriter, body, self._service.model_name)
-        return await self._service.generate(request, body.chat(), writer)
 
 
 class ResponseWriter(items.ItemWriter):
@@ -184,7 +158,7 @@ class ResponseWriter(items.ItemWriter):
         """Return the event of a failed response."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         response = self._response("failed") | {"error": {"code": code, "message": str(error)}}
-        return items.encoded_event(self._event("response.failed", response=response))
+        return event(self._event("response.failed", response=response))
 
     def _answer(self) -> dict[str, Any]:
         return self._response("incomplete" if self._is_cut else "completed")
@@ -194,15 +168,15 @@ class ResponseWriter(items.ItemWriter):
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
-    def _tell(self, change: Change) -> Iterator[Event]:
-        item, name = change.item, _KINDS[change.item.kind][1]
+    def _tell(self, what: str, item: Item, piece: str) -> Iterator[Event]:
+        name = _KINDS[item.kind][1]
         at: dict[str, Any] = {"output_index": item.number, "item_id": self._id(item)}
         if item.kind != "call":
             at["content_index"] = 0
         more: dict[str, Any] = {"logprobs": []} if item.kind == "text" else {}
-        if change.what == "grows":
-            yield self._event(f"response.{name}.delta", delta=change.piece, **more, **at)
-        elif change.what == "begins":
+        if what == "grows":
+            yield self._event(f"response.{name}.delta", delta=piece, **more, **at)
+        elif what == "begins":
             part = self._item(item, "in_progress")
             yield self._event("response.output_item.added", output_index=item.number, item=part)
             if item.kind != "call":

@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import from_json
 
 from ...errors import ConfigError, shown
-from ..params import SamplingParams
+from ..params import SamplingParams, StructuredOutputs
 from .errors import ApiError, invalid
-from .formats import Formatted
+from .formats import Formatted, Lenient
 from .guard import REQUEST_ID
 from .prompts import Prompt, TextPrompt
 from .tools import TOOLS_MAX, Tool, ToolCall, ToolChoice, check_tools
@@ -63,6 +63,7 @@ _COMPLETION_TOKENS = 16
 SAMPLES_MAX = 128
 #: Alternatives per token.
 LOGPROBS_MAX = 20
+_NAME_END = re.compile(r"\W")
 #: Larger integers are no floats.
 _EXACT_MAX = 2**53
 
@@ -167,23 +168,24 @@ class GenerationRequest(_Strict, Formatted):
             )
         return self
 
-    def _params(
-        self,
-        max_tokens: int | None,
-        num_logprobs: int | None,
-        prompt_logprobs: int | None,
-        defaults: Mapping[str, Any] | None,
-    ) -> SamplingParams:
-        given = dict(defaults or {}) | self.model_dump(include=_SAMPLING, exclude_none=True)
-        given |= {"max_tokens": max_tokens, "logprobs": num_logprobs}
-        if (form := self.form) is not None:
-            given["structured_outputs"] = form[1]
+    def _params(self, defaults: Mapping[str, Any] | None, **own: int | None) -> SamplingParams:
+        given = {**(defaults or {}), **self.model_dump(include=_SAMPLING, exclude_none=True), **own}
         try:
-            return SamplingParams(prompt_logprobs=prompt_logprobs, **given)
+            if self.form is not None:
+                given["structured_outputs"] = StructuredOutputs(**self.form[1])
+            return SamplingParams(**given)
         except ConfigError as error:
-            # Messages of ConfigError begin with `name=value`.
-            name = str(error).partition("=")[0]
-            raise invalid(str(error), name if name in type(self).model_fields else None) from error
+            raise self.explained(error) from error
+
+    def explained(self, error: ConfigError) -> ApiError:
+        """Convert an error of `SamplingParams` or the engine; it begins with a parameter's name."""
+        name = _NAME_END.split(str(error), maxsplit=1)[0]
+        field = name
+        if name == "structured_outputs":  # A forced call takes the place of another form.
+            is_forced = getattr(self, "effective_tool_choice", "none") not in ("none", "auto")
+            field = "tools" if is_forced or self.form is None else self.form[0]
+        message = str(error).replace(f"{name}:", f"{field}:", 1)
+        return invalid(message, field if field in type(self).model_fields else None)
 
 
 class CompletionRequest(GenerationRequest):
@@ -230,14 +232,14 @@ class CompletionRequest(GenerationRequest):
                 "max_tokens=0 leaves nothing to answer; with echo=true the prompt is", "max_tokens"
             )
         wanted = (self.prompt_logprobs, self.logprobs if self.echo else None)
-        num_prompt_logprobs = max((each for each in wanted if each is not None), default=None)
-        return self._params(most or 1, self.logprobs, num_prompt_logprobs, defaults)
+        of_prompt = max((each for each in wanted if each is not None), default=None)
+        return self._params(
+            defaults, max_tokens=most or 1, logprobs=self.logprobs, prompt_logprobs=of_prompt
+        )
 
 
-class TextPart(BaseModel):
+class TextPart(Lenient):
     """A text part of a message's content; other fields, such as cache hints, are ignored."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["text"]
     text: str
@@ -266,11 +268,9 @@ class Message(BaseModel):
                 each.rendered(as_text=arguments_as_text) for each in self.tool_calls
             ]
         reasoning = whole.get("reasoning_content", whole.get("reasoning"))
-        return (
-            whole
-            if reasoning is None
-            else {"thinking": reasoning} | whole | {"reasoning_content": reasoning}
-        )
+        if reasoning is None:
+            return whole
+        return {"thinking": reasoning} | whole | {"reasoning_content": reasoning}
 
     @property
     def text(self) -> str | None:
@@ -364,9 +364,9 @@ class ChatRequest(GenerationRequest, ChatBody):
     def sampling_params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """Convert to `SamplingParams`; as in vLLM, `max_completion_tokens` overrides."""
         most = self.max_completion_tokens
-        num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        most = self.max_tokens if most is None else most
-        return self._params(most, num_logprobs, self.prompt_logprobs, defaults)
+        own = {"max_tokens": self.max_tokens if most is None else most}
+        own["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        return self._params(defaults, prompt_logprobs=self.prompt_logprobs, **own)
 
 
 class TokenizeRequest(ChatBody):

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -29,14 +30,16 @@ from ...options import ServerOptions
 from ..metrics import CONTENT_TYPE
 from ..params import SamplingParams
 from ..request import CompletionOutput, RequestOutput
-from .choices import ChatForm, ChoicesWriter, CompletionForm, Form, Tokens, Writer
+from .choices import ChatForm, ChoicesWriter, CompletionForm, Form, Tokens
 from .echo import PromptOptions
 from .errors import ApiError, api_error, invalid
-from .formats import explained, is_of_form
 from .guard import Gate, receive_body, tenant_of
-from .prompts import Prompt, Prompts, TextPrompt
+from .items import ItemWriter
+from .messages import CountTokensRequest, MessagesRequest, MessageWriter
+from .prompts import Prompt, Prompts
 from .reply import NewParser
 from .reply_format import Replies
+from .responses import ResponsesRequest, ResponseWriter
 from .schema import (
     LOGPROBS_MAX,
     SAMPLES_MAX,
@@ -52,7 +55,7 @@ from .vllm_names import VllmNames
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=GenerationRequest | TokenizeRequest | DetokenizeRequest)
 #: Makes the writer of an answer, from its form and its request's identifier.
-NewWriter: TypeAlias = Callable[[Form, str], Writer]
+NewWriter: TypeAlias = Callable[[Form, str], ItemWriter]
 
 _LOG = logging.getLogger(__name__)
 #: Names of unknown parameters that are logged, and characters of each: clients cannot fill the log.
@@ -184,39 +187,50 @@ class Service:
         headers = {"Content-Length": str(sum(map(len, parts)))}
         return Streamed(in_pieces(parts), media_type="application/json", headers=headers)
 
+    async def responses(self, request: Request) -> Response:
+        """Answer a conversation, with texts and function calls."""
+        body = await self.read(request, ResponsesRequest)
+        writer = partial(ResponseWriter, body, self.model_name)
+        return await self.generate(request, body.chat(), writer)
+
+    async def messages(self, request: Request) -> Response:
+        """Answer a conversation, with texts and uses of tools."""
+        chat = (await self.read(request, MessagesRequest)).chat()
+        return await self.generate(request, chat, partial(MessageWriter, self.model_name))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the tokens of a conversation, as an answer to it would."""
+        chat = (await self.read(request, CountTokensRequest)).chat()
+        return JSONResponse({"input_tokens": len(await self._tokens(request, chat))})
+
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a prompt or a chat, as a completion would use them."""
         body = await self.read(request, TokenizeRequest)
-        found = await self.tokens_of(request, body.what)
-        return JSONResponse(
-            {
-                "count": len(found),
-                "max_model_len": self._max_model_tokens,
-                "tokens": found,
-                "token_strs": self.prompts.strings(found) if body.return_token_strs else None,
-            }
-        )
-
-    async def tokens_of(self, request: Request, prompt: Prompt) -> Sequence[int]:
-        """Tokenise the prompt of a request; raises `ApiError`, or `ClientDisconnect`."""
-        self.prompts.check(prompt)
-
-        async def tokens() -> Sequence[int]:
-            async with self._tokenizing.entered():
-                return await self.prompts.tokens(prompt)
-
-        return await until_disconnect(request.receive, tokens())
+        found = await self._tokens(request, body.what)
+        strings = self.prompts.strings(found) if body.return_token_strs else None
+        sizes = {"count": len(found), "max_model_len": self._max_model_tokens}
+        return JSONResponse({**sizes, "tokens": found, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""
-        body = await self.read(request, DetokenizeRequest)
-        self.prompts.check(body.tokens)
+        tokens = (await self.read(request, DetokenizeRequest)).tokens
+        self.prompts.check(tokens)
+        return JSONResponse({"prompt": await self._converted(request, self.prompts.text, tokens)})
 
-        async def text() -> str:
+    async def _tokens(self, request: Request, prompt: Prompt) -> Sequence[int]:
+        self.prompts.check(prompt)
+        return await self._converted(request, self.prompts.tokens, prompt)
+
+    async def _converted(
+        self, request: Request, convert: Callable[[Any], Awaitable[T]], what: Any
+    ) -> T:
+        """Convert a prompt of a request behind the gate of /tokenize."""
+
+        async def converted() -> T:
             async with self._tokenizing.entered():
-                return await self.prompts.text(body.tokens)
+                return await convert(what)
 
-        return JSONResponse({"prompt": await until_disconnect(request.receive, text())})
+        return await until_disconnect(request.receive, converted())
 
     async def load(self) -> dict[str, int]:
         """Return the number of requests that run or wait, as vLLM names it."""
@@ -229,13 +243,8 @@ class Service:
     async def model(self, name: str) -> dict[str, Any]:
         """Describe a model."""
         self.check_model(name)
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._started_s,
-            "owned_by": "vmkv",
-            "max_model_len": self._max_model_tokens,
-        }
+        head = {"id": name, "object": "model", "created": self._started_s, "owned_by": "vmkv"}
+        return {**head, "max_model_len": self._max_model_tokens}
 
     async def health(self) -> JSONResponse:
         """Report whether the server accepts requests."""
@@ -243,12 +252,9 @@ class Service:
         status = "ok" if reason is None else "failing"
         if self.is_draining:
             status, reason = "draining", reason or "the server is about to stop"
-        body = {
-            "status": status,
-            "reason": reason,
-            "requests_inside": self.gate.num_inside,
-            "requests_waiting": self.gate.num_waiting,
-        }
+        counts = {"requests_inside": self.gate.num_inside}
+        counts["requests_waiting"] = self.gate.num_waiting
+        body = {"status": status, "reason": reason, **counts}
         return JSONResponse(body, 200 if status == "ok" else 503)
 
     async def metrics(self) -> PlainTextResponse:
@@ -460,53 +466,48 @@ class Answer:
         service = self.service
         async with service.gate.entered():
             # Behind the gate: a waiting or abandoned request costs no work.
-            form = self.params.structured_outputs
-            form_name = self.body.form[0] if self.body.form else "tools"
-            if form is not None:
-                try:
-                    await service.prompts.check_grammar(form)
-                except ConfigError as error:
-                    raise explained(error, form_name) from error
-            prompts = []
-            kept = service.tokens_kept(self.body.truncate_prompt_tokens, self.params)
-            for prompt in self.prompts:
-                prompts.append(await service.prompts.tokens(prompt, kept))
-                service.check_length(len(prompts[-1]), self.params)
-            num_samples, num_tokens = len(prompts) * self.params.n, sum(map(len, prompts))
-            num_tokens *= self.params.n if self._echoes else 1
-            service.check_logprobs(num_samples, self.params, num_tokens)
-            streams = [
-                service.engine.stream(
-                    prompt,
-                    service.output_limit(len(prompt), self.params),
-                    self.body.priority,
-                    tenant=self.tenant,
-                )
-                for prompt in prompts
-            ]
             try:
+                if self.params.structured_outputs is not None:
+                    await service.prompts.check_grammar(self.params.structured_outputs)
+                prompts = []
+                kept = service.tokens_kept(self.body.truncate_prompt_tokens, self.params)
+                for prompt in self.prompts:
+                    prompts.append(await service.prompts.tokens(prompt, kept))
+                    service.check_length(len(prompts[-1]), self.params)
+                num_samples, num_tokens = len(prompts) * self.params.n, sum(map(len, prompts))
+                num_tokens *= self.params.n if self._echoes else 1
+                service.check_logprobs(num_samples, self.params, num_tokens)
+                streams = [
+                    service.engine.stream(
+                        prompt,
+                        service.output_limit(len(prompt), self.params),
+                        self.body.priority,
+                        tenant=self.tenant,
+                    )
+                    for prompt in prompts
+                ]
                 async with contextlib.aclosing(merged(streams)) as outputs:
                     async for each in outputs:
                         yield each
+            except ApiError:
+                raise
+            except ConfigError as error:
+                raise self.body.explained(error) from error
             except Exception as error:
-                if form is not None and is_of_form(error):
-                    raise explained(error, form_name) from error
                 raise api_error(error) from error
 
     @property
     def _echoes(self) -> bool:
         return isinstance(self.body, CompletionRequest) and bool(self.body.echo)
 
-    def _new_writer(self) -> Writer:
+    def _new_writer(self) -> ChoicesWriter | ItemWriter:
         form: Form
         if isinstance(self.body, CompletionRequest):
             form = CompletionForm(self.service.tokens, self.params.n)
         else:
             form = ChatForm(self.service.tokens, self.params.n, self.new_parser)
-        body = self.body
-        texts: list[str | None] = [None for _ in self.prompts]
-        if body.truncate_prompt_tokens is None:
-            texts = [each.text if isinstance(each, TextPrompt) else None for each in self.prompts]
+        body, is_cut = self.body, self.body.truncate_prompt_tokens is not None
+        texts = [None if is_cut else getattr(each, "text", None) for each in self.prompts]
         form.prompts = PromptOptions(
             echoes=self._echoes,
             generates=body.max_tokens != 0,
@@ -524,7 +525,7 @@ class Answer:
             "created": int(time.time()),
             "model": self.service.model_name,
         }
-        return ChoicesWriter(form, head, self.body.stream_options)
+        return ChoicesWriter(form, head, body.stream_options)
 
 
 # ---- streams -------------------------------------------------------------------------------------
@@ -589,9 +590,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def merged(
-    streams: Sequence[AsyncGenerator[T, None]],
-) -> AsyncGenerator[tuple[int, T], None]:
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """Yield items of several streams as they come, with the stream's index; close them all."""
     if len(streams) == 1:  # The common case needs no task and no queue.
         async with contextlib.aclosing(streams[0]) as only:

@@ -6,20 +6,17 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from .errors import invalid
+from .formats import Lenient
 
 #: Tools of one request, and characters of their JSON.
 TOOLS_MAX = 1024
 TOOLS_CHARS_MAX = 1 << 20
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-
-class Function(_Part):
+class Function(Lenient):
     """A function that the model may call; `parameters` is a JSON schema."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -28,20 +25,20 @@ class Function(_Part):
     strict: bool | None = None
 
 
-class Tool(_Part):
+class Tool(Lenient):
     """A tool; only functions are known."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Part):
+class NamedFunction(Lenient):
     """Names a function."""
 
     name: str
 
 
-class NamedChoice(_Part):
+class NamedChoice(Lenient):
     """Forces a call of one function."""
 
     type: Literal["function"]
@@ -51,14 +48,14 @@ class NamedChoice(_Part):
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
-class CalledFunction(_Part):
+class CalledFunction(Lenient):
     """A function that was called; arguments are JSON, as text in OpenAI's API."""
 
     name: str
     arguments: str | dict[str, Any] = ""
 
 
-class ToolCall(_Part):
+class ToolCall(Lenient):
     """A call in an assistant's message."""
 
     id: str | None = None
@@ -85,9 +82,7 @@ class ToolCall(_Part):
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
     """Raise `ApiError` for tools that are too large, or a choice that is none of them."""
-    num_chars = 0
-    for tool in tools:
-        num_chars += len(json.dumps(tool.model_dump(), ensure_ascii=False))
+    num_chars = sum(len(json.dumps(each.model_dump(), ensure_ascii=False)) for each in tools)
     if num_chars > TOOLS_CHARS_MAX:
         raise invalid(
             f"tools have {num_chars} characters as JSON; at most {TOOLS_CHARS_MAX} are taken",
@@ -126,14 +121,8 @@ def forced_schema(
                 if known != definition:
                     raise invalid(f"tools: two functions define {of!r} differently", "tools")
         properties = {"name": {"enum": [name]}, "parameters": inner}
-        calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
+        own = {"properties": properties, "required": [*properties], "additionalProperties": False}
+        calls.append({"type": "object", **own})
     most = {} if is_parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **shared}
 
@@ -141,8 +130,5 @@ def forced_schema(
 def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
     """Return a schema that, unless it says otherwise, permits no other properties, as in vLLM."""
     if not parameters or "properties" not in parameters:
-        return parameters or _ANY
+        return parameters or {"type": "object"}
     return {"additionalProperties": False, **parameters}
-
-
-_ANY: dict[str, Any] = {"type": "object"}
