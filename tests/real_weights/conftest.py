@@ -30,7 +30,8 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "real_model.py"
 #: Smallest difference of the two highest logits. Float32 logits have errors of 1e-4 or so. FP8
 #: rounding makes larger differences, which depend on the processor's order of summation.
 _MARGIN_MIN = {"auto": 0.01, "fp8": 0.1}
-#: The first has an answer of one sentence. In FP8 so small a model is sure of other answers.
+#: The first has an answer of one sentence. In FP8 so small a model is sure of other answers: these
+#: have twice the margin with each of PyTorch's instruction sets (`ATEN_CPU_CAPABILITY`).
 QUESTIONS = {
     "auto": (
         "What is the capital of France?",
@@ -40,9 +41,9 @@ QUESTIONS = {
     ),
     "fp8": (
         "Which city is the capital of Japan?",
-        "Explain what a cache is in one sentence.",
+        "Who was the first president of the United States?",
         "Which ocean is the largest?",
-        "Who painted the Mona Lisa?",
+        "Count from one to ten.",
     ),
 }
 

@@ -57,7 +57,7 @@ def test_more_requests_than_run_at_once(real: Any, prompts: list[list[int]]) -> 
 
 def test_requests_with_a_common_system_prompt(real: Any) -> None:
     """It is computed once."""
-    questions = ("When do you open?", "What does a ticket cost?", "What can I see here?")
+    questions = ("What does a ticket cost?", "Is the museum open on Mondays?", "What is the boat?")
     prompts = [real.chat(question, system=SYSTEM) for question in questions]
     expected = [real.expected(prompt, 8) for prompt in prompts]
     params = SamplingParams(temperature=0, max_tokens=8)
