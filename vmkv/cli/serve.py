@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
@@ -156,7 +157,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     _check_installed()
     _check_combination(arguments)
     check_folder(arguments.model)
-    from ..serve.start import ending_in_order, open_socket, start_process
+    from ..serve.start import ending_in_order, open_socket, start_process, without_collections
 
     arguments.began_s = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -173,7 +174,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             make = functools.partial(_engine, arguments)
             started = stack.enter_context(contextlib.closing(start_process(make)))
         kept.choose_bytecode_folder()
-        with phase("importing torch and transformers"):
+        with phase("importing torch and transformers"), without_collections():
             from ..serve.server import create_app, run_server
             from .models import load_sampling_defaults
 
@@ -368,8 +369,9 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
         if arguments.trace:
             trace = stack.enter_context(contextlib.closing(ChromeTrace(arguments.trace)))
             observer = Observers([observer, trace])
-        with phase("loading the tokenizer"):
-            tokenizer = _tokenizer(arguments)  # Of every engine, for grammars.
+        # For grammars; weights are copied meanwhile, mostly without the lock of the interpreter.
+        beside = start.enter_context(ThreadPoolExecutor(1))
+        loading = beside.submit(_tokenizer, arguments)
         if arguments.tensor_parallel > 1:
             from ..serve.parallel.engine import open_parallel_engine
 
@@ -378,7 +380,7 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
                 arguments.tensor_parallel,
                 device_type=device,
                 observer=observer,
-                tokenizer=tokenizer,
+                tokenizer=loading.result(),
                 **_chosen(EngineOptions, arguments),
             )
             engine = stack.enter_context(parallel_engine)
@@ -387,7 +389,8 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
                 source = types.source_of(arguments)
                 model = load_model(arguments.model, device=device, dtype=arguments.dtype, **source)
             try:
-                engine = stack.enter_context(make_engine(arguments, model, observer, tokenizer))
+                made = make_engine(arguments, model, observer, loading.result())
+                engine = stack.enter_context(made)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -405,7 +408,8 @@ def _tokenizer(arguments: argparse.Namespace) -> Any:
     from .models import load_tokenizer
 
     name = arguments.tokenizer or arguments.model
-    return load_tokenizer(name, **types.source_of(arguments, name))
+    with phase("loading the tokenizer"):
+        return load_tokenizer(name, **types.source_of(arguments, name))
 
 
 def _part(arguments: argparse.Namespace, ranks: TensorParallel) -> Any:

@@ -33,6 +33,9 @@ TEXT_BYTES_MAX = 128 * KiB
 _KEPT_MAX = 64
 _THREADS_MAX = 8
 _BITS = 32
+#: Longest texts of which all tokens are found allowed at once, without a walk through them: within
+#: a string of bounded length, a walk through the vocabulary takes milliseconds.
+_SLICE_CHARS = ("{1,4}", "{1,8}", "{1,12}", "+")
 #: White space between JSON's tokens: a line's indentation, but no endless rest of a page.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 
@@ -151,6 +154,7 @@ class Grammars:
                     self._tokenizer,
                     n_vocab=max(self._vocab_size, len(self._tokenizer)),
                     eos_token=self._end_tokens or None,
+                    slices=[rf'[^"\\\x00-\x1F\x7F]{each}' for each in _SLICE_CHARS],
                 )
                 self._executor = llguidance.LLExecutor(self._num_threads)
             return self._vocabulary

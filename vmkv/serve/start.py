@@ -121,11 +121,25 @@ def _run(connection: socket.socket) -> None:
         data = file.read(*_LENGTH.unpack(head))
     kept.choose_compiler_folder()
     kept.choose_bytecode_folder()
-    gc.disable()  # Modules stay: looking for garbage among them takes a fifth of their imports.
-    run_engine = importlib.import_module(".process.host", __package__).run_engine
-    importlib.import_module(".engine", __package__)
-    if Path("/dev/nvidiactl").exists():  # Layers are compiled on CUDA only.
-        importlib.import_module("torch._inductor.compile_fx")
-    gc.freeze()
-    gc.enable()
+    with without_collections():
+        run_engine = importlib.import_module(".process.host", __package__).run_engine
+        importlib.import_module(".engine", __package__)
+        if Path("/dev/nvidiactl").exists():  # Layers are compiled on CUDA only.
+            importlib.import_module("torch._inductor.compile_fx")
     run_engine(pickle.loads(data), connection)
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Context for imports: looking for garbage among modules takes a fifth of their time.
+
+    What is there at the end is left out of later collections.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
