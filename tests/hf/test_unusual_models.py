@@ -69,6 +69,7 @@ def _continue(model: Any, cache: Any) -> torch.Tensor:
 # ---- cross-attention in the one cache -----------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")  # 5.17's own call.
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "vmkv"])
 def test_cross_attention_beside_self_attention_keeps_the_models_type(attention: str) -> None:
     """Mllama reads the keys of its image from the cache; in eight bits it could not."""
