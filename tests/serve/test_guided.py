@@ -21,7 +21,7 @@ from helpers.serving import TEXT, tiny_llama, tiny_tokenizer
 
 from vmkv import ConfigError
 from vmkv.serve import Engine, FinishReason, RequestHandle, SamplingParams, StructuredOutputs
-from vmkv.serve.guided import TEXT_BYTES_MAX, Grammars, advance, check_grammar
+from vmkv.serve.guided import TEXT_BYTES_MAX, Grammars, check_grammar
 from vmkv.serve.request import CompletionOutput, Request, joined
 from vmkv.serve.runner import ModelRunner, RunnerOptions
 from vmkv.serve.scheduler import PreemptionCosts
@@ -518,7 +518,7 @@ def test_grammars_are_compiled_once_for_each_thread() -> None:
     tokens = [tiny_tokenizer().encode(text)[-1] for text in ('"', "b", "c")]
     for at, request in enumerate(requests):  # Of different lengths.
         for token_id in tokens[: at % 4]:
-            advance(request.matcher, token_id)
+            grammars.advance(StructuredOutputs(**form), request.matcher, token_id)
         alone = grammars.masks([request])
         assert alone is not None
         expected[at] = allowed(alone[0])
@@ -539,6 +539,34 @@ def test_the_executor_asks_one_lexer_after_another() -> None:
     ((guided, *_), _) = it.unsafe_compute_mask_ptr.call_args
     groups = [requests[at].matcher.group for _, at in guided]
     assert [0, 0, 0, 1, 1, 1] == groups
+
+
+def test_a_grammar_whose_lexer_failed_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies share the lexer, which keeps the states of all outputs and fails for good."""
+    import llguidance
+
+    few = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=20)
+    monkeypatch.setattr("vmkv.serve.guided._limits", lambda: few)
+    grammars = Grammars(tiny_tokenizer(), len(tiny_tokenizer()), {END}, is_pinned=False)
+    grammars._num_threads = 1
+    form = {"regex": "[a-c]*a[a-c]{12}b"}
+    tokens = [tiny_tokenizer().encode(each)[-1] for each in "abcacbaabbccabcb"]
+
+    def num_accepted() -> int:
+        request, accepted = request_of(grammars, form), iter(tokens)
+
+        def answer() -> None:
+            for token_id in accepted:
+                grammars.masks([request])
+                grammars.advance(StructuredOutputs(**form), request.matcher, token_id)
+
+        with pytest.raises(ConfigError, match="too many states"):
+            answer()
+        return len(tokens) - len([*accepted]) - 1
+
+    first = num_accepted()
+    assert first > 0
+    assert first == num_accepted()
 
 
 def test_grammars_are_kept_but_few() -> None:

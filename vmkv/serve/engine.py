@@ -29,7 +29,7 @@ from ..hf.compat import check_model
 from ..interrupts import uninterrupted
 from ..options import EngineOptions
 from ..units import GiB, format_bytes
-from .guided import Grammars, advance
+from .guided import Grammars
 from .memory_view import MemoryView, open_rows, pool_beside
 from .observer import EngineObserver, FirstToken, Idle, RequestAdded, RequestRecord
 from .params import SamplingParams
@@ -267,8 +267,9 @@ class Engine:
                         wait_s = request.first_token_s - request.arrived_s
                         self._observer.on(FirstToken(request.request_id, wait_s), self.cache)
                 may_stop = num_tokens >= params.min_tokens
-                if request.matcher is not None:
-                    advance(request.matcher, token_id)
+                asked = params.structured_outputs
+                if asked is not None and request.matcher is not None:
+                    self.grammars.advance(asked, request.matcher, token_id)
                     may_stop = True  # A grammar may end before.
                 if may_stop and token_id in params.stop_token_ids:
                     # The text of a stop token is not part of the output.

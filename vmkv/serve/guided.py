@@ -119,6 +119,13 @@ class Grammars:
         original = originals[0]
         return original._replace(state=original.state.deep_copy())
 
+    def advance(self, asked: StructuredOutputs, matcher: GuidedMatcher, token_id: int) -> None:
+        """Take an output's next token; `ConfigError` if the grammar has become too much work."""
+        # A matcher that failed while it filled a mask allows the end, and accepts it.
+        if not matcher.state.consume_token(token_id) or matcher.state.is_error():
+            self._kept.pop(asked, None)  # Copies share the lexer that has failed.
+            raise _refused(matcher.state.get_error())
+
     def masks(self, requests: Sequence[Request | None]) -> torch.Tensor | None:
         """Return `[n, words] int32` with a bit for each token that a request may get next.
 
@@ -177,13 +184,6 @@ class Grammars:
                 raise _refused("no output satisfies the grammar")
             return matcher
         raise _refused(matcher.get_error())
-
-
-def advance(matcher: GuidedMatcher, token_id: int) -> None:
-    """Take an output's next token; `ConfigError` if the grammar has become too much work."""
-    # A matcher that failed while it filled a mask allows the end, and accepts it.
-    if not matcher.state.consume_token(token_id) or matcher.state.is_error():
-        raise _refused(matcher.state.get_error())
 
 
 def _grammar_of(asked: StructuredOutputs) -> str:
