@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .errors import LostError as LostError
     from .errors import OutOfAddressSpaceError as OutOfAddressSpaceError
     from .errors import OutOfPagesError as OutOfPagesError
+    from .errors import PausedError as PausedError
     from .errors import RankError as RankError
     from .errors import SequenceFullError as SequenceFullError
     from .errors import VMKVError as VMKVError
@@ -55,7 +56,7 @@ _HOMES = {
     "core.cache": "CacheStats CostModel KVCache Sequence call_with_room",
     "core.memory": "ExtentPool Scrub",
     "errors": "CapacityError ClosedError ConfigError DriverError InternalError LostError "
-    "OutOfAddressSpaceError OutOfPagesError RankError SequenceFullError VMKVError",
+    "OutOfAddressSpaceError OutOfPagesError PausedError RankError SequenceFullError VMKVError",
     "hf": "KVScales RaggedCache VMKVCache calibrate_kv_scales capture_decoding generate "
     "ragged_generate",
     "serve": "AsyncEngine Engine RequestOutput SamplingParams StructuredOutputs",

@@ -86,6 +86,10 @@ class ClosedError(VMKVError):
     """Your code closed this object and then used it."""
 
 
+class PausedError(VMKVError):
+    """Your code paused this engine for training, and then used it: leave `paused()` first."""
+
+
 class RankError(VMKVError):
     """A rank has ended or does not answer: restart all ranks, and send their requests again."""
 

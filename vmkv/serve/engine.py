@@ -16,15 +16,16 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..core.cache import KVCache
 from ..core.memory import ExtentPool
-from ..errors import CapacityError, ClosedError, ConfigError, DriverError
+from ..errors import CapacityError, ClosedError, ConfigError, DriverError, PausedError
 from ..hf.compat import check_model
 from ..interrupts import uninterrupted
 from ..options import EngineOptions
@@ -38,6 +39,7 @@ from .request import FinishReason, Request, RequestHandle, RequestOutput, detoke
 from .runner import make_runner
 from .scheduler import PreemptionCosts, Scheduler
 from .step_loop import Ended, Sampled, Scored, StepLoop
+from .training_turns import TrainingTurns, forget_prefixes, renewed_runner
 
 _LOG = logging.getLogger(__name__)
 #: Memory returned to the device between polls for new work: some 10 ms.
@@ -94,6 +96,7 @@ class Engine:
         self._observer = observer
         self._watermark_bytes = given.watermark_bytes
         self._is_idle = True  # Warming up has trimmed the cache.
+        self._is_inside = False
         self._random = random.Random(given.seed)
         self._num_requests = 0
         self._handles: dict[int, RequestHandle] = {}
@@ -112,8 +115,10 @@ class Engine:
                 num_reserved_rows=given.max_num_seqs + 2,
                 requests=self._scheduler.requests,
             )
-            self._runner = make_runner(model, rows, given)
-            undo.callback(self._runner.close)
+            runner = make_runner(model, rows, given)
+            renew = partial(renewed_runner, model, rows, given)
+            self._turns = TrainingTurns(model, runner, renew)
+            undo.callback(lambda: self._turns.runner.close())
             self._view.fitting_tokens()  # Checks that one token fits, with the over-read.
             self._undo = undo.pop_all()
         its = (tokenizer, self._vocab_size, self._end_tokens)
@@ -121,7 +126,7 @@ class Engine:
         self.loop = StepLoop(
             self._scheduler,
             self._view,
-            self._runner,
+            runner,
             accept=self._accept,
             ended=self._ended,
             masks=self.grammars.masks,
@@ -161,6 +166,7 @@ class Engine:
             ClosedError: The engine is closed.
         """
         self._check_open()
+        self._check_here()
         self._is_idle = False
         params = params or SamplingParams()
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -342,6 +348,7 @@ class Engine:
     def advance(self) -> bool:
         """Run one step, if there is work; returns whether more is left. Raises as `step`."""
         self._check_open()
+        self._check_here()
         return self.loop.has_work and self.loop.step()
 
     @uninterrupted
@@ -439,6 +446,92 @@ class Engine:
         """Make the engine's CUDA device current in the calling thread."""
         if self.cache.device.type == "cuda":
             torch.cuda.set_device(self.cache.device)
+
+    # ---- training -------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which the model is its own, to train it; then the engine takes it up again.
+
+        Inside, attention, the layers' `forward` and classes, and gradient checkpointing are as if
+        the model had never been served; parameters are the same objects, whose gradients and
+        `requires_grad` the engine never touches. At the end all modules go to eval mode; the next
+        `paused()` returns those to training mode that were in it. Other engines of the model have
+        to be paused, too.
+
+        At the end cached prefixes are forgotten if a parameter's address or any of some 4,096 of
+        its values has changed; after a change that these may miss, of a few rows of an embedding,
+        say, call `weights_changed`. Where addresses, modules, hooks or adapters have changed,
+        layers are joined, compiled and captured again.
+
+        Raises:
+            ConfigError: Requests are unfinished: finish or cancel them first; or it is paused
+                already. At the end: the model can no longer be served. The engine then stays
+                paused; after a remedy, another `paused()` takes the model up.
+            ClosedError: The engine is closed.
+            DriverError: The device has failed.
+
+        Cost: a look at each module and parameter, and two waits for the device, where no address
+            has changed; else that of another runner.
+        """
+        self._pause()
+        try:
+            yield
+        finally:
+            self._is_inside = False
+            if not self._is_closed:
+                self._resume()
+
+    @uninterrupted
+    def weights_changed(self) -> None:
+        """Forget cached prefixes, whose memory is kept; call it once weights have changed.
+
+        Not needed where they change within `paused()`, which compares them. Layers that were joined
+        or captured at other addresses are made anew.
+
+        Raises:
+            ConfigError: Requests are unfinished, or the model can no longer be served.
+            ClosedError: The engine is closed.
+        """
+        self._check_at_rest("weights change")
+        forget_prefixes(self.cache)
+        if not self._turns.is_paused:
+            self._turns.pause(compares_values=False)
+            self._resume()
+
+    @uninterrupted
+    def _pause(self) -> None:
+        if self._is_inside:
+            raise ConfigError("the engine is paused already; leave that paused() first")
+        self._check_at_rest("training takes its turn")
+        self._turns.pause(compares_values=bool(self.cache.prefixes.recorded))
+        self._is_inside = True
+
+    @uninterrupted
+    def _resume(self) -> None:
+        if self._turns.resume():
+            forget_prefixes(self.cache)
+        if self.loop.runner is not self._turns.runner:
+            self.loop.runner = self._turns.runner
+            forget_prefixes(self.cache)
+
+    def _check_at_rest(self, what: str) -> None:
+        """Refuse if requests are left; what ended ones have submitted is read."""
+        self._check_open()
+        if self._scheduler.requests:
+            raise ConfigError(
+                f"{len(self._scheduler.requests)} requests are unfinished; finish or cancel them "
+                f"before {what}"
+            )
+        while self.loop.has_work:
+            self.loop.step()
+
+    def _check_here(self) -> None:
+        if self._turns.is_paused:
+            raise PausedError(
+                "training has the model of this engine: leave engine.paused() before it generates; "
+                "if the engine could not take the model up, its error then said why"
+            )
 
     # ---- end ------------------------------------------------------------------------------
 

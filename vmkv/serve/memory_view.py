@@ -23,7 +23,7 @@ from ..core.memory import ExtentPool
 from ..errors import CapacityError, ConfigError, DriverError
 from ..hf.configuration import check_length, layer_windows
 from ..hf.proof import prove
-from ..hf.store import CacheOptions, Store
+from ..hf.store import CacheOptions, Signature, Store
 from ..options import EngineOptions
 from ..phases import phase
 from ..step.row_attention import AttentionCalls
@@ -41,11 +41,12 @@ _BUDGET_FRACTION = 0.9
 
 
 class ServedRows(NamedTuple):
-    """The cache of a served model; `calls` as in `Proof`; `close` frees everything, idempotent."""
+    """The cache of a served model; `close` frees everything, idempotent; the rest as in `Proof`."""
 
     cache: KVCache
     calls: AttentionCalls
     close: Callable[[], None]
+    signatures: Mapping[int, Signature]
 
 
 def open_rows(model: Any, pool: ExtentPool, options: EngineOptions) -> ServedRows:
@@ -75,7 +76,7 @@ def open_rows(model: Any, pool: ExtentPool, options: EngineOptions) -> ServedRow
         except BaseException:
             store.close()
             raise
-        return ServedRows(store.cores[0], calls, store.close)
+        return ServedRows(store.cores[0], calls, store.close, signatures)
     finally:
         pool.detach()
 

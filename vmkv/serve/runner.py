@@ -21,6 +21,7 @@ from ..errors import ClosedError, ConfigError, VMKVError
 from ..hf import compat as vocabulary
 from ..options import EngineOptions
 from ..step import Piece, Stepper
+from ..step.model_guard import places_of, settings_of
 from ..step.piece import HeadInParts, StepLogits
 from ..step.row_attention import AttentionCalls, check_free
 from ..step.warm_up import warm_up
@@ -251,19 +252,21 @@ class ModelRunner:
         # By slot, where it wants log-probabilities of its prompt: how many, and the prompt.
         self._scored: dict[int, tuple[int, Sequence[int]]] = {}
         check_free(model)
+        self._settings = settings_of(model)  # Before layers are compiled.
         with contextlib.ExitStack() as undo:
             self.stepper = self._make_stepper(
                 cache, max_num_seqs, compiles, attention_backend=attention_backend, calls=calls
             )
             undo.callback(self.stepper.close)
             if not self.stepper.uses_operator:
-                undo.enter_context(self.stepper.attending())
+                self.stepper.resume()
             if self._wants(self._options.capture):
                 largest = min(self._options.max_graph_tokens, max_num_batched_tokens)
                 dtype = model.get_output_embeddings().weight.dtype
                 its: dict[str, Any] = {"agree": self._options.agree, "head": self._options.head}
                 self.stepper.make_graphs(vocab_size, dtype, largest, **its)
             self._undo = undo.pop_all()
+        self._places = places_of(model)
 
     def _wants(self, choice: bool | None) -> bool:
         return self._is_cuda if choice is None else choice
@@ -435,6 +438,23 @@ class ModelRunner:
             show_progress=options.show_progress,
             agree=options.agree,
         )
+
+    def pause(self) -> None:
+        """Wait for the device, and let the model be its own until `resume`. Idempotent."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+        self.stepper.pause()
+
+    def resume(self) -> None:
+        """Serve the model again after `pause`; `is_current` must hold."""
+        self.stepper.resume()
+
+    def is_current(self) -> bool:
+        """Whether a model that was handed back is as this runner was made for, but for values."""
+        model = self._model
+        if self._is_closed or self._places != places_of(model):
+            return False
+        return self._settings == settings_of(model)
 
     def close(self) -> None:
         """Detach the model and free everything. Idempotent."""

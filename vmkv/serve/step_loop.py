@@ -197,7 +197,7 @@ class StepLoop:
     ):
         self._scheduler = scheduler
         self._view = view
-        self._runner = runner
+        self.runner = runner
         self._accept = accept
         self._ended = ended
         self._masks = masks
@@ -432,9 +432,9 @@ class StepLoop:
                 num_tokens += new
                 if request.matcher is not None or request.params.logits_processors:
                     needs_host |= samples
-            submit: Callable[[Sequence[Piece]], Any] = self._runner.submit
+            submit: Callable[[Sequence[Piece]], Any] = self.runner.submit
             with self._view.cache.submitting(writes):
-                pending = interruptible(self._runner.launch if needs_host else submit, pieces)
+                pending = interruptible(self.runner.launch if needs_host else submit, pieces)
         except BaseException as error:  # noqa: BLE001  # fails requests, or is raised again
             self._recover(chunks, error)
             return None
@@ -467,12 +467,12 @@ class StepLoop:
         record.wait_s += time.perf_counter() - start_s
         ended = {slot for slot, each in slots.items() if each.state is RequestState.FINISHED}
         its = [None if slot in ended else slots[slot] for slot in launched.slots]
-        return interruptible(self._runner.sample, launched, self._masks(its), ended)
+        return interruptible(self.runner.sample, launched, self._masks(its), ended)
 
     def _set_slot(self, request: Request) -> None:
         prompt, output = request.prompt_token_ids, request.output_token_ids
         try:
-            self._runner.set_slot(request.slot, request.params, prompt, output)
+            self.runner.set_slot(request.slot, request.params, prompt, output)
         except ConfigError as error:
             raise SlotError(request.slot, error, "its parameters") from error
         request.is_set = True

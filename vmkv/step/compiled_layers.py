@@ -46,6 +46,7 @@ class CompiledLayers:
                 f"somebody has wrapped the forward of {type(model).__name__}'s layers, so they "
                 "cannot be compiled; serve it with compile_layers=False"
             )
+        self._paused: list[tuple[Any, Any, dict[str, Any]]] = []
         joined_layers.join(model)
         self._one = _compiler(backend, {"coordinate_descent_tuning": True})
         self._many = _compiler(backend, {})
@@ -74,6 +75,31 @@ class CompiledLayers:
             yield
         finally:
             self.stand_aside()
+
+    def pause(self) -> None:
+        """Let all modules be the model's own until `resume`; weights stay joined in memory."""
+        self.stand_aside()
+        kinds = joined_layers.SiblingLinear, early_norms.EarlyNorm
+        for module in [each for each in self._model.modules() if isinstance(each, kinds)]:
+            its = {name: each for name, each in vars(module).items() if name.startswith("_vmkv_")}
+            self._paused.append((module, type(module), its))
+            own: Any = torch.nn.Linear
+            if isinstance(module, early_norms.EarlyNorm):
+                own = early_norms.own_class(module)
+            module.__class__ = own
+            for name in its:
+                del vars(module)[name]
+
+    def resume(self) -> None:
+        """Undo `pause`, of a model whose modules and addresses are the same."""
+        self._have_classes()
+        self._step_in()
+
+    def _have_classes(self) -> None:
+        for module, kind, its in self._paused:
+            module.__class__ = kind
+            vars(module).update(its)
+        self._paused.clear()
 
     def _run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
@@ -113,6 +139,7 @@ class CompiledLayers:
     def close(self) -> None:
         """Restore the model's own layers. Idempotent."""
         self.stand_aside()
+        self._have_classes()
         early_norms.undo(self._decoder, self._last)
         joined_layers.separate(self._model)
 

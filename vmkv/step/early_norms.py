@@ -80,9 +80,14 @@ def undo(layers: Sequence[Any], last: Sequence[Any]) -> None:
     """Restore the norms' classes. Idempotent."""
     for norm in [*(getattr(layer, _NAME, None) for layer in layers), *last]:
         if isinstance(norm, EarlyNorm):
-            norm.__class__ = type(norm).__mro__[2]
+            norm.__class__ = own_class(norm)
             vars(norm).pop("_vmkv_input", None)
             vars(norm).pop("_vmkv_output", None)
+
+
+def own_class(norm: Any) -> Any:
+    """Return the class that a norm had before `prepare`."""
+    return type(norm).__mro__[2]
 
 
 def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:

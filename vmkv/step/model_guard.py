@@ -219,6 +219,72 @@ _MOVED = (
 )
 
 
+#: Attributes of modules that training changes, and serving does not see.
+_OF_TRAINING = frozenset({"training", "gradient_checkpointing", *vars(torch.nn.Module())})
+_PLAIN = (bool, int, float, str)
+
+
+def settings_of(model: torch.nn.Module) -> list[object]:
+    """Return what a captured step depends on apart from parameters: modules, hooks, settings.
+
+    Settings are plain attributes, such as the adapters that are merged.
+    """
+    return [
+        (
+            id(module),
+            id(vars(module).get("forward")),
+            *module._forward_hooks,
+            *module._forward_pre_hooks,
+            *(
+                (name, repr(value))
+                for name, value in vars(module).items()
+                if name not in _OF_TRAINING and _is_plain(value)
+            ),
+        )
+        for module in model.modules()
+    ]
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple | set):
+        return all(isinstance(each, _PLAIN) for each in value)
+    return isinstance(value, _PLAIN)
+
+
+def places_of(model: torch.nn.Module) -> list[object]:
+    """Return the type, the device and the address of each parameter."""
+    return [(id(each), each.dtype, each.device, each.data_ptr()) for each in model.parameters()]
+
+
+#: Values of a parameter that count for its checksum.
+_NUM_SAMPLES = 4096
+
+
+@torch.no_grad()
+def checksums_of(model: torch.nn.Module) -> list[int]:
+    """Return a checksum of values of each parameter, spread over its rows and columns.
+
+    A version counter would not do: `AdamW(fused=True)` changes values without raising it.
+
+    Cost: some five launches for each parameter, and one wait for the device.
+    """
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    weights: dict[torch.device, torch.Tensor] = {}
+    for parameter in model.parameters():
+        flat = parameter.detach().reshape(-1)
+        # Odd, so that it does not stay in one column.
+        samples = flat[:: flat.numel() // _NUM_SAMPLES | 1].contiguous().view(torch.uint8)
+        known = weights.get(samples.device)
+        if known is None or len(known) < len(samples):
+            # Odd numbers, in arithmetic that wraps: a change of one byte changes the sum.
+            places = torch.arange(len(samples), device=samples.device)
+            known = weights[samples.device] = places * 0x5851F42D4C957F2D * 2 + 1
+        sums.setdefault(samples.device, []).append((samples * known[: len(samples)]).sum())
+    return [each for its in sums.values() for each in torch.stack(its).tolist()]
+
+
 def numbered_layers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, int]]:
     """Yield modules that have a layer index, decoder layers included."""
     for module in model.modules():

@@ -100,8 +100,10 @@ class Stepper:
         self._space: GraphSpace | None = None
         self._captures_late = False
         self._logits_like: tuple[int, torch.dtype] | None = None
+        self._serving = contextlib.ExitStack()  # Contexts in which the model attends.
         with contextlib.ExitStack() as undo:
             undo.callback(self.attention.close)
+            undo.callback(self._serving.close)
             if not self.uses_operator:
                 self._mask._vmkv_placeholder = True  # type: ignore[attr-defined]
                 self._keywords["vmkv_batch"] = self.attention.attend_in
@@ -113,7 +115,7 @@ class Stepper:
                         "this model is served already, and its layers cannot be compiled "
                         "meanwhile: close what serves it first, or leave compile_layers out"
                     )
-                undo.enter_context(row_attention.attending(model, self.attention))
+                self._attend_by_operator()
                 self._layers = undo.enter_context(_compiled(model, compile_with))
             name = row_attention.IMPLEMENTATION if self.uses_operator else PACKED
             self.guard = ModelGuard(model, name)
@@ -131,6 +133,28 @@ class Stepper:
         else:
             with row_attention.attending(self.model, self.attention), self._shared.in_place():
                 yield
+
+    def _attend_by_operator(self) -> None:
+        self._serving.enter_context(row_attention.attending(self.model, self.attention))
+
+    def resume(self) -> None:
+        """Have the model attend over this stepper's rows, until `pause` or `close`.
+
+        After `pause` the model's modules and addresses must be those that this stepper was made
+        for. Raises as `attending`, with the model unchanged.
+        """
+        if not self.uses_operator:
+            self._serving.enter_context(self.attending())
+            return
+        self._attend_by_operator()
+        if self._layers is not None:
+            self._layers.resume()
+
+    def pause(self) -> None:
+        """Let the model run by its own code, in its own attention; steps come after `resume`."""
+        if self._layers is not None:
+            self._layers.pause()
+        self._serving.close()
 
     # ---- steps ----------------------------------------------------------------------------
 

@@ -147,6 +147,9 @@ class ParallelEngine(Engine):
         self._announce_now("_reclaim", num_bytes)
         return super()._reclaim(num_bytes)
 
+    def _check_at_rest(self, what: str) -> None:
+        raise ConfigError(f"a model that is divided among ranks stays as it was made: no {what}")
+
     def close(self) -> None:
         """Close this engine; rank 0 also closes those of the other ranks. Idempotent."""
         if self._is_closed:

@@ -1,0 +1,365 @@
+"""Training takes turns with the engine: the model is its own inside, and seen as it is after."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import VOCABULARY, tiny_model
+
+from vmkv.errors import ClosedError, ConfigError, PausedError
+from vmkv.serve import Engine
+from vmkv.serve.params import SamplingParams
+from vmkv.serve.runner import RunnerOptions
+from vmkv.step.joined_layers import SiblingLinear
+from vmkv.step.model_guard import checksums_of
+
+EAGER: dict[str, Any] = {"runner": "eager"}
+_TRACED = RunnerOptions(
+    compile_layers=True, compile_backend="aot_eager", capture=True, show_progress=False
+)
+TRACED: dict[str, Any] = {"runner": "graphs", "runner_options": _TRACED}
+_PADDED = RunnerOptions(capture=True, show_progress=False)
+PADDED: dict[str, Any] = {"runner": "graphs", "runner_options": _PADDED}
+RUNNERS = pytest.mark.parametrize(
+    "options",
+    [EAGER, PADDED, pytest.param(TRACED, marks=pytest.mark.slow)],
+    ids=["eager", "padded", "traced"],
+)
+#: Longer than a block of the prefix cache, which is what is looked up.
+PROMPT = torch.randint(3, VOCABULARY, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "fused": functools.partial(torch.optim.AdamW, fused=True),
+    "foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "plain": functools.partial(torch.optim.AdamW, foreach=False),
+}
+
+
+@pytest.fixture
+def model() -> Any:
+    """A model that a test may change."""
+    return copy.deepcopy(tiny_model("llama", "sdpa"))
+
+
+def said_by(engine: Engine) -> list[int]:
+    (output,) = engine.generate(PROMPT, GREEDY)
+    return list(output.outputs[0].token_ids)
+
+
+def num_cached(engine: Engine) -> int:
+    (output,) = engine.generate(PROMPT, GREEDY)
+    return int(output.num_cached_tokens)
+
+
+def expected(model: Any) -> list[int]:
+    """Tokens of transformers, with the weights as they are; call it inside `paused`."""
+    untouched = copy.deepcopy(model).eval()
+    ids = torch.tensor([PROMPT])
+    its = {"attention_mask": torch.ones_like(ids), "do_sample": False, "use_cache": False}
+    said: list[int] = untouched.generate(ids, max_new_tokens=6, **its)[0, len(PROMPT) :].tolist()
+    return said
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    ids = torch.tensor([PROMPT])
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def trained(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients of one batch, in training mode."""
+    model.zero_grad()
+    loss_of(model).backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters()}
+
+
+def as_seen(model: Any) -> list[tuple[object, ...]]:
+    """What code around a model can see of its modules."""
+    return [
+        (type(module), module.training, sorted(vars(module)), sorted(module._forward_pre_hooks))
+        for module in model.modules()
+    ]
+
+
+# ---- the model's own -----------------------------------------------------------------------------
+
+
+@RUNNERS
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["", "checkpointing"])
+def test_training_gets_the_model_as_it_was(
+    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any], checkpoints: bool
+) -> None:
+    """Attention, classes, attributes, modes and gradients, in every turn; bit for bit."""
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    untouched = copy.deepcopy(model)
+    before = as_seen(model)
+    engine = make_engine(model, **options)
+    with engine.paused():
+        assert before == as_seen(model)
+        assert "sdpa" == model.config._attn_implementation
+        model.train()
+        model.model.layers[0].mlp.eval()
+        before = as_seen(model)
+        untouched.train()
+        wanted = trained(untouched)
+        got = trained(model)
+        assert all(torch.equal(each, got[name]) for name, each in wanted.items())
+    for _ in range(2):
+        assert not any(module.training for module in model.modules())
+        said = said_by(engine)
+        with engine.paused():
+            assert before == as_seen(model)
+            assert torch.is_grad_enabled()
+            got = trained(model)
+            assert all(torch.equal(each, got[name]) for name, each in wanted.items())
+            assert expected(model) == said
+
+
+@pytest.mark.slow
+def test_a_training_step_may_be_compiled(model: Any, make_engine: Callable[..., Engine]) -> None:
+    """Joint weights, which have no gradients, are not seen by the user's own compiler."""
+    wanted = trained(copy.deepcopy(model).train())
+    engine = make_engine(model, **TRACED)
+    assert any(type(each) is SiblingLinear for each in model.modules())
+    with engine.paused():
+        model.train()
+        torch.compile(loss_of, backend="aot_eager")(model).backward()
+        for name, each in model.named_parameters():
+            torch.testing.assert_close(each.grad, wanted[name])
+
+
+def test_other_engines_of_the_model_are_paused_too(
+    model: Any, make_engine: Callable[..., Engine]
+) -> None:
+    first, second = make_engine(model), make_engine(model)
+    said = said_by(second)
+    with first.paused(), second.paused():
+        assert "sdpa" == model.config._attn_implementation
+    with first.paused():
+        assert said == said_by(second)
+    assert said == said_by(first)
+
+
+def test_an_attention_that_training_chooses_is_its_own(
+    model: Any, make_engine: Callable[..., Engine]
+) -> None:
+    engine = make_engine(model)
+    with engine.paused():
+        model.set_attn_implementation("eager")
+    said_by(engine)
+    with engine.paused():
+        assert "eager" == model.config._attn_implementation
+    engine.close()
+    assert "eager" == model.config._attn_implementation
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def test_a_paused_engine_does_not_serve(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    with engine.paused():
+        for use in (
+            lambda: engine.add(PROMPT),
+            engine.step,
+            lambda: engine.generate([PROMPT]),
+        ):
+            with pytest.raises(PausedError, match=r"paused\(\)"):
+                use()
+        with pytest.raises(ConfigError, match="already"), engine.paused():
+            pass
+        with pytest.raises(PausedError):
+            engine.step()
+    assert 6 == len(said_by(engine))
+
+
+def test_an_engine_with_requests_cannot_be_paused(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    handle = engine.add(PROMPT, GREEDY)
+    for _ in range(3):
+        engine.step()
+    with pytest.raises(ConfigError, match="1 requests are unfinished"), engine.paused():
+        pass
+    with pytest.raises(ConfigError, match="unfinished"):
+        engine.weights_changed()
+    engine.cancel(handle)
+    with engine.paused():
+        pass
+    assert 6 == len(said_by(engine))
+
+
+def test_an_error_of_training_gives_the_model_back(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    said = said_by(engine)
+    with pytest.raises(ZeroDivisionError), engine.paused():
+        raise ZeroDivisionError
+    assert said == said_by(engine)
+
+
+@RUNNERS
+def test_a_model_that_cannot_be_served_any_more_stays_with_training(
+    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any]
+) -> None:
+    engine = make_engine(model, **options)
+    said = said_by(engine)
+    with pytest.raises(ConfigError, match=r"other keys and values"), engine.paused():
+        model.to(torch.bfloat16).train()
+    assert model.training
+    with pytest.raises(PausedError):
+        engine.generate(PROMPT, GREEDY)
+    with engine.paused():
+        model.to(torch.float32)
+        wanted = expected(model)
+    assert wanted == said_by(engine)
+    assert said != []
+
+
+def test_an_engine_can_be_closed_inside(model: Any, make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(model)
+    with engine.paused():
+        engine.close()
+        assert "sdpa" == model.config._attn_implementation
+    with pytest.raises(ClosedError), engine.paused():
+        pass
+
+
+# ---- weights that change -------------------------------------------------------------------------
+
+
+@RUNNERS
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_updates_are_seen(
+    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any], kind: str
+) -> None:
+    """Greedy tokens after each update are those of transformers with the same weights."""
+    engine = make_engine(model, **options)
+    optimizer = OPTIMIZERS[kind](model.parameters(), lr=0.05)
+    runner, seen = engine.loop.runner, set()
+    for _ in range(6):
+        with engine.paused():
+            model.train()
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+            wanted = expected(model)
+        assert not num_cached(engine), "prefixes of the weights before"
+        assert wanted == said_by(engine)
+        seen.add(tuple(wanted))
+    assert runner is engine.loop.runner, "nothing has moved"
+    assert len(seen) > 2, "the updates are too small to tell"
+
+
+@RUNNERS
+@pytest.mark.parametrize("how", ["written", "replaced"])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_data_that_is_set_is_seen(
+    model: Any,
+    make_engine: Callable[..., Engine],
+    options: dict[str, Any],
+    how: str,
+    where: str,
+) -> None:
+    def change() -> None:
+        for parameter in model.parameters():
+            if how == "written":
+                parameter.data.mul_(-1.5)
+            else:
+                parameter.data = parameter.data * -1.5
+
+    engine = make_engine(model, **options)
+    before = said_by(engine)
+    if where == "outside":
+        change()
+        engine.weights_changed()
+    with engine.paused():
+        if where == "inside":
+            change()
+        wanted = expected(model)
+    assert before != wanted
+    assert not num_cached(engine)
+    assert wanted == said_by(engine)
+
+
+def test_prefixes_of_unchanged_weights_are_kept(
+    model: Any, make_engine: Callable[..., Engine]
+) -> None:
+    engine = make_engine(model)
+    said_by(engine)
+    with engine.paused():
+        trained(model.train())
+    assert num_cached(engine)
+
+
+def test_forgotten_prefixes_leave_their_memory(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    said_by(engine)
+    assert num_cached(engine)
+    before = engine.cache.pool.stats()
+    engine.weights_changed()
+    assert before.resident_bytes == engine.cache.pool.stats().resident_bytes > 0
+    engine.cache.check()
+    assert not num_cached(engine)
+    assert before.created_bytes == engine.cache.pool.stats().created_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_checksum_sees_a_change_of_any_column(dtype: torch.dtype) -> None:
+    """Samples of a large matrix are spread over its columns; of a small one they are all."""
+    small, large = torch.nn.Linear(16, 16), torch.nn.Linear(4096, 512, bias=False)
+    both = torch.nn.ModuleList([small, large]).to(dtype)
+    before = checksums_of(both)
+    assert before == checksums_of(both)
+    for place in range(0, 256, 17):
+        changed = copy.deepcopy(both)
+        changed[0].weight.data.view(-1)[place] += 1
+        assert sum(a != b for a, b in zip(before, checksums_of(changed), strict=True)) == 1
+    for column in (0, 1, 777, 4095):
+        changed = copy.deepcopy(both)
+        changed[1].weight.data[:, column] += 1
+        assert sum(a != b for a, b in zip(before, checksums_of(changed), strict=True)) == 1
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+@RUNNERS
+def test_adapters_are_seen(
+    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any]
+) -> None:
+    """Attached, trained, merged, unmerged, disabled, and removed, while the engine stays."""
+    peft = pytest.importorskip("peft")
+    engine = make_engine(model, **options)
+    plain = said_by(engine)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
+    seen: list[list[int]] = []
+
+    def check() -> None:
+        assert not num_cached(engine)
+        assert seen[-1] == said_by(engine)
+
+    with engine.paused():
+        adapted = peft.get_peft_model(model, config)
+        seen.append(expected(model))
+    check()
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], 0.1)
+    with engine.paused():
+        adapted.train()
+        loss_of(model).backward()
+        optimizer.step()
+        seen.append(expected(model))
+    check()
+    for change in ("merge_adapter", "unmerge_adapter", "unload"):
+        with engine.paused():
+            getattr(adapted, change)()
+            seen.append(expected(model))
+        check()
+    assert plain == seen[-1]
+    assert len({*map(tuple, seen)}) >= 3

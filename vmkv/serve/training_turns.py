@@ -1,0 +1,97 @@
+"""Training and serving take turns with one model, whose weights change in between.
+
+While training has the model, its attention, layers and modes are its own; weights that were joined
+stay side by side, each parameter a view of its part, so that an optimizer writes where steps read.
+After a turn the model is compared with the one that was served: other values make cached prefixes
+stale, and other addresses or modules a new runner necessary.
+
+See DESIGN.md, Note [Training has the model in turns].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core.cache import KVCache
+from ..errors import ConfigError
+from ..hf.proof import prove
+from ..options import EngineOptions
+from ..step.model_guard import checksums_of
+from .memory_view import ServedRows
+from .runner import ModelRunner, make_runner
+
+
+class TrainingTurns:
+    """Hands the model of an engine's runner to training, and takes it up again.
+
+    `renew` makes a new runner of a changed model, in place of a closed one.
+
+    Attributes:
+        runner: The runner in use; another one after `resume` of a changed model.
+        is_paused: Whether training has the model.
+    """
+
+    def __init__(self, model: Any, runner: ModelRunner, renew: Callable[[], ModelRunner]):
+        self._model = model
+        self.runner = runner
+        self._renew = renew
+        self._training: list[torch.nn.Module] = []  # Modules in training mode in the last turn.
+        self._checksums: list[int] | None = None
+        self.is_paused = False
+
+    def pause(self, *, compares_values: bool) -> None:
+        """Let the model be its own, in the modes of training's last turn. Idempotent."""
+        if self.is_paused:
+            return
+        self.runner.pause()
+        self.is_paused = True
+        self._checksums = checksums_of(self._model) if compares_values else None
+        for module in self._training:
+            module.training = True
+
+    def resume(self) -> bool:
+        """Serve the model again, in eval mode; returns whether values are others, if compared.
+
+        Raises `ConfigError` if the model can no longer be served; training then keeps it.
+        """
+        training = [module for module in self._model.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            if self.runner.is_current():
+                self.runner.resume()
+            else:
+                self.runner.close()
+                self.runner = self._renew()
+        except BaseException:
+            for module in training:
+                module.training = True
+            raise
+        self._training, self.is_paused = training, False
+        before, self._checksums = self._checksums, None
+        return before is not None and before != checksums_of(self._model)
+
+
+def renewed_runner(model: Any, rows: ServedRows, given: EngineOptions) -> ModelRunner:
+    """Make a runner for a model that was changed; `ConfigError` if its rows do not fit any more."""
+    proof = prove(model, given.attention_backend)
+    if proof.signatures != rows.signatures or proof.calls != rows.calls:
+        raise ConfigError(
+            "the model's layers have other keys and values than when its engine was made: undo the "
+            "change and leave engine.paused() again, or close the engine and make it anew"
+        )
+    pool = rows.cache.pool
+    budget_bytes = pool.budget_bytes
+    runner = make_runner(model, rows, given)
+    pool.set_budget(budget_bytes)  # Training gives back what it has of that now.
+    return runner
+
+
+def forget_prefixes(cache: KVCache) -> None:
+    """Forget all recorded tokens; the memory stays with its rows."""
+    with cache.pool.lock:
+        for row in tuple(cache.prefixes.recorded):
+            cache.prefixes.truncate(row)
