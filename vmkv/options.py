@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: More priority levels would make waiting times practically unbounded: Note [Waiting is bounded].
 _PRIORITY_MAX = 16
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+"""Choices of `EngineOptions.logprobs_mode`."""
 _MAY_BE_ZERO = ("max_queued", "max_priority")
 
 
@@ -55,9 +57,14 @@ class EngineOptions:
             the least recently used prefixes. Memory of the pool's other users counts but is not
             taken. None, the default, keeps everything.
         seed: Seed for requests without one; by default random.
+        logprobs_mode: Distribution of the log-probabilities of generated tokens, by vLLM's names:
+            "raw_logprobs", of the model's logits; or "processed_logprobs", of what tokens are drawn
+            from, after biases, penalties, masks, logits processors, temperature, top-k, top-p and
+            min-p; greedy requests, as in vLLM, without the last four. Those of prompts are the
+            model's.
 
     Raises:
-        ConfigError: The watermark is negative.
+        ConfigError: The watermark is negative, or there is no such mode.
     """
 
     max_num_seqs: int = 256
@@ -78,12 +85,18 @@ class EngineOptions:
     preemption_costs: Any = None
     watermark_bytes: int | None = None
     seed: int | None = None
+    logprobs_mode: str = LOGPROBS_MODES[0]
 
     def __post_init__(self) -> None:
         if self.watermark_bytes is not None and self.watermark_bytes < 0:
             raise ConfigError(
                 f"watermark_bytes={self.watermark_bytes} is negative; 0 keeps nothing, None "
                 "everything"
+            )
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ConfigError(
+                f"logprobs_mode={self.logprobs_mode!r} is none of {', '.join(LOGPROBS_MODES)}; "
+                "logits are not told"
             )
 
 

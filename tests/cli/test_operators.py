@@ -70,9 +70,11 @@ def test_vllms_names_of_options_mean_ours(theirs: str, ours: str) -> None:
 
 def test_options_that_vllm_has_reach_the_engine() -> None:
     line = "--gpu-memory-utilization 0.5 --seed 7 --max-num-seqs 9 --no-enable-prefix-caching"
+    line += " --logprobs-mode processed_logprobs"
     chosen = EngineOptions(**_chosen(EngineOptions, parsed(*line.split())))
     assert (0.5, 7, 9) == (chosen.memory_fraction, chosen.seed, chosen.max_num_seqs)
     assert not chosen.prefix_caching
+    assert "processed_logprobs" == chosen.logprobs_mode
     assert EngineOptions(**_chosen(EngineOptions, parsed())).prefix_caching
 
 

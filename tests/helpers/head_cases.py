@@ -66,14 +66,14 @@ def is_greedy(name: str, group: TensorParallel) -> None:
             assert [] == counts
 
 
-def is_mixed(name: str, step_tokens: int, group: TensorParallel) -> None:
+def is_mixed(name: str, step_tokens: int, mode: str, group: TensorParallel) -> None:
     """The logits of a step are put together once, if one of its requests needs them."""
     model = copy.deepcopy(tiny_model(name))
     expected = []
     if not group.rank:
-        with Engine(copy.deepcopy(model), **ROOMY) as engine:
+        with Engine(copy.deepcopy(model), **ROOMY, logprobs_mode=mode) as engine:
             expected = engine.generate(MANY, MIXED)
-    options = {**PADDED, "max_num_batched_tokens": step_tokens}
+    options = {**PADDED, "max_num_batched_tokens": step_tokens, "logprobs_mode": mode}
     with engine_on(group, model, **options) as engine:
         if engine is None:
             return

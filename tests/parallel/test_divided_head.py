@@ -111,7 +111,9 @@ def pair(warm_children: None) -> Iterator[Pair]:
 
 CASES = [
     *(partial(cases.is_greedy, name) for name in ("llama", "gemma2", "mixtral")),
-    *(partial(cases.is_mixed, *each) for each in (("llama", 48), ("gemma2", 48), ("llama", 3))),
+    partial(cases.is_mixed, "llama", 48, "raw_logprobs"),
+    partial(cases.is_mixed, "gemma2", 48, "processed_logprobs"),
+    partial(cases.is_mixed, "llama", 3, "raw_logprobs"),
     cases.has_ties,
     partial(cases.finds_again_and_again, "cpu"),
     cases.is_filled_up,

@@ -152,6 +152,23 @@ def test_the_kernel_draws_what_sorting_draws(host_kernel, kind: str, dtype: torc
     check_equal_draws("cpu", logits_of(kind, len(params)).to(dtype), params)
 
 
+@pytest.mark.parametrize("kind", ["normal", "peaked", "tied", "zeros"])
+def test_log_probabilities_of_draws_are_those_of_sorting(host_kernel, kind: str) -> None:
+    """Of the distribution that is drawn from; a token that was drawn has one."""
+    params = [dataclasses.replace(each, logprobs=3) for each in seeded()]
+    slots = torch.arange(len(params))
+    both = samplers("cpu", VOCABULARY, params)
+    for sampler in both:
+        sampler.tells_processed = True
+    logits = logits_of(kind, len(params))
+    one, other = (each.sample(logits, slots, range(len(params))) for each in both)
+    assert one.logprobs is not None
+    assert one.logprobs.isfinite().all()
+    torch.testing.assert_close(one.logprobs, other.logprobs)
+    torch.testing.assert_close(one.top_logprobs, other.top_logprobs)
+    assert torch.equal(one.top_token_ids, other.top_token_ids)
+
+
 @pytest.mark.parametrize("vocabulary", [1, 5, 511, 513, 1537])
 def test_rows_of_odd_sizes(host_kernel, vocabulary: int) -> None:
     """One number is loaded at a time."""

@@ -173,6 +173,35 @@ def test_logprobs_equal_the_models(make_engine: MakeEngine, processors: list[obj
         assert row.topk(4).indices.tolist() == list(given.top)
 
 
+def test_processed_logprobs_include_temperature_and_processors(make_engine: MakeEngine) -> None:
+    """Those of the prompt are the model's; another mode is refused."""
+    prompt, model = prompts(1, seed=8)[0], tiny_model("llama")
+    processors = [lambda _, scores: scores.index_fill(1, torch.tensor([7]), 5.0)]
+    params = SamplingParams(
+        temperature=0.7,
+        max_tokens=6,
+        logprobs=4,
+        prompt_logprobs=0,
+        logits_processors=processors,
+        seed=3,
+    )
+    [output] = make_engine(logprobs_mode="processed_logprobs").generate([prompt], params)
+    completion = output.outputs[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0]
+    raw = logits.log_softmax(-1)
+    for row, token_id, known in zip(raw, prompt[1:], output.prompt_logprobs[1:], strict=False):
+        torch.testing.assert_close(torch.tensor(known.logprob), row[token_id])
+    logits[:, 7] = 5.0
+    wanted = (logits / 0.7).log_softmax(-1)[len(prompt) - 1 : -1]
+    assert completion.logprobs is not None
+    for row, token_id, given in zip(wanted, completion.token_ids, completion.logprobs, strict=True):
+        torch.testing.assert_close(torch.tensor(given.logprob), row[token_id])
+        assert row.topk(4).indices.tolist() == list(given.top)
+    with pytest.raises(ConfigError, match="logprobs_mode='processed_logits'"):
+        make_engine(logprobs_mode="processed_logits")
+
+
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_samples_share_their_prompt(make_engine: MakeEngine, prefix_caching: bool) -> None:
     """Each sample equals a request with its seed; prefix caching computes the prompt once."""

@@ -316,7 +316,7 @@ def test_an_engine_reports_its_steps_to_its_pace(
     clock = Host(holds=False)
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now_s)
     engine = make_engine(max_tokens=64)
-    submit = engine.loop._runner.submit
+    submit = engine._runner.submit
     fails = [False]
 
     class Timed(Work):
@@ -336,7 +336,7 @@ def test_an_engine_reports_its_steps_to_its_pace(
         clock._end_s = max(clock._end_s, clock.now_s) + 0.03
         return Timed(inner, clock._end_s)
 
-    engine.loop._runner.submit = timed
+    engine._runner.submit = timed
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     handle = engine.add([3, 4, 5, 6], params)
     assert engine.loop.spare_s == 0  # Nothing runs.

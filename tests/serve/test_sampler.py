@@ -401,6 +401,50 @@ def test_logprobs_are_of_the_models_logits() -> None:
     assert (1, 0) == tuple(sampled.top_token_ids.shape)
 
 
+def test_processed_logprobs_are_of_the_distribution_drawn_from() -> None:
+    """Transformers' processors in their order, beside requests without filters, and greedy ones."""
+    sampler = sampler_of(
+        SamplingParams(temperature=0.7, top_k=9, top_p=0.8, min_p=0.02, logprobs=12, seed=0),
+        SamplingParams(temperature=2, repetition_penalty=1.5, logit_bias={3: 2.0}, logprobs=5),
+        SamplingParams(temperature=0, repetition_penalty=1.5, logprobs=4),
+        SamplingParams(temperature=1.3, allowed_token_ids=(4, 5, 6), logprobs=5, seed=1),
+    )
+    sampler.tells_processed = True
+    logits = some_logits(4)
+    got = sampler.sample(logits, torch.arange(4), range(4))
+    ids = torch.tensor([PROMPT])
+    filtered = logits[:1] / 0.7
+    for processor in (hf.TopKLogitsWarper(9), hf.TopPLogitsWarper(0.8), hf.MinPLogitsWarper(0.02)):
+        filtered = processor(ids, filtered)
+    biased = logits.clone()[1:3]
+    biased[0, 3] += 2
+    penalised = hf.RepetitionPenaltyLogitsProcessor(1.5)(ids.expand(2, -1), biased)
+    penalised[0] /= 2
+    allowed_only = torch.full_like(logits[3:], -math.inf)
+    allowed_only[:, 4:7] = logits[3:, 4:7] / 1.3
+    expected = torch.cat([filtered, penalised, allowed_only]).log_softmax(-1)
+    assert got.logprobs is not None
+    assert got.logprobs.isfinite().all()
+    torch.testing.assert_close(got.logprobs, expected.gather(1, got.token_ids[:, None])[:, 0])
+    torch.testing.assert_close(got.top_logprobs, expected.sort(descending=True).values[:, :12])
+
+
+def test_frequencies_of_tokens_are_their_processed_logprobs() -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.9, logprobs=VOCABULARY, seed=0)
+    seeds, logits = range(3000), some_logits()
+    sampler = Sampler(len(seeds), VOCABULARY, "cpu")
+    sampler.tells_processed = True
+    for seed in seeds:
+        sampler.set_slot(seed, dataclasses.replace(params, seed=seed), PROMPT)
+    got = sampler.sample(logits.expand(len(seeds), -1), torch.arange(len(seeds)), seeds)
+    assert got.top_logprobs is not None
+    assert got.top_token_ids is not None
+    chances = torch.zeros(VOCABULARY).index_add(0, got.top_token_ids[0], got.top_logprobs[0].exp())
+    found = torch.bincount(got.token_ids, minlength=VOCABULARY) / len(seeds)
+    assert not found[chances == 0].any()
+    assert (found - chances).abs().max() < 4 * (0.25 / len(seeds)) ** 0.5
+
+
 def test_the_first_of_equally_likely_tokens_are_reported() -> None:
     """Whatever other rows ask for; the greedy token is the first."""
     for seed in range(10):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from .. import kept
 from ..errors import CapacityError, ConfigError, VMKVError, one_line
-from ..options import EngineOptions, Limits, ServerOptions
+from ..options import LOGPROBS_MODES, EngineOptions, Limits, ServerOptions
 from ..phases import phase
 from ..units import GiB, MiB, format_bytes
 from . import arguments as types
@@ -108,6 +108,8 @@ def add_parser(commands: types.Commands) -> None:
     flags, dest = ("--no-prefix-caching", "--no-enable-prefix-caching"), "prefix_caching"
     add(*flags, dest=dest, action="store_false", help="compute common prefixes again")
     add("--enable-prefix-caching", dest=dest, action="store_true", help="as by default")
+    text = "whether log-probabilities are the model's, or of what tokens are drawn from"
+    add("--logprobs-mode", choices=LOGPROBS_MODES, default=LOGPROBS_MODES[0], help=text)
     add("--deterministic", action="store_true", help="tokens do not depend on other requests")
     add = parser.add_argument_group("replicas").add_argument
     text = "engines on a GPU each, on the Ray cluster that RAY_ADDRESS names, or on this machine"

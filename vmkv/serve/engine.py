@@ -36,7 +36,7 @@ from .observer import EngineObserver, FirstToken, Idle, RequestAdded, RequestRec
 from .params import SamplingParams
 from .prompts import check_tenant, end_tokens, packed_prompt, resolve, tokenised, vocabulary_sizes
 from .request import FinishReason, Request, RequestHandle, RequestOutput, detokenizer_of
-from .runner import make_runner
+from .runner import ModelRunner, make_runner
 from .scheduler import PreemptionCosts, Scheduler
 from .step_loop import Ended, Sampled, Scored, StepLoop
 from .training_turns import TrainingTurns, forget_prefixes, renewed_runner
@@ -118,7 +118,7 @@ class Engine:
             runner = make_runner(model, rows, given)
             renew = partial(renewed_runner, model, rows, given)
             self._turns = TrainingTurns(model, runner, renew)
-            undo.callback(lambda: self._turns.runner.close())
+            undo.callback(lambda: self._runner.close())
             self._view.fitting_tokens()  # Checks that one token fits, with the over-read.
             self._undo = undo.pop_all()
         its = (tokenizer, self._vocab_size, self._end_tokens)
@@ -133,6 +133,10 @@ class Engine:
             observer=observer,
         )
         self._is_closed = False
+
+    @property
+    def _runner(self) -> ModelRunner:
+        return self._turns.runner
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -511,8 +515,8 @@ class Engine:
     def _resume(self) -> None:
         if self._turns.resume():
             forget_prefixes(self.cache)
-        if self.loop.runner is not self._turns.runner:
-            self.loop.runner = self._turns.runner
+        if self.loop.runner is not self._runner:
+            self.loop.runner = self._runner
             forget_prefixes(self.cache)
 
     def _check_at_rest(self, what: str) -> None:

@@ -494,6 +494,7 @@ def make_runner(model: Any, rows: ServedRows, given: EngineOptions) -> ModelRunn
         options=options,
         deterministic=deterministic,
     )
+    runner.sampler.tells_processed = given.logprobs_mode == "processed_logprobs"
     try:
         if kind == "graphs":
             runner.warm_up()

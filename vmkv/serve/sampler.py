@@ -99,7 +99,8 @@ class SampledTokens:
 
     Attributes:
         token_ids: `[n] int64`.
-        logprobs: `[n] float32`, of the tokens under the model's unmodified logits.
+        logprobs: `[n] float32`, of the tokens under the model's unmodified logits, or the processed
+            ones.
         top_token_ids: `[n, k] int64`, likeliest first; k is the most that a slot requests.
         top_logprobs: `[n, k] float32`, of `top_token_ids`.
     """
@@ -163,7 +164,13 @@ class Sampler:
 
     `vocab_size` is the logits' number of columns. `CapacityError` if the device has no memory for
     the token counts, 5 bytes per slot and vocabulary entry.
+
+    Attributes:
+        tells_processed: Whether log-probabilities are of the distribution that tokens are drawn
+            from, instead of the model's; see `EngineOptions.logprobs_mode`.
     """
+
+    tells_processed = False
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str):
         self.max_num_seqs = max_num_seqs
@@ -261,23 +268,33 @@ class Sampler:
             self._counts[slots] += 1
         if needs.logprobs < 0:
             return SampledTokens(tokens)
+        if self.tells_processed:
+            logits = self._processed(scores.float(), slots, needs, tokens)
         return with_logprobs(tokens, logits, min(needs.logprobs, self.vocab_size))
 
     def _choose(self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs) -> torch.Tensor:
         if not needs.draws:
             return likeliest(scores)
+        keys = row_keys(self._integers[slots, _SEED], self._counts[slots])
+        ordered, ids, is_out = self._filtered(scores, slots, needs)
+        is_out |= self._floats[slots, _TEMPERATURE, None] == 0
+        is_out.scatter_(1, ordered.max(-1, keepdim=True).indices, False)
+        noisy = (ordered + gumbel_noise(keys, ids)).masked_fill(is_out, -math.inf)
+        return ids.expand_as(noisy).gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
+
+    def _filtered(
+        self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Divide by the temperatures; return candidates' scores, their ids, and the ruled-out."""
         floats, integers = self._floats[slots], self._integers[slots]
-        keys = row_keys(integers[:, _SEED], self._counts[slots])
         temperature = floats[:, _TEMPERATURE, None]
-        is_greedy = temperature == 0
-        ordered = scores / temperature.masked_fill(is_greedy, 1.0)
+        ordered = scores / temperature.masked_fill(temperature == 0, 1.0)
         ids = torch.arange(self.vocab_size, device=scores.device)
         if needs.num_candidates < self.vocab_size:
             ordered, ids = _likeliest(ordered, needs.num_candidates)
         elif needs.orders:
             ordered, ids = ordered.sort(dim=-1, descending=True, stable=True)
-        most, first = ordered.max(-1, keepdim=True)
-        is_out = (ordered < most + floats[:, _MIN_P, None]) | is_greedy
+        is_out = ordered < ordered.amax(-1, keepdim=True) + floats[:, _MIN_P, None]
         if needs.orders:
             rank = torch.arange(ids.shape[1], device=ids.device)
             ordered = ordered.masked_fill(rank >= integers[:, _TOP_K, None], -math.inf)
@@ -285,9 +302,21 @@ class Sampler:
             probabilities = ordered.softmax(-1)
             before = probabilities.cumsum(-1) - probabilities
             is_out |= before >= floats[:, _TOP_P, None]
-        is_out.scatter_(1, first, False)
-        noisy = (ordered + gumbel_noise(keys, ids)).masked_fill(is_out, -math.inf)
-        return ids.expand_as(noisy).gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
+        return ordered, ids, is_out
+
+    def _processed(
+        self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Return scores `[n, vocabulary]` whose softmax is what `tokens [n]` were drawn from."""
+        if not needs.draws:
+            return scores
+        ordered, ids, is_out = self._filtered(scores, slots, needs)
+        ordered = ordered.masked_fill(is_out, -math.inf)
+        kept = torch.full_like(scores, -math.inf).scatter_(1, ids.expand_as(ordered), ordered)
+        # A drawn token was not ruled out; the kernel rounds otherwise at the edge.
+        drawn, temperature = tokens[:, None], self._floats[slots, _TEMPERATURE, None]
+        kept.scatter_(1, drawn, scores.gather(1, drawn) / temperature)
+        return torch.where(temperature == 0, scores, kept)
 
     def _adjusted(self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs) -> torch.Tensor:
         if needs.biases:
