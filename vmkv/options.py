@@ -46,7 +46,8 @@ class EngineOptions:
         host_budget_bytes: Host memory for swapping preempted requests; 0 to recompute them.
         deterministic: Make a request's tokens independent of the rest of the batch, by forward
             passes of its own. This costs most of the throughput.
-        prefix_caching: Reuse cached keys and values of prompts' prefixes.
+        prefix_caching: Reuse cached keys and values of prompts' prefixes. Samples of one request
+            share their prompt either way, unless `deterministic`.
         attention_backend, kv_dtype, kv_scales, skip_layers: See `vmkv.hf.store.CacheOptions`.
         runner: "eager", "graphs" (compiled layers and CUDA graphs), or "auto": graphs on CUDA.
         runner_options: A `RunnerOptions` for "graphs".

@@ -204,7 +204,7 @@ def test_processed_logprobs_include_temperature_and_processors(make_engine: Make
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_samples_share_their_prompt(make_engine: MakeEngine, prefix_caching: bool) -> None:
-    """Each sample equals a request with its seed; prefix caching computes the prompt once."""
+    """Each sample equals a request with its seed; the prompt is computed once."""
     prompt = prompts(1, longest=60, seed=11)[0] * 2
     params = SamplingParams(n=3, seed=40, max_tokens=8, temperature=1.0)
     engine = make_engine(prefix_caching=prefix_caching, observer=(seen := Seen()))
@@ -215,9 +215,20 @@ def test_samples_share_their_prompt(make_engine: MakeEngine, prefix_caching: boo
         its = dataclasses.replace(params, n=1, seed=40 + at)
         assert tokens(alone, [prompt], its) == [list(completion.token_ids)]
     assert len({each.token_ids for each in output.outputs}) > 1
-    assert seen.num_prefill_tokens == (len(prompt) + 2 if prefix_caching else 3 * len(prompt))
-    assert prefix_caching == bool(engine.cache.stats().sharing.num_forks)
+    assert seen.num_prefill_tokens == len(prompt) + 2
+    assert engine.cache.stats().sharing.num_forks
     assert 0 == output.num_cached_tokens
+    [output] = engine.generate([prompt], params)
+    assert prefix_caching == bool(output.num_cached_tokens), "nothing else is shared without"
+
+
+def test_deterministic_samples_compute_their_prompt_each(make_engine: MakeEngine) -> None:
+    """A fork's last token would have a pass of its own, and be rounded differently."""
+    prompt = prompts(1, longest=60, seed=11)[0] * 2
+    engine = make_engine(deterministic=True, observer=(seen := Seen()))
+    engine.generate([prompt], SamplingParams(n=3, seed=40, max_tokens=8))
+    assert seen.num_prefill_tokens == 3 * len(prompt)
+    assert not engine.cache.stats().sharing.num_forks
 
 
 def test_tenants_share_no_prefix(make_engine: MakeEngine) -> None:

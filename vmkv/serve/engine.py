@@ -112,6 +112,7 @@ class Engine:
                 given.max_num_batched_tokens,
                 # Cached values from other chunk sizes are rounded differently.
                 prefix_caching=given.prefix_caching and not given.deterministic,
+                forks=not given.deterministic,
                 num_reserved_rows=given.max_num_seqs + 2,
                 requests=self._scheduler.requests,
             )

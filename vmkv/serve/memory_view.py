@@ -149,7 +149,8 @@ class MemoryView:
     """Sequences of requests in one cache, used by the engine's thread only.
 
     A sequence grows by at most `max_chunk_tokens` per step, and swapped sequences leave
-    `num_reserved_rows` rows free. `requests` are the unfinished ones by number.
+    `num_reserved_rows` rows free. With `forks` samples share the prompt that the first computed.
+    `requests` are the unfinished ones by number.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class MemoryView:
         max_chunk_tokens: int,
         *,
         prefix_caching: bool,
+        forks: bool,
         num_reserved_rows: int,
         requests: Mapping[int, Request],
     ):
@@ -165,6 +167,7 @@ class MemoryView:
         self.page_bytes = cache.pool.page_bytes
         self._max_chunk_tokens = max_chunk_tokens
         self._prefix_caching = prefix_caching
+        self._forks = forks
         self._num_reserved_rows = num_reserved_rows
         self._requests = requests
         #: Ended sequences that are still open, and since which submission they are idle.
@@ -292,7 +295,7 @@ class MemoryView:
         leader, num_prompt = request.leader, len(request.prompt_token_ids)
         if (
             leader is None
-            or not self._prefix_caching
+            or not self._forks
             or leader.sequence is None
             or not leader.sequence.is_resident
         ):
@@ -417,7 +420,7 @@ class MemoryView:
 
     def is_ready(self, request: Request) -> bool:
         """Whether the request may begin; false while its leader computes the shared prompt."""
-        leader = request.leader if self._prefix_caching else None
+        leader = request.leader if self._forks else None
         if leader is None or leader.output_token_ids or leader.finish_reason is not None:
             return True
         has_prompt = leader.num_submitted >= len(leader.prompt_token_ids)
