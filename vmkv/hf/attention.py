@@ -27,7 +27,7 @@ from ..attention.sdpa import plain_attention, visible_keys
 from ..core.cache.fp8 import FP8
 from ..errors import ConfigError
 from ..step.model_guard import PACKED, register_attention
-from ..step.row_attention import LayerCall
+from ..step.row_attention import LayerCall, in_autocast
 from . import compat
 from .configuration import UnservableError
 from .layers import VirtualLayer, layer_behind, outside_graphs
@@ -51,7 +51,9 @@ def vmkv_attention(
     (of the keys that each query sees, `[B, Tq, n]`) count; `vmkv_batch` is the packed step, a
     function of the module and its `LayerCall`.
     """
-    scale = options.get("scaling")
+    scale, vmkv_batch = options.get("scaling"), options.get("vmkv_batch")
+    if vmkv_batch is not None:
+        query, key, value = in_autocast(query, key, value)
     asked = LayerCall(
         query,
         key,
@@ -63,7 +65,6 @@ def vmkv_attention(
         attention_mask,
         options.get("position_bias"),
     )
-    vmkv_batch = options.get("vmkv_batch")
     if vmkv_batch is not None:
         return vmkv_batch(module, asked), None
     if getattr(attention_mask, "_vmkv_placeholder", False):

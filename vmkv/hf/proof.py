@@ -113,11 +113,11 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
 
 
 def _made_of(model: Any, windows: Mapping[int, int | None]) -> tuple[object, ...]:
-    """Return the subject of a proof: layers, modules, and hooks of modules."""
+    """Return the subject of a proof: layers, modules, hooks of modules, a wrapped `forward`."""
     modules = [
         (id(each), *each._forward_pre_hooks, *each._forward_hooks) for each in model.modules()
     ]
-    return (*windows.items(), *modules)
+    return (id(vars(model).get("forward")), *windows.items(), *modules)
 
 
 def _check_passes(
@@ -178,7 +178,8 @@ def _packed_passes(
     options = CacheOptions(
         max_tokens=_ROW_TOKENS, max_batch_size=_NUM_SEQUENCES, attention_backend=attention_backend
     )
-    eps = _eps(model)
+    # A wrapped `forward` may compute in another type than weights have.
+    eps = max(_eps(model), *(torch.finfo(each.dtype).eps for each in layers.signatures.values()))
     differences: list[_Difference] = []
     with (
         contextlib.closing(Store(model.config, options, windows)) as memory,

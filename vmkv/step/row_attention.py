@@ -115,6 +115,14 @@ class LayerCall(NamedTuple):
     angles: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
+def in_autocast(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Convert to the type in which autocast attends; rotary embeddings leave float32 behind."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return [each.to(torch.get_autocast_dtype(kind)) for each in tensors]
+
+
 @dataclass(frozen=True)
 class _Kernels:
     """Kernels of one kind of layer; `new` is for beginnings."""
@@ -426,9 +434,7 @@ def _rows_attention(
     """Attention function for transformers; arguments as `vmkv_attention`."""
     scale = options.get("scaling")
     out = torch.ops.vmkv.attend_rows(
-        query,
-        key,
-        value,
+        *in_autocast(query, key, value),
         getattr(module, _PLACE),
         options.get("s_aux"),
         query.shape[-1] ** -0.5 if scale is None else scale,

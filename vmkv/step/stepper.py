@@ -81,6 +81,9 @@ class Stepper:
         self.caches = list(caches)
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._is_cuda = self.device.type == "cuda"
+        kind = self.device.type
+        is_cast = torch.is_autocast_enabled(kind)
+        self._autocast = torch.get_autocast_dtype(kind) if is_cast else None
         self.num_slots = num_slots
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device)
         if calls is None:
@@ -259,15 +262,16 @@ class Stepper:
             places = torch.arange(len(positions), device=self.device)
             self._keywords["past_key_values"] = PackedPast(positions - places)
         try:
-            output = self.model(
-                input_ids=token_ids[None],
-                position_ids=positions[None],
-                attention_mask=self._mask,
-                use_cache=False,
-                logits_to_keep=0 if keep is None else keep,
-                return_dict=True,
-                **self._keywords,
-            )
+            with self._computing():
+                output = self.model(
+                    input_ids=token_ids[None],
+                    position_ids=positions[None],
+                    attention_mask=self._mask,
+                    use_cache=False,
+                    logits_to_keep=0 if keep is None else keep,
+                    return_dict=True,
+                    **self._keywords,
+                )
         except VMKVError:
             raise
         except Exception as error:
@@ -283,6 +287,14 @@ class Stepper:
         elif calls != self.calls:
             raise ConfigError(self.guard.change() or _other_calls(calls, self.calls))
         return kept_logits(output, keep)
+
+    def _computing(self) -> contextlib.AbstractContextManager[object]:
+        """Context of the autocast, or of none, in which the stepper was made."""
+        kind, dtype = self.device.type, self._autocast
+        if dtype is None and not torch.is_autocast_enabled(kind):
+            return contextlib.nullcontext()
+        # Without its cache: a graph would read weights that were converted before it.
+        return torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=False)
 
     # ---- captures -------------------------------------------------------------------------
 

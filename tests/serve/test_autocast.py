@@ -1,0 +1,118 @@
+"""Models in float32 under autocast: rows are of the type that attention computes in."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import VOCABULARY, tiny_model
+
+from vmkv.errors import ConfigError
+from vmkv.serve import Engine
+from vmkv.serve.params import SamplingParams
+from vmkv.serve.runner import RunnerOptions
+
+RUNNERS: dict[str, dict[str, Any]] = {
+    "eager": {"runner": "eager"},
+    "padded": {
+        "runner": "graphs",
+        "runner_options": RunnerOptions(capture=True, show_progress=False),
+    },
+    "traced": {
+        "runner": "graphs",
+        "runner_options": RunnerOptions(
+            compile_layers=True, compile_backend="aot_eager", capture=True, show_progress=False
+        ),
+    },
+}
+ASKED = SamplingParams(max_tokens=8, temperature=0.0, logprobs=VOCABULARY)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (5, 21, 33)]
+
+
+def wrapped(model: Any) -> Any:
+    """A model as accelerate prepares it: its `forward` computes under autocast."""
+    forward = torch.autocast("cpu", torch.bfloat16)(type(model).forward)
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
+def check_tokens(model: Any, engine: Engine) -> None:
+    """Each token is as likely as to a pass of the model over the whole sequence."""
+    for prompt, output in zip(prompts(), engine.generate(prompts(), ASKED), strict=True):
+        completion = output.outputs[0]
+        assert "length" == completion.finish_reason
+        ids = torch.tensor([[*prompt, *completion.token_ids]])
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        wanted = logits.log_softmax(-1)
+        assert completion.logprobs is not None
+        for row, entry in zip(wanted, completion.logprobs, strict=True):
+            got = torch.tensor([entry.top[at] for at in range(VOCABULARY)])
+            # Some units in the last place of bfloat16, of logits up to 20.
+            assert (got - row).abs().mean() < 0.1
+            assert row.max() - row[entry.token_id] < 0.5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*(("eager", "padded")), pytest.param("traced", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("way", ["around", "wrapped"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_oss"])
+def test_a_model_in_float32_is_served_under_autocast(
+    make_engine: Callable[..., Engine], name: str, way: str, options: str
+) -> None:
+    """Autocast is around the engine when it is made, or in the model's `forward`."""
+    model = copy.deepcopy(tiny_model(name))
+    around: Any = torch.autocast("cpu", torch.bfloat16)
+    if way == "wrapped":
+        wrapped(model)
+        around = contextlib.nullcontext()
+    with around:
+        engine = make_engine(model, **RUNNERS[options])
+    assert {torch.bfloat16} == {group.dtype for group in engine.cache.groups}
+    with engine.paused():
+        plain = copy.deepcopy(model)
+    check_tokens(plain, engine)
+    with around, engine.paused():
+        ids = torch.tensor([prompts()[1]])
+        model.train()(input_ids=ids, labels=ids).loss.backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step()
+        plain = copy.deepcopy(model).eval()
+    check_tokens(plain, engine)
+
+
+def test_an_engine_keeps_the_autocast_it_was_made_in(make_engine: Callable[..., Engine]) -> None:
+    """Whatever surrounds a step, since rows are of one type."""
+    engine = make_engine(prefix_caching=False)
+    plain = [each.outputs[0].token_ids for each in engine.generate(prompts(), ASKED)]
+    with torch.autocast("cpu", torch.bfloat16):
+        again = [each.outputs[0].token_ids for each in engine.generate(prompts(), ASKED)]
+        cast = make_engine(prefix_caching=False)
+        inside = cast.generate(prompts(), ASKED)
+    assert plain == again
+    outside = cast.generate(prompts(), ASKED)
+    assert [each.outputs for each in inside] == [each.outputs for each in outside]
+    assert torch.float32 == engine.cache.groups[0].dtype
+
+
+def test_a_forward_that_is_wrapped_later_is_proven_again(
+    make_engine: Callable[..., Engine],
+) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    engine = make_engine(model)
+    with pytest.raises(ConfigError, match="other keys and values"), engine.paused():
+        wrapped(model)
+    with engine.paused():
+        del model.forward
+    assert 3 == len(engine.generate(prompts(), ASKED))
