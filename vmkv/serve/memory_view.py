@@ -16,7 +16,7 @@ import torch
 from ..core.backend import Backend, MemoryLocation
 from ..core.cache import KVCache, LayerGroup, close_idle, grow_ahead, make_ready
 from ..core.cache import Sequence as CacheSequence
-from ..core.cache.device_memory import open_pool
+from ..core.cache.device_memory import free_bytes, open_pool
 from ..core.cache.growing import lacking_room, surplus_bytes
 from ..core.cache.layer_group import UNDERREAD_TOKENS
 from ..core.memory import ExtentPool
@@ -130,8 +130,8 @@ def fit_budget(pool: ExtentPool, spare_bytes: int) -> None:
     Call it after the model's graphs and activations have taken their memory.
     """
     stats = pool.stats()
-    free_bytes = pool.backend.free_memory_bytes()
-    fitting = stats.created_bytes + max(0, free_bytes - spare_bytes)
+    left_bytes = max(0, pool.backend.free_memory_bytes() - spare_bytes)
+    fitting = stats.created_bytes + left_bytes
     fitting = max(pool.page_bytes, fitting // pool.page_bytes * pool.page_bytes)
     if fitting < stats.budget_bytes:
         _LOG.info(
@@ -140,6 +140,29 @@ def fit_budget(pool: ExtentPool, spare_bytes: int) -> None:
             format_bytes(stats.budget_bytes),
         )
         pool.set_budget(fitting)
+
+
+class OwnBudget:
+    """Keeps an engine's budget within what its device has, which training uses in turns.
+
+    `spare_bytes` are for activations. A budget that is set meanwhile is the new most.
+    """
+
+    def __init__(self, pool: ExtentPool, spare_bytes: int):
+        self._pool = pool
+        self._spare_bytes = spare_bytes
+        self._most_bytes = self._fitted_bytes = pool.budget_bytes
+
+    def refit(self) -> None:
+        """Lower the budget to free memory, torch's idle memory included, or raise it again."""
+        pool = self._pool
+        if pool.budget_bytes != self._fitted_bytes:
+            self._most_bytes = pool.budget_bytes
+        lacking_bytes = self._most_bytes - pool.stats().created_bytes + self._spare_bytes
+        free_bytes(pool.backend, lacking_bytes)
+        pool.set_budget(self._most_bytes)
+        fit_budget(pool, self._spare_bytes)
+        self._fitted_bytes = pool.budget_bytes
 
 
 # ---- the requests' sequences ---------------------------------------------------------------------

@@ -456,6 +456,17 @@ class ModelRunner:
             return False
         return self._settings == settings_of(model)
 
+    def sleep(self, *, graphs: bool) -> None:
+        """Wait for the device, and free workspaces until the next step, `graphs` too if asked.
+
+        No slot is in use. torch's allocator keeps what is freed.
+        """
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+        self.sampler.sleep()
+        if graphs:
+            self.stepper.drop_graphs()
+
     def close(self) -> None:
         """Detach the model and free everything. Idempotent."""
         self._is_closed = True
@@ -466,6 +477,14 @@ class ModelRunner:
 
 #: Fraction of the device's memory that the budget leaves free, for kernels that load later.
 _SPARE_FRACTION = 0.02
+
+
+def spare_bytes(device: torch.device, given: EngineOptions) -> int:
+    """Return the memory of a device that budgets leave free; 0 on the host."""
+    if device.type != "cuda":
+        return 0
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    return int(total_bytes * max(_SPARE_FRACTION, 1.0 - (given.memory_fraction or 1.0)))
 
 
 def make_runner(model: Any, rows: ServedRows, given: EngineOptions) -> ModelRunner:
@@ -499,9 +518,7 @@ def make_runner(model: Any, rows: ServedRows, given: EngineOptions) -> ModelRunn
         if kind == "graphs":
             runner.warm_up()
         if rows.cache.device.type == "cuda":
-            total_bytes = torch.cuda.get_device_properties(rows.cache.device).total_memory
-            spare_fraction = max(_SPARE_FRACTION, 1.0 - (given.memory_fraction or 1.0))
-            fit_budget(rows.cache.pool, int(total_bytes * spare_fraction))
+            fit_budget(rows.cache.pool, spare_bytes(rows.cache.device, given))
     except BaseException:
         runner.close()
         raise

@@ -205,6 +205,9 @@ class Sampler:
         output_token_ids: Sequence[int] = (),
     ) -> None:
         """Set the state of a slot; see `ModelRunner.set_slot`."""
+        if not self._marks.numel():  # After `sleep`.
+            tables = _token_tables(self.max_num_seqs + 1, self.vocab_size, self.device)
+            self._marks, self._token_counts = tables
         needs, earlier = _Needs.of(params, self.vocab_size), self._needs.pop(slot, _PLAIN)
         if needs.penalties or needs.bans or earlier.bans:
             self._mark(slot, params, prompt_token_ids, output_token_ids)
@@ -213,6 +216,11 @@ class Sampler:
         if needs != _PLAIN:
             self._needs[slot] = needs
         self._staged[slot] = self._as_tensors(params, needs, len(output_token_ids))
+
+    def sleep(self) -> None:
+        """Free the token counts until the next `set_slot`; no slot is in use, nor the device."""
+        self._needs.clear()
+        self._marks, self._token_counts = self._marks.new_empty(0), self._token_counts.new_empty(0)
 
     def is_greedy(self, slots: Sequence[int]) -> bool:
         """Whether all slots are greedy and stateless, so that `likeliest` can replace `sample`."""

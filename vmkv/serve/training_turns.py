@@ -86,7 +86,7 @@ def renewed_runner(model: Any, rows: ServedRows, given: EngineOptions) -> ModelR
     pool = rows.cache.pool
     budget_bytes = pool.budget_bytes
     runner = make_runner(model, rows, given)
-    pool.set_budget(budget_bytes)  # Training gives back what it has of that now.
+    pool.set_budget(budget_bytes)  # `OwnBudget` follows what is free.
     return runner
 
 

@@ -109,6 +109,16 @@ class GraphSpace:
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return graph
 
+    def sleep(self) -> None:
+        """Free what graphs shared, once they are dropped, until the next capture."""
+        self._pool = None
+        self.logits = self.logits[:0].clone()
+
+    def wake(self) -> None:
+        """Have memory for logits."""
+        if not len(self.logits):
+            self.logits = self.logits.new_empty((self.max_num_seqs, self.logits.shape[1]))
+
     def keep_whole(self) -> None:
         """Have every step gather all ranks' logits; call before any capture."""
         self.head = None
@@ -217,6 +227,7 @@ class StepGraphs(abc.ABC, Generic[Key]):
 
     def capture(self, key: Key) -> None:
         """Capture the graph of `key`; the model has run before."""
+        self.space.wake()
         self._send(self.empty(key))
         is_cuda = self.space.device.type == "cuda"
         graph = self.space.capture(lambda: self.step(key, self._input)) if is_cuda else None

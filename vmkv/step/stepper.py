@@ -383,6 +383,19 @@ class Stepper:
         graphs.replay(bucket, integers)
         return True
 
+    def drop_graphs(self) -> None:
+        """Free all graphs and what they share; steps capture them again. The device has ended."""
+        self._close_graphs()
+        if self._space is not None:
+            self._space.sleep()
+        if self._is_cuda:  # Captures have allocated some in the graphs' memory.
+            torch._C._cuda_clearCublasWorkspaces()
+
+    def _close_graphs(self) -> None:
+        for graphs in (self.mixed_graphs, self.decode_graphs):
+            if graphs is not None:
+                graphs.close()
+
     def run_layers_plainly(self) -> bool:
         """Run the layers eagerly from now on; return whether they were compiled."""
         if self._layers is None:
@@ -397,9 +410,7 @@ class Stepper:
         """Wait for the device, drop the graphs and restore the model. Idempotent."""
         if self._is_cuda:
             torch.cuda.synchronize(self.device)
-        for graphs in (self.mixed_graphs, self.decode_graphs):
-            if graphs is not None:
-                graphs.close()
+        self._close_graphs()
         self.mixed_graphs = self.decode_graphs = self._space = None
         self._undo.close()
 

@@ -82,6 +82,13 @@ def call_with_room(
     return function(*args, **kwargs)
 
 
+def free_bytes(backend: Backend, wanted_bytes: int) -> int:
+    """Return the device's free memory; torch releases what it holds idle if less than is wanted."""
+    if backend.free_memory_bytes() < wanted_bytes and _idle_bytes(backend):
+        _release_idle(backend)
+    return backend.free_memory_bytes()
+
+
 def _idle_bytes(backend: Backend) -> int:
     """Memory that torch's own allocator holds on this device and does not use."""
     if not _shares_device(backend):
