@@ -577,6 +577,9 @@ def is_not_asked(group: TensorParallel) -> None:
                 engine.follow()
             with refused(ConfigError, "cannot be sent"):
                 engine.add([1, 2], SamplingParams(logits_processors=(lambda ids, scores: scores,)))
+            for call in (engine.weights_changed, engine.sleep, engine.paused().__enter__):
+                with refused(ConfigError, "one device"):
+                    call()
             assert 1 == len(said(engine.generate([[1, 2]], GREEDY)))
 
 

@@ -131,16 +131,16 @@ def test_cached_prefixes_are_computed_again(make_engine: MakeEngine) -> None:
     assert 0 == other[0].num_cached_tokens < again[0].num_cached_tokens
 
 
-@pytest.mark.parametrize("prefix_caching", [False, True])
-def test_samples_have_one_report(make_engine: MakeEngine, prefix_caching: bool) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_samples_have_one_report(make_engine: MakeEngine, deterministic: bool) -> None:
     """The prompt is computed once where samples share it, and scored once in any case."""
     prompt = prompts(1, shortest=30, longest=30)[0]
-    engine = make_engine(prefix_caching=prefix_caching)
+    engine = make_engine(deterministic=deterministic)
     params = dataclasses.replace(SCORED, n=3, temperature=1.0, seed=4)
     [output] = engine.generate([prompt], params)
     check("llama", prompt, output)
     assert 3 == len(output.outputs)
-    assert prefix_caching == bool(engine.cache.stats().sharing.num_forks)
+    assert deterministic != bool(engine.cache.stats().sharing.num_forks)
     [plain] = engine.generate([prompt], dataclasses.replace(params, prompt_logprobs=None))
     assert [each.token_ids for each in plain.outputs] == [each.token_ids for each in output.outputs]
 

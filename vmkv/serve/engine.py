@@ -504,7 +504,7 @@ class Engine:
             ConfigError: Requests are unfinished, or the model can no longer be served.
             ClosedError: The engine is closed.
         """
-        self._check_at_rest("weights change")
+        self._check_at_rest("weights_changed()")
         forget_prefixes(self.cache)
         if not self._turns.is_paused:
             self._turns.pause(compares_values=False)
@@ -531,7 +531,7 @@ class Engine:
                 "sleep(weights=True) cannot be: the weights are the model's; close the engine and "
                 "move the model with model.to('cpu'), or leave weights out"
             )
-        self._check_at_rest("the engine sleeps")
+        self._check_at_rest("sleep()")
         self._is_stale = True
         self._runner.sleep(graphs=graphs)
         self._view.reclaim()
@@ -542,7 +542,7 @@ class Engine:
     def _pause(self) -> None:
         if self._is_inside:
             raise ConfigError("the engine is paused already; leave that paused() first")
-        self._check_at_rest("training takes its turn")
+        self._check_at_rest("paused()")
         self._turns.pause(compares_values=bool(self.cache.prefixes.recorded))
         self._is_inside = True
 
@@ -555,13 +555,13 @@ class Engine:
             self.loop.runner = self._runner
             forget_prefixes(self.cache)
 
-    def _check_at_rest(self, what: str) -> None:
+    def _check_at_rest(self, call: str) -> None:
         """Refuse if requests are left; what ended ones have submitted is read."""
         self._check_open()
         if self._scheduler.requests:
             raise ConfigError(
                 f"{len(self._scheduler.requests)} requests are unfinished; finish or cancel them "
-                f"before {what}"
+                f"before engine.{call}"
             )
         while self.loop.has_work:
             self.loop.step()

@@ -147,8 +147,8 @@ class ParallelEngine(Engine):
         self._announce_now("_reclaim", num_bytes)
         return super()._reclaim(num_bytes)
 
-    def _check_at_rest(self, what: str) -> None:
-        raise ConfigError(f"a model that is divided among ranks stays as it was made: no {what}")
+    def _check_at_rest(self, call: str) -> None:
+        raise ConfigError(f"engine.{call} is for models on one device; this one is on several")
 
     def close(self) -> None:
         """Close this engine; rank 0 also closes those of the other ranks. Idempotent."""
