@@ -194,6 +194,24 @@ def test_an_engine_with_requests_cannot_be_paused(make_engine: Callable[..., Eng
     assert 6 == len(said_by(engine))
 
 
+@RUNNERS
+def test_checkpointing_that_comes_and_goes_needs_no_other_runner(
+    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any]
+) -> None:
+    """It registers a hook, which makes activations require gradients."""
+    engine = make_engine(model, **options)
+    said, runner = said_by(engine), engine.loop.runner
+    for change in ("enable", "disable", "enable"):
+        with engine.paused():
+            getattr(model, f"gradient_checkpointing_{change}")()
+            model.enable_input_require_grads()
+            if change == "disable":
+                model.disable_input_require_grads()
+            trained(model.train())
+        assert said == said_by(engine)
+        assert runner is engine.loop.runner
+
+
 def test_an_error_of_training_gives_the_model_back(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     said = said_by(engine)

@@ -220,7 +220,9 @@ _MOVED = (
 
 
 #: Attributes of modules that training changes, and serving does not see.
-_OF_TRAINING = frozenset({"training", "gradient_checkpointing", *vars(torch.nn.Module())})
+_OF_TRAINING = {"gradient_checkpointing", "_require_grads_hooks", *vars(torch.nn.Module())}
+#: Made by transformers and peft with gradient checkpointing; it changes no value.
+_GRADIENT_HOOK = "make_inputs_require_grads"
 _PLAIN = (bool, int, float, str)
 
 
@@ -233,7 +235,11 @@ def settings_of(model: torch.nn.Module) -> list[object]:
         (
             id(module),
             id(vars(module).get("forward")),
-            *module._forward_hooks,
+            *(
+                number
+                for number, hook in module._forward_hooks.items()
+                if getattr(hook, "__name__", "") != _GRADIENT_HOOK
+            ),
             *module._forward_pre_hooks,
             *(
                 (name, repr(value))
