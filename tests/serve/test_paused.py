@@ -375,9 +375,11 @@ def test_adapters_are_seen(
         seen.append(expected(model))
     check()
     for change in ("merge_adapter", "unmerge_adapter", "unload"):
+        runner = engine.loop.runner
         with engine.paused():
             getattr(adapted, change)()
             seen.append(expected(model))
         check()
+        assert runner is not engine.loop.runner, "captured steps would add a merged adapter again"
     assert plain == seen[-1]
     assert len({*map(tuple, seen)}) >= 3

@@ -16,7 +16,7 @@ from transformers.generation import logits_process as hf
 
 from vmkv.errors import CapacityError
 from vmkv.serve.params import SamplingParams
-from vmkv.serve.sampler import Sampler, _likeliest, gumbel_noise, row_keys
+from vmkv.serve.sampler import Sampler, _likeliest, _Needs, gumbel_noise, row_keys
 
 VOCABULARY = 50
 PROMPT = (3, 3, 7)
@@ -427,6 +427,19 @@ def test_processed_logprobs_are_of_the_distribution_drawn_from() -> None:
     assert got.logprobs.isfinite().all()
     torch.testing.assert_close(got.logprobs, expected.gather(1, got.token_ids[:, None])[:, 0])
     torch.testing.assert_close(got.top_logprobs, expected.sort(descending=True).values[:, :12])
+
+
+def test_a_drawn_token_has_a_processed_logprob() -> None:
+    """Also where the kernel's rounding has drawn the first token beyond top-p's edge."""
+    params = SamplingParams(top_p=0.49, logprobs=0)
+    sampler, scores = sampler_of(params), torch.zeros(1, VOCABULARY)
+    needs, slots = _Needs.of(params, VOCABULARY), torch.tensor([0])
+    sampler._upload()
+    half = VOCABULARY // 2
+    for drawn, num_kept in ((0, half), (half, half + 1)):
+        kept = sampler._processed(scores, slots, needs, torch.tensor([drawn]))
+        assert num_kept == int(kept.isfinite().sum())
+        assert kept[0, drawn].isfinite()
 
 
 def test_frequencies_of_tokens_are_their_processed_logprobs() -> None:
