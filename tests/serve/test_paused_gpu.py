@@ -1,0 +1,75 @@
+"""Captured steps on a GPU see updates of the weights, and are captured again after `sleep`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from vmkv import Engine
+from vmkv.serve.params import SamplingParams
+from vmkv.serve.runner import RunnerOptions
+from vmkv.units import MiB
+
+pytestmark = pytest.mark.gpu
+VOCABULARY = 512
+PROMPTS = [list(range(3, 40)), list(range(100, 300)), list(range(50, 60))]
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+def make_model() -> Any:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval().to("cuda", torch.bfloat16)
+
+
+def open_engine(model: Any, *, compiles: bool) -> Engine:
+    options = RunnerOptions(compile_layers=compiles, max_graph_tokens=64, show_progress=False)
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "max_tokens": 1024}
+    return Engine(model, budget_bytes=256 * MiB, runner_options=options, **sizes)
+
+
+def said_by(engine: Engine) -> list[tuple[int, ...]]:
+    return [tuple(each.outputs[0].token_ids) for each in engine.generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", [False, True], ids=["kept", "dropped"])
+@pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
+def test_captured_steps_see_updates(compiles: bool, graphs: bool) -> None:
+    """As an engine of a copy; with graphs dropped, little of the device is the engine's."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    with open_engine(model, compiles=compiles) as engine:
+        runner, seen = engine.loop.runner, set()
+        for _ in range(3):
+            with engine.paused():
+                model.train()
+                for prompt in PROMPTS:
+                    ids = torch.tensor([prompt], device="cuda")
+                    model(input_ids=ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                engine.sleep(graphs=graphs)
+                assert engine.cache.pool.stats().created_bytes < 64 * MiB
+                fresh = copy.deepcopy(model).eval()
+            with open_engine(fresh, compiles=compiles) as other:
+                wanted = said_by(other)
+            assert wanted == said_by(engine)
+            assert runner is engine.loop.runner
+            engine.cache.check()
+            seen.add(tuple(wanted))
+        assert len(seen) > 1, "the updates are too small to tell"
