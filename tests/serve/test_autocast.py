@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -62,12 +63,18 @@ def check_tokens(model: Any, engine: Engine) -> None:
             assert row.max() - row[entry.token_id] < 0.5
 
 
-@pytest.mark.parametrize(
-    "options",
-    [*(("eager", "padded")), pytest.param("traced", marks=pytest.mark.slow)],
-)
 @pytest.mark.parametrize("way", ["around", "wrapped"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *itertools.product(("llama", "qwen3", "gemma3", "gpt_oss"), ("eager", "padded")),
+        # Not gpt_oss: rounded otherwise, its router may choose another expert.
+        *(
+            pytest.param(name, "traced", marks=pytest.mark.slow)
+            for name in ("llama", "qwen3", "gemma3")
+        ),
+    ],
+)
 def test_a_model_in_float32_is_served_under_autocast(
     make_engine: Callable[..., Engine], name: str, way: str, options: str
 ) -> None:
