@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .core.backend import Access, MemoryLocation
-from .core.cache import KVCache, LayerGroup
+from .core.cache import KVCache, LayerGroup, StateGroup
 from .core.memory import Extent
 from .errors import ConfigError
 from .units import div_ceil, format_bytes
@@ -88,12 +88,14 @@ class GroupMap:
     """The rows of one layer group that are live or have something mapped, in order.
 
     `layers` are numbered as the caller does. `token_bytes` is the stride between tokens of a row.
+    With `is_fixed`, rows are states, which count as one token.
     """
 
     layers: tuple[int, ...]
     token_bytes: int
     page_bytes: int
     rows: tuple[RowMap, ...]
+    is_fixed: bool = False
 
     @property
     def end_page(self) -> int:
@@ -187,14 +189,23 @@ def _group_map(cache: KVCache, group: LayerGroup) -> GroupMap:
         share = shares.setdefault(extent.handle, len(shares)) if extent.is_shared else None
         return MappedExtent(first_page, extent.num_pages, share, access, extent.location)
 
+    layers = tuple(layer for layer in cache.layers if cache.place(layer)[0] is group)
+    if isinstance(group, StateGroup):
+        layers = tuple(group.shapes)
     return GroupMap(
-        tuple(layer for layer in cache.layers if cache.place(layer)[0] is group),
+        layers,
         group.geometry.token_bytes,
         group.geometry.page_bytes,
         tuple(
-            RowMap(row, state, num_tokens, tuple(itertools.starmap(shown, places)))
+            RowMap(
+                row,
+                state,
+                min(num_tokens, 1) if group.is_fixed else num_tokens,
+                tuple(itertools.starmap(shown, places)),
+            )
             for row, state, num_tokens, places in sorted(found, key=operator.itemgetter(0))
         ),
+        is_fixed=group.is_fixed,
     )
 
 
@@ -211,9 +222,11 @@ def _title(alike: List_[GroupMap]) -> str:
     group = alike[0]
     each = f", {len(alike)} groups alike" if len(alike) > 1 else ""
     layers = sorted(layer for group in alike for layer in group.layers)
+    pages = f"pages of {format_bytes(group.page_bytes)}"
+    if group.is_fixed:
+        return f"states of layers {_ranges(layers)}{each}: {pages}"
     tokens = f"{group.page_bytes / group.token_bytes:.4g} tokens each"
-    pages = f"pages of {format_bytes(group.page_bytes)}, {tokens}"
-    return f"layers {_ranges(layers)}{each}: {pages}"
+    return f"layers {_ranges(layers)}{each}: {pages}, {tokens}"
 
 
 def _ranges(numbers: List_[int]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from helpers.engine_play import MISHAPS, EnginePlay, Shape, wait_for_host
 from helpers.model_play import ModelPlay, ModelShape
 from helpers.stamp_runner import VOCABULARY
-from helpers.tiny_models import SERVED_LATELY
+from helpers.tiny_models import SERVED_LATELY, unsupported_because
 
 from vmkv import SamplingParams
 
@@ -215,7 +215,8 @@ class RandomModelEngine(RandomEngine):
 
     def _make(self, draw: random.Random) -> ModelPlay:
         shape = dataclasses.asdict(_random_shape(draw))
-        name = draw.choice(["llama", "mistral", "gemma3", *SERVED_LATELY])
+        hybrids = () if unsupported_because("qwen3_next") else ("qwen3_next",)
+        name = draw.choice(["llama", "mistral", "gemma3", *SERVED_LATELY, *hybrids])
         # Each layer is a group, with an eighth of the bytes per token of a stamped layer.
         shape |= {"is_late": False, "budget_pages": draw.choice([20, 30, 50, 100]), "name": name}
         return ModelPlay(ModelShape(**shape))

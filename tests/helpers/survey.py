@@ -48,6 +48,9 @@ layer's keys and values (`num_kv_shared_layers` above 0 in its `config.json`: E2
 with keys as values and with experts. Qwen3-VL is
 served for text prompts, loaded by `AutoModelForImageTextToText`, as `vmkv serve` loads it.
 
+Models whose layers keep states (linear attention, state spaces, short convolutions: Qwen3-Next,
+Qwen3.5, Granite 4, Nemotron-H, LFM2, …) are served without captured steps and cached prefixes.
+
 {counts}
 
 | family | `VMKVCache` | `vmkv.generate` | `Engine` | why not |

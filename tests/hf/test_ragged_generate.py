@@ -388,12 +388,6 @@ def test_encoder_decoder_models_are_refused(pool: ExtentPool) -> None:
     _assert_refused(model, "for_encoder_decoder", lambda: _generate(model, PROMPTS, pool))
 
 
-def test_hybrid_models_are_refused(pool: ExtentPool) -> None:
-    """States of linear attention cannot be packed."""
-    model = tiny_model("qwen3_next")
-    _assert_refused(model, "state|upgrade", lambda: _generate(model, PROMPTS, pool))
-
-
 @pytest.mark.parametrize("mask", [[1, 1, 1, 0], [1, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0]], ids=str)
 def test_masks_that_are_not_left_padding_are_refused(mask: list[int]) -> None:
     """Right padding, holes and empty prompts."""

@@ -457,7 +457,7 @@ def test_a_request_that_never_fits_is_refused(make_engine: MakeEngine) -> None:
         engine.add([1] * engine.max_tokens, GREEDY)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "t5", *({"gemma3n", "llama4"} - {*SERVED_LATELY})])
+@pytest.mark.parametrize("name", ["t5", *({"gemma3n", "llama4"} - {*SERVED_LATELY})])
 def test_models_that_cannot_be_served_are_refused(make_engine: MakeEngine, name: str) -> None:
     """Nothing is left allocated."""
     with pytest.raises(ConfigError):

@@ -275,6 +275,8 @@ class CapturedDecoding:
             proof = prove(model, backend)
             if proof.calls.chunks:
                 reason = "chunks of its attention begin after the padding"
+            elif proof.calls.states:
+                reason = "its layers keep states, which are transformers' own in this cache"
             elif proof.never_waits or device.type != "cuda":
                 if store.signatures == proof.signatures:
                     return proof

@@ -37,6 +37,8 @@ CROPPED_TOO_FAR: type[Exception] = (
     RuntimeError if hasattr(DynamicSlidingWindowLayer, "activate_past_recording") else ValueError
 )
 _CACHES = CacheLayerMixin.__module__
+#: Layers with states, by name: 4.57 has none of them.
+_WITH_STATES = ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
 #: Layer types for which 4.57's plain dynamic layers are correct.
 _PLAIN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 #: Logits processors and stopping criteria that do not read the prompt. By name, because not every
@@ -141,6 +143,16 @@ def window_of(layer: Any) -> tuple[bool, int | None]:
 def keeps_nothing(layer: Any) -> bool:
     """Whether `layer` holds a place in the cache for a model's layer without keys of its own."""
     return type(layer).__name__ == "DummyLayer" and type(layer).__module__ == _CACHES
+
+
+def keeps_state(layer: Any) -> bool:
+    """Whether `layer` of a cache holds states of fixed size, perhaps beside keys and values."""
+    return type(layer).__name__ in _WITH_STATES and type(layer).__module__ == _CACHES
+
+
+def keys_beside_state(layer: Any) -> bool:
+    """Whether a layer that holds states also holds all keys and values."""
+    return keeps_state(layer) and isinstance(layer, DynamicLayer)
 
 
 def cropped_length(length: int, argument: int) -> int:

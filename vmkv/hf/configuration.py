@@ -62,9 +62,12 @@ def layer_windows(config: Any) -> dict[int, int | None]:
     layers = compat.default_cache(config).layers
     if len(layers) != getattr(decoder, "num_hidden_layers", len(layers)):
         raise UnservableError("layers share keys and values, which only a cache can hand on")
-    windows = {}
+    windows: dict[int, int | None] = {}
     for index, layer in enumerate(layers):
-        if compat.keeps_nothing(layer):
+        if compat.keys_beside_state(layer):
+            windows[index] = None
+            continue
+        if compat.keeps_nothing(layer) or compat.keeps_state(layer):
             continue
         is_ours, windows[index] = compat.window_of(layer)
         if not is_ours:
@@ -72,6 +75,8 @@ def layer_windows(config: Any) -> dict[int, int | None]:
                 f"its layer {index} is a {type(layer).__name__}, whose state is not keys and "
                 "values of its own"
             )
+    if not windows:
+        raise UnservableError("none of its layers keeps keys and values")
     return windows
 
 

@@ -46,11 +46,12 @@ from ..core.memory import ExtentPool
 from ..errors import CapacityError, ConfigError
 from ..step import Piece, Stepper
 from ..step.piece import StepLogits
+from ..step.states import StateLayer
 from . import compat
 from .capture import compiled_layers_of
 from .configuration import check_length, layer_windows
 from .group_step import read_left_pad
-from .proof import prove
+from .proof import Proof, prove
 from .sampling import Group, Tokens, check_inputs, prepare
 from .store import CacheOptions, Signature, Store, StoreOwner
 
@@ -208,9 +209,11 @@ def _generate(
         if cache is None:
             cache = RaggedCache(model.config, max_batch_size=len(prompts), **own)
             stack.enter_context(cache)
-        stack.enter_context(cache.serving(model, proof.signatures, len(prompts), tenant))
+        stack.enter_context(cache.serving(model, proof, len(prompts), tenant))
         cores = cache.store.cores
-        layers = compiled_layers_of(model) if len(cores) == 1 else None
+        has_states = bool(proof.calls.states)
+        prefix_caching = prefix_caching and not has_states
+        layers = compiled_layers_of(model) if len(cores) == 1 and not has_states else None
         stepper = Stepper(
             model, cores, len(prompts), attention_backend=backend, layers=layers, calls=proof.calls
         )
@@ -432,7 +435,7 @@ class RaggedCache(StoreOwner):
     def serving(
         self,
         model: Any,
-        signatures: Mapping[int, Signature],
+        proof: Proof,
         num_sequences: int,
         tenant: str | None,
     ) -> Iterator[None]:
@@ -451,7 +454,7 @@ class RaggedCache(StoreOwner):
             raise ConfigError("this cache serves another call of generate; give each its own")
         if tenant is not None and not isinstance(tenant, str):
             raise ConfigError(f"tenant={tenant!r} must be a string, or None")
-        self._bind(model, signatures)
+        self._bind(model, proof.signatures, proof.calls.states)
         num_rows = min([core.max_sequences for core in self.store.cores])
         num_rows = min(num_rows, self.store.options.max_batch_size or num_rows)  # No spare ones.
         if num_sequences > num_rows:
@@ -467,7 +470,9 @@ class RaggedCache(StoreOwner):
             for sequence_id in tuple(self._sequences):
                 self.end(sequence_id)
 
-    def _bind(self, model: Any, signatures: Mapping[int, Signature]) -> None:
+    def _bind(
+        self, model: Any, signatures: Mapping[int, Signature], states: Mapping[int, StateLayer]
+    ) -> None:
         """Lay out the layers of the first model, or check that it is the same, unchanged."""
         if self._model is None:
             if layer_windows(model.config) != self.store.windows:
@@ -476,6 +481,7 @@ class RaggedCache(StoreOwner):
                     "with this model's configuration"
                 )
             self.store.bind_all(signatures)
+            self.store.bind_states(states)
             self._model = weakref.ref(model)
         elif self._model() is not model:
             raise ConfigError(

@@ -25,11 +25,20 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.cache import Sequence as Row
+from ..core.cache import StateShape
 from ..errors import VMKVError
 from ..step import Piece, Stepper, attending_through
 from ..step.model_guard import PACKED, chosen_attention, refusing_waits
 from ..step.piece import cut_at_chunks, packing_order
 from ..step.row_attention import AttentionCalls, LayerCall
+from ..step.states import (
+    StateLayer,
+    StateProbe,
+    splitting,
+    state_modules,
+    tensors_of,
+    with_tensors,
+)
 from . import compat
 from .attention import attend_to_tensors
 from .configuration import UnservableError, layer_chunks, layer_windows
@@ -104,8 +113,11 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
             proofs = {}
         if served_as not in proofs:
             with torch.no_grad(), _undisturbed(model):
-                proof = _check_passes(model, windows, attention_backend)
-                _check_windows(model, windows, proof, _token_ids(model, 0)[0, :2])
+                few = _token_ids(model, 0)[0, :2]
+                states = _states_of(model, few)
+                with splitting(model, states):
+                    proof = _check_passes(model, windows, states, attention_backend)
+                    _check_windows(model, windows, proof, few)
             _proven[model] = _made_of(model, windows), proofs | {served_as: proof}
     except UnservableError as error:
         raise error.of(model) from error.__cause__
@@ -121,14 +133,17 @@ def _made_of(model: Any, windows: Mapping[int, int | None]) -> tuple[object, ...
 
 
 def _check_passes(
-    model: Any, windows: Mapping[int, int | None], attention_backend: str | None
+    model: Any,
+    windows: Mapping[int, int | None],
+    states: Mapping[int, StateLayer],
+    attention_backend: str | None,
 ) -> Proof:
     """Compare packed passes with a plain one; refuse if they differ for all tokens tried."""
     differences: list[_Difference] = []
     layers: Proof | None = None
     for attempt in range(_NUM_ATTEMPTS):
         plain = _plain_pass(model, _token_ids(model, attempt))
-        layers = layers or _layers_of(model, windows, plain.token_ids[:2])
+        layers = layers or _layers_of(model, windows, states, plain.token_ids[:2])
         proof, differences = _packed_passes(model, windows, layers, attention_backend, plain)
         if not differences:
             return proof
@@ -186,6 +201,7 @@ def _packed_passes(
         attending_through(model, PACKED),
     ):
         memory.bind_all(layers.signatures)
+        memory.bind_states(layers.calls.states)
         rows = [[core.open(row=at) for at in range(_NUM_SEQUENCES)] for core in memory.cores]
         own: dict[str, Any] = {"attention_backend": attention_backend, "calls": layers.calls}
         stepper = Stepper(model, memory.cores, _NUM_SEQUENCES, **own)
@@ -408,7 +424,39 @@ def _before_layers(
 # ---- the layers ---------------------------------------------------------------------------------
 
 
-def _layers_of(model: Any, windows: Mapping[int, int | None], token_ids: torch.Tensor) -> Proof:
+def _states_of(model: Any, token_ids: torch.Tensor) -> dict[int, StateLayer]:
+    """Return the layers that keep states, from a plain pass with a cache over `[T]` tokens."""
+    empty, cache = compat.default_cache(model.config), compat.default_cache(model.config)
+    kept = {at: each for at, each in enumerate(cache.layers) if compat.keeps_state(each)}
+    if not kept:
+        return {}
+    missing = sorted(kept.keys() - state_modules(model, kept).keys())
+    if missing:
+        raise UnservableError(f"its layers {missing} keep states, and take no cache by themselves")
+    _run(model, token_ids[None], "it does not run with a cache", past_key_values=cache)
+    states: dict[int, StateLayer] = {}
+    for at, layer in kept.items():
+        tensors = {path: each for path, each in tensors_of(layer).items() if each.ndim}
+        if not tensors or any(len(each) != 1 for each in tensors.values()):
+            raise UnservableError(f"its layer {at} keeps a state that is not one for each sequence")
+        if len({each.device for each in model.parameters()}) > 1:
+            raise UnservableError("its layers keep states, and are on several devices")
+        shapes = {at: StateShape(tuple(each.shape[1:]), each.dtype) for at, each in tensors.items()}
+        begun = with_tensors(layer, dict.fromkeys(tensors))
+        states[at] = StateLayer(empty, empty.layers[at], begun, shapes)
+    # A state that is forgotten fades within a few tokens, which a coarse type's median hides.
+    probe = StateProbe(states)
+    with splitting(model, states), probe.step():
+        _run(model, token_ids[None], _NOT_PLAIN)
+    return {at: each._replace(goes_on=at in probe.going_on) for at, each in states.items()}
+
+
+def _layers_of(
+    model: Any,
+    windows: Mapping[int, int | None],
+    states: Mapping[int, StateLayer],
+    token_ids: torch.Tensor,
+) -> Proof:
     """Return all layers that attend, from a packed pass over `[T]` tokens; nothing is proven."""
     signatures: dict[int, Signature] = {}
     sources: dict[int, int] = {}
@@ -454,7 +502,7 @@ def _layers_of(model: Any, windows: Mapping[int, int | None], token_ids: torch.T
         raise UnservableError(
             f"its layers {sorted(missing)} do not attend through transformers' attention interface"
         )
-    calls = AttentionCalls((), sources, layer_chunks(model.config))
+    calls = AttentionCalls((), sources, layer_chunks(model.config), states)
     return Proof(signatures, calls, never_waits=False)
 
 
@@ -493,9 +541,10 @@ def _check_windows(
 
 
 def _run(model: Any, token_ids: torch.Tensor, what: str, **given: Any) -> Any:
-    """Run the model without a cache; an error is explained by `what`."""
+    """Run the model, without a cache unless given one; an error is explained by `what`."""
+    given["use_cache"] = "past_key_values" in given
     try:
-        return model(input_ids=token_ids, use_cache=False, return_dict=True, **given)
+        return model(input_ids=token_ids, return_dict=True, **given)
     except Exception as error:
         raise _explained(error, what) from error
 

@@ -37,6 +37,7 @@ from ..core.cache.geometry import check_positive, fitting_rows
 from ..core.cache.stats import add_stats
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ClosedError, ConfigError
+from ..step.states import StateLayer
 from . import compat
 from .configuration import default_max_tokens, rows_and_tokens
 from .group_step import DeviceRows, GroupStep
@@ -230,6 +231,12 @@ class Store:
                 self._bind_alike(index, signature, 1)
         self._seen.update(signatures)
         self.close_gaps()
+
+    def bind_states(self, states: Mapping[int, StateLayer]) -> None:
+        """Give layers with states their rows, after `bind_all` and before any sequence."""
+        if states:
+            shapes = {layer: list(its.shapes.values()) for layer, its in states.items()}
+            self.cores[0].add_states(shapes)
 
     def close_gaps(self) -> None:
         """Compact groups with gaps, between two passes; without room in the pool the gaps stay."""

@@ -73,9 +73,15 @@ def open_rows(model: Any, pool: ExtentPool, options: EngineOptions) -> ServedRow
         store = make_store(model.config, options, pool)
         try:
             store.bind_all(signatures)
+            store.bind_states(calls.states)
         except BaseException:
             store.close()
             raise
+        if calls.states:
+            _LOG.info(
+                "%d layers keep states: prefixes are not cached, and steps are not captured",
+                len(calls.states),
+            )
         return ServedRows(store.cores[0], calls, store.close, signatures)
     finally:
         pool.detach()
@@ -189,8 +195,8 @@ class MemoryView:
         self.cache = cache
         self.page_bytes = cache.pool.page_bytes
         self._max_chunk_tokens = max_chunk_tokens
-        self._prefix_caching = prefix_caching
-        self._forks = forks
+        self._prefix_caching = prefix_caching and cache.states is None
+        self._forks = forks and cache.states is None
         self._num_reserved_rows = num_reserved_rows
         self._requests = requests
         #: Ended sequences that are still open, and since which submission they are idle.

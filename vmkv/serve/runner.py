@@ -324,8 +324,8 @@ class ModelRunner:
         others, which take the same path as without them.
 
         Never waits for the device. Keys and values are written, even if it raises: launching the
-        same pieces again is harmless. Without `sample`, no slot has advanced, and the tokens on the
-        device are lost.
+        same pieces again is harmless, unless layers keep states. Without `sample`, no slot has
+        advanced, and the tokens on the device are lost.
         """
         if self._is_closed:
             raise ClosedError("this runner is closed; make a new one")
@@ -490,8 +490,8 @@ def spare_bytes(device: torch.device, given: EngineOptions) -> int:
 def make_runner(model: Any, rows: ServedRows, given: EngineOptions) -> ModelRunner:
     """Make an engine's runner and warm it up.
 
-    `deterministic` needs an "eager" one. `ConfigError` if the runner is unknown or cannot do what
-    is asked.
+    `deterministic` needs an "eager" one, and models whose layers keep states get one. `ConfigError`
+    if the runner is unknown or cannot do what is asked.
     """
     kind, deterministic = given.runner, given.deterministic
     if kind == "auto":
@@ -500,6 +500,8 @@ def make_runner(model: Any, rows: ServedRows, given: EngineOptions) -> ModelRunn
         raise ConfigError(f'runner={kind!r} is none of "auto", "eager" and "graphs"')
     if deterministic and kind != "eager":
         raise ConfigError('deterministic needs runner="eager": leave the runner out')
+    if rows.calls.states:  # Steps of such models are not captured.
+        kind = "eager"
     options = given.runner_options or RunnerOptions()
     if kind == "eager":
         options = replace(options, compile_layers=False, capture=False)

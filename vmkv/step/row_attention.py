@@ -38,6 +38,7 @@ from ..core.cache.fp8 import Scales
 from ..errors import ClosedError, ConfigError, InternalError
 from .graph_passes import turned
 from .model_guard import attending_through, numbered_layers, register_attention
+from .states import StateLayer
 
 #: Longest rows that decode in one launch with prompts, which splits no row: this many tokens take a
 #: processor about 0.15 ms. (H200, 8B Llama shape, chat: a step with prompts takes 1.8 % less than
@@ -85,7 +86,8 @@ class StepParts:
 class AttentionCalls(NamedTuple):
     """Attention that a model computes in each packed pass.
 
-    `layers` are ascending, each as often as it attends. `sources` maps a layer without keys of its
+    `layers` are ascending, each as often as it attends, or runs with a state; `states` are those
+    with one. `sources` maps a layer without keys of its
     own to the one whose rows it reads, which comes before it in a pass. `chunks` maps a layer whose
     queries see no token before their chunk of the sequence to the chunk's tokens.
     """
@@ -93,6 +95,7 @@ class AttentionCalls(NamedTuple):
     layers: tuple[int, ...]
     sources: Mapping[int, int] = {}
     chunks: Mapping[int, int] = {}
+    states: Mapping[int, StateLayer] = {}
 
 
 class LayerCall(NamedTuple):
@@ -172,7 +175,7 @@ class RowAttention:
             for cache in caches
             for layer in cache.layers
         }
-        _, self._sources, self._chunks = calls or AttentionCalls(())
+        _, self._sources, self._chunks, _ = calls or AttentionCalls(())
         # The last step by device and tokens of a chunk, and the same as layers with chunks see it.
         self._in_chunks: dict[tuple[torch.device, int], tuple[StepParts, StepParts]] = {}
         self._layers.update((layer, self._layers[its]) for layer, its in self._sources.items())
@@ -359,7 +362,7 @@ def _attend_in_parts(
 
 def row_capacities(cache: KVCache) -> set[int]:
     """Return the row capacities of a cache's layer groups, in tokens."""
-    return {group.geometry.row_tokens for group in cache.groups}
+    return {group.geometry.row_tokens for group in cache.groups if not group.is_fixed}
 
 
 def batches(capacities: set[int], whole: AttentionBatch) -> dict[int, AttentionBatch]:

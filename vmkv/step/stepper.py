@@ -30,6 +30,7 @@ from .mixed_graphs import MixedGraphs
 from .model_guard import PACKED, ModelGuard, attending_through, has_users
 from .piece import HeadInParts, PackedPast, Piece, StepLogits, cut_at_chunks, pack, packing_order
 from .row_attention import AttentionCalls, RowAttention, StepParts, row_capacities
+from .states import PackedStates, StateLayer, splitting
 
 
 class Stepper:
@@ -91,6 +92,7 @@ class Stepper:
         self.calls: tuple[int, ...] | None = calls.layers
         self._chunks = {*calls.chunks.values()}
         self.attention = RowAttention(caches, attention_backend, preferred_backend, calls)
+        self._states = _packed_states(caches, calls.states, self.attention.called)
         # transformers passes a 4-D mask on unchanged, and vmkv's attention ignores it.
         self._mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=self.device)
         self.uses_operator = compile_with is not None or layers is not None
@@ -107,6 +109,10 @@ class Stepper:
         with contextlib.ExitStack() as undo:
             undo.callback(self.attention.close)
             undo.callback(self._serving.close)
+            if self._states is not None:
+                if self.uses_operator:
+                    raise ConfigError("layers of models that keep states cannot be compiled")
+                undo.callback(self._states.close)
             if not self.uses_operator:
                 self._mask._vmkv_placeholder = True  # type: ignore[attr-defined]
                 self._keywords["vmkv_batch"] = self.attention.attend_in
@@ -131,7 +137,10 @@ class Stepper:
         `ConfigError` if another stepper runs the layers.
         """
         if self._shared is None:
-            with attending_through(self.model, PACKED):
+            split = contextlib.nullcontext()
+            if self._states is not None:
+                split = splitting(self.model, self._states.layers)
+            with attending_through(self.model, PACKED), split:
                 yield
         else:
             with row_attention.attending(self.model, self.attention), self._shared.in_place():
@@ -176,7 +185,8 @@ class Stepper:
                 has no effect; steps run again once the change is undone.
             OutOfPagesError: No memory for the kernel's over-read.
             Exception: Any error of the model. Keys and values of the new tokens may have been
-                written; the same step again writes the same.
+                written; the same step again writes the same. States are spoilt: sequences of models
+                with states begin anew.
         """
         for cache in self.caches:
             cache.note_stream()
@@ -238,7 +248,9 @@ class Stepper:
             there = [piece._replace(row=row) for piece, row in zip(packed, rows, strict=True)]
             steps[cache.device] = pack(there, row_capacities(cache), cache.device).parts
         kept = step.ends if keep is None else torch.as_tensor(keep, device=self.device)
-        logits = self.forward(token_ids, step.positions, kept, steps)
+        by_sequence = self._states.step(packed) if self._states else contextlib.nullcontext()
+        with by_sequence:
+            logits = self.forward(token_ids, step.positions, kept, steps)
         self._logits_like = (logits.shape[1], logits.dtype)
         return logits
 
@@ -354,6 +366,7 @@ class Stepper:
         """Whether steps may be captured, before trying: CUDA, one device, no autocast, no hooks."""
         return (
             self._is_cuda
+            and self._states is None
             and [cache.device for cache in self.caches] == [self.device]
             and not torch.is_autocast_enabled("cuda")
             and not has_hooks(self.model)
@@ -413,6 +426,17 @@ class Stepper:
         self._close_graphs()
         self.mixed_graphs = self.decode_graphs = self._space = None
         self._undo.close()
+
+
+def _packed_states(
+    caches: Sequence[KVCache], layers: Mapping[int, StateLayer], called: list[int]
+) -> PackedStates | None:
+    """Return the states of a model's layers in its cache; None if no layer has one."""
+    if not layers:
+        return None
+    if len(caches) > 1 or caches[0].states is None:
+        raise ConfigError("layers with states need one cache, on one device, that holds them")
+    return PackedStates(caches[0].states, layers, called)
 
 
 def has_hooks(model: torch.nn.Module) -> bool:

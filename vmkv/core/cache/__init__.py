@@ -1,9 +1,10 @@
 """Sequences over contiguous virtual memory ranges, usable without transformers.
 
 `sequence.py` and `kv_cache.py` are the user's interface. `geometry.py` computes byte offsets,
-`fp8.py` converts to eight bits, `layer_group.py` owns one reservation and `row_space.py` all of
-them, with the states of rows. `layers.py`, `growing.py`, `forking.py` and `swap.py` change what
-rows hold; `prefix.py` indexes their tokens; `disk.py` and `process.py` save and share them.
+`fp8.py` converts to eight bits, `layer_group.py` owns one reservation, `state_group.py` that of
+layers' states, and `row_space.py` all of them. `layers.py`, `growing.py`, `forking.py` and
+`swap.py` change what rows hold; `prefix.py` indexes their tokens; `disk.py` and `process.py` save
+and share them.
 """
 
 from .cost import CostModel as CostModel
@@ -16,4 +17,6 @@ from .kv_cache import KVCache as KVCache
 from .layer_group import LayerGroup as LayerGroup
 from .sequence import Sequence as Sequence
 from .sequence import close_idle as close_idle
+from .state_group import StateGroup as StateGroup
+from .state_group import StateShape as StateShape
 from .stats import CacheStats as CacheStats

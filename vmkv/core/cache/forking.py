@@ -159,7 +159,7 @@ def _plan(
         changes.append(
             RowChange(target.table, target_row, first_page, fresh, tenant, aliased, its_source)
         )
-        copied_bytes = num_tokens * geometry.token_bytes - fresh_page * geometry.page_bytes
+        copied_bytes = geometry.bytes_for(num_tokens) - fresh_page * geometry.page_bytes
         if copied_bytes > 0:
             reads += source.table.overlapping(
                 source_row, fresh_page, geometry.pages_for(num_tokens)
@@ -262,6 +262,7 @@ def reorder(space: RowSpace, sequences: List_[Sequence], sources: List_[int]) ->
     """
     beams = sequences
     space.check_open()
+    space.check_stateless("reorder")
     _check_beams(space, beams, sources)
     rows = [(beams[source].row, beam.row) for source, beam in zip(sources, beams, strict=True)]
     rows = [(source, target) for source, target in rows if source != target]
@@ -505,6 +506,8 @@ def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple
     Returns the row, live now, and its token count; None without a match.
     """
     prefixes = space.prefixes
+    if space.states is not None:
+        return None
     for match in prefixes.matches(prompt, tenant, max(0, len(prompt) - 1)):
         num_tokens = match.num_tokens
         parked = _holders(space, match.rows(Where.PARKED), num_tokens)

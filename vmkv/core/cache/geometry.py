@@ -114,6 +114,9 @@ class Geometry:
                 f"at most {(POSITIONS_MAX - 1) // self.row_tokens} rows of this length are "
                 "possible: lower max_tokens or max_batch_size"
             )
+        self._check_addresses()
+
+    def _check_addresses(self) -> None:
         if self.reserved_bytes > _RESERVATION_MAX_BYTES:
             raise ConfigError(
                 f"{self.num_rows} rows of {format_bytes(self.row_bytes)} need "
@@ -171,6 +174,10 @@ class Geometry:
         """Pages that hold the first `num_tokens` tokens of a row."""
         return -(-num_tokens * self.token_bytes // self.page_bytes)  # Every step of a growth asks.
 
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes of a row that hold the first `num_tokens` tokens."""
+        return num_tokens * self.token_bytes
+
     def whole_tokens_below(self, page: int) -> int:
         """Tokens that lie wholly before `page`."""
         return page * self.page_bytes // self.token_bytes
@@ -178,6 +185,61 @@ class Geometry:
     def whole_pages_below(self, token: int) -> int:
         """Pages that hold nothing but tokens before `token`."""
         return token * self.token_bytes // self.page_bytes
+
+
+#: The row of a state has no end in tokens, whatever `max_tokens` and the over-read are.
+_NO_END = 2**62
+
+
+@dataclass(frozen=True)
+class StateGeometry(Geometry):
+    """The layout of `num_rows` states of `state_bytes` each, whole from the first token on.
+
+    `shape` and `num_layers` mean nothing here. Every write is one of the whole state.
+    """
+
+    state_bytes: int = 0
+
+    @classmethod
+    def of(cls, state_bytes: int, page_bytes: int, num_rows: int) -> StateGeometry:
+        """Return the layout of a row for each sequence; `ConfigError` if addresses run out."""
+        return cls(1, LayerShape(1, 1, 1, 1, 1), page_bytes, 1, num_rows, state_bytes)
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes from one state to the next."""
+        return align_up(self.state_bytes, self.page_bytes)
+
+    @cached_property
+    def row_tokens(self) -> int:
+        """A length that no sequence reaches."""
+        return _NO_END
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes from one state to the next."""
+        return self.token_bytes
+
+    def __post_init__(self) -> None:
+        for name in ("state_bytes", "page_bytes", "num_rows"):
+            check_positive(name, getattr(self, name))
+        self._check_addresses()
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages of the state of a sequence of `num_tokens` tokens."""
+        return self.row_pages if num_tokens > 0 else 0
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes of the state of a sequence of `num_tokens` tokens."""
+        return self.state_bytes if num_tokens > 0 else 0
+
+    def whole_tokens_below(self, page: int) -> int:
+        """No token lies before a page: 0."""
+        return 0
+
+    def whole_pages_below(self, token: int) -> int:
+        """No page is left out when a token is written: 0."""
+        return 0
 
 
 def fitting_rows(token_bytes: int, max_tokens: int, wanted_rows: int) -> int:

@@ -311,7 +311,7 @@ def retire_surplus(space: RowSpace, wanted: Mapping[Sequence, int] | None = None
 def surplus_bytes(space: RowSpace) -> int:
     """Bytes that `retire_surplus` would retire. Cost: proportional to the live rows."""
     idle: list[Placed] = []
-    books = [group.books for group in space.groups]
+    books = [group.books for group in space.groups if not group.is_fixed]
     for sequence, num_tokens in _needed(space, {}):
         for rows, token_bytes, page_bytes, _ in books:
             needed_bytes = num_tokens * token_bytes

@@ -60,6 +60,7 @@ class KVCache(RowSpace):
 
     # Each function documents the method that it is here.
     add_layers = layer_changes.add_layers
+    add_states = layer_changes.add_states
     drop_layers = layer_changes.drop_layers
     compact = layer_changes.compact
     grow = growing.grow
@@ -142,6 +143,7 @@ class KVCache(RowSpace):
 
         Cost: what the disk takes, and a copy.
         """
+        self.check_stateless("load")
         return self._restored(*load(self, path, tenant), tenant)
 
     @uninterrupted
@@ -171,6 +173,7 @@ class KVCache(RowSpace):
 
         Cost: some 100 µs for each extent on a GPU; no copy.
         """
+        self.check_stateless("import")
         return self._restored(*import_prefix(self, socket_path, tenant, timeout_s), tenant)
 
     # ---- memory ---------------------------------------------------------------------------

@@ -149,6 +149,11 @@ class LayerGroup:
         }
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether rows have the same size whatever the sequence's length."""
+        return False
+
+    @property
     def views(self) -> GroupViews:
         """The tensors over the rows, usable in every mode."""
         return self.views_in(inference=False)

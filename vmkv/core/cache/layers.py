@@ -6,7 +6,7 @@ every token row. Compaction removes the gaps with one copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from .geometry import Geometry, LayerShape, check_positive
 from .growing import Target, map_rows
 from .layer_group import LayerGroup, split_layers
 from .row_space import RowSpace
+from .state_group import StateGroup, StateShape
 
 
 @uninterrupted
@@ -95,6 +96,27 @@ def add_layers(
 
 
 @uninterrupted
+def add_states(space: RowSpace, shapes: Mapping[int, Sequence[StateShape]]) -> StateGroup:
+    """Add layers with states of fixed size, before any sequence begins; returns their group.
+
+    Args:
+        space: The cache.
+        shapes: For each layer, as the caller numbers them, the tensors of one sequence's state.
+
+    Raises:
+        ConfigError: There are states already, sequences are open, or a size is impossible.
+        OutOfAddressSpaceError: No addresses for them.
+    """
+    space.check_open()
+    if space.states is not None or space.live:
+        raise ConfigError("states are added once, before any sequence is opened")
+    group = StateGroup(space.pool, shapes, space.max_sequences)
+    space.states = group
+    space.groups.append(group)
+    return group
+
+
+@uninterrupted
 def drop_layers(space: RowSpace, layers: Iterable[int]) -> None:
     """Forget layers that were never written; their bytes in the token row stay unused."""
     space.check_open()
@@ -121,7 +143,7 @@ def compact(space: RowSpace) -> bool:
     try:
         for group in space.groups:
             places = [place for place, _ in space.members(group)]
-            if len(places) < group.geometry.num_layers:
+            if len(places) < group.geometry.num_layers and not group.is_fixed:
                 moved.append((group, _without_gaps(space, group, places)))
     except BaseException:
         space.pool.reclaimer.close_soon(*(new.close_behind for _, new in moved))

@@ -27,6 +27,7 @@ from .fp8 import Scales
 from .geometry import check_positive
 from .layer_group import LayerGroup, stream_getter, torch_device
 from .prefix import PrefixIndex, Where
+from .state_group import StateGroup
 from .stats import SharingStats
 
 if TYPE_CHECKING:
@@ -211,6 +212,7 @@ class RowSpace:
     """The base of `KVCache`: its memory and rows, without the sequences' interface.
 
     Attributes:
+        states: The group of layers' states, which is one of `groups`; None without such layers.
         live: The sequence of each live row.
         moving: By row on its way to the host, a function that makes its victim.
         overread_tokens: Tokens past a sequence's length that are kept resident; see
@@ -248,6 +250,7 @@ class RowSpace:
         is_host = backend.name == "host"
         self.layers_per_group = 1 if layers_per_group is None and is_host else layers_per_group
         self.groups: list[LayerGroup] = []
+        self.states: StateGroup | None = None
         self.places: dict[int, tuple[LayerGroup, int]] = {}
         self.rows = Rows(max_sequences)
         self.live: dict[int, Sequence] = {}
@@ -340,10 +343,25 @@ class RowSpace:
 
     def check_keeps(self, row: int, num_tokens: int, doing: str) -> None:
         """Raise `ConfigError`, which names `doing`, unless `keeps` or there are no tokens."""
+        if self.states is not None and row in self.live:
+            length = self.live[row].num_tokens
+            if num_tokens not in (0, length):
+                raise ConfigError(
+                    f"cannot {doing} {num_tokens} tokens: layers keep a state of all {length} "
+                    "tokens of the sequence, and none of fewer"
+                )
         if num_tokens and not self.keeps(row, num_tokens):
             raise ConfigError(
                 f"cannot {doing} {num_tokens} tokens: a sliding-window layer no longer holds what "
                 "they would see (set keeps_past before appending)"
+            )
+
+    def check_stateless(self, doing: str) -> None:
+        """Raise `ConfigError`, which names `doing`, if layers keep states."""
+        if self.states is not None:
+            raise ConfigError(
+                f"cannot {doing} sequences of a model whose layers keep states (linear attention): "
+                "only keys and values can be handled so yet"
             )
 
     def can_begin(self, row: int, num_tokens: int) -> bool:

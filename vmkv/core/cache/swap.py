@@ -214,7 +214,7 @@ def _to_move(
         if own is not None:
             page = own.first_page
             for size_class in size_classes(end_page - page, space.pool.largest_class):
-                left_bytes = num_tokens * geometry.token_bytes - page * geometry.page_bytes
+                left_bytes = geometry.bytes_for(num_tokens) - page * geometry.page_bytes
                 num_bytes = max(0, min(geometry.page_bytes << size_class, left_bytes))
                 yield group, page, num_bytes, size_class
                 page += 1 << size_class

@@ -1,0 +1,315 @@
+"""States of layers in packed steps: each sequence of a step has its own.
+
+Layers with linear attention read and write a state through transformers' cache. In a packed step
+the layer's own code runs once for the sequences that decode, as a batch, and once for each other
+one, with caches over their states:
+
+    packed tokens   a | b | c | d d d d | e e e
+    the layer       [a, b, c]   [d d d d]   [e e e]
+
+`splitting` replaces the `forward` of such layers, not all of which get the keywords of the model's
+call. Outside `PackedStates.step` they compute as before. Steps overwrite states: a step that fails
+midway has spoilt those of its sequences, which then begin anew.
+
+See DESIGN.md, Note [States beside rows].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..core.cache import StateGroup, StateShape
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from .piece import Piece
+
+# ---- layers --------------------------------------------------------------------------------------
+
+Path = tuple[str, Any]
+"""Place of a tensor in a cache's layer: an attribute, and a key where that holds a dict."""
+
+
+def tensors_of(layer: Any) -> dict[Path, torch.Tensor]:
+    """Return the tensors of a layer's state in transformers' cache, without keys and values."""
+    found: dict[Path, torch.Tensor] = {}
+    for name, value in vars(layer).items():
+        if name in ("keys", "values"):
+            continue
+        entries = value.items() if isinstance(value, dict) else [(None, value)]
+        found |= {(name, key): each for key, each in entries if isinstance(each, torch.Tensor)}
+    return found
+
+
+def with_tensors(layer: Any, tensors: Mapping[Path, torch.Tensor | None]) -> Any:
+    """Return a copy of a layer of transformers' cache that holds these tensors."""
+    twin = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            setattr(twin, name, dict(value))
+    for (name, key), tensor in tensors.items():
+        if key is None:
+            setattr(twin, name, tensor)
+        else:
+            getattr(twin, name)[key] = tensor
+    return twin
+
+
+class StateLayer(NamedTuple):
+    """A layer with a state: its part of transformers' cache, before its first tokens and after.
+
+    `cache` is an empty cache of the model. `empty` and `begun` hold no tensors; `shapes` are those
+    of one sequence, without the batch. Unless it `goes_on`, it forgets its state when it gets
+    several tokens at once (Jamba).
+    """
+
+    cache: Any
+    empty: Any
+    begun: Any
+    shapes: Mapping[Path, StateShape]
+    goes_on: bool = True
+
+    def cache_of(self, layer: int, its: Any) -> Any:
+        """Return a cache whose layer `layer` is `its`."""
+        cache = copy.copy(self.cache)
+        cache.layers = [None] * layer + [its]
+        return cache
+
+
+# ---- packed steps --------------------------------------------------------------------------------
+
+
+class PackedStates:
+    """Runs layers with states over packed tokens, with the states of a cache's rows.
+
+    `called` receives the number of each layer that runs.
+    """
+
+    def __init__(self, group: StateGroup, layers: Mapping[int, StateLayer], called: list[int]):
+        self.layers = layers
+        self._called = called
+        self._rows = {layer: group.tensors(layer) for layer in layers}
+        self._pieces: Sequence[Piece] = ()
+        self._num_batched = 0  # The first pieces, one token each after others of their sequence.
+        self._batched_rows: torch.Tensor | None = None
+
+    @contextlib.contextmanager
+    def step(self, packed: Sequence[Piece]) -> Iterator[None]:
+        """Context in which this thread's passes are of these pieces, in their order."""
+        self._pieces = packed
+        self._batched_rows, count = None, 0
+        for piece in packed:
+            if not (piece.decodes and piece.num_past_tokens):
+                break
+            count += 1
+        self._num_batched = count
+        with _running(self):
+            yield
+
+    def close(self) -> None:
+        """Drop the tensors, which keep addresses reserved."""
+        self._rows.clear()
+
+    def run(self, layer: int, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
+        """Run a layer over packed tokens `[1, T, D]`; returns what it returns, for all of them.
+
+        `forward` takes hidden states `[B, T, D]` and a cache.
+        """
+        self._called.append(layer)
+        count = self._num_batched if self._num_batched > 1 else 0
+        outputs = []
+        if count:
+            outputs.append(_transposed(self._run_batch(layer, forward, hidden[0, :count, None])))
+        start = count
+        for piece in self._pieces[count:]:
+            end = start + piece.num_new_tokens
+            of_row = slice(piece.row, piece.row + 1)
+            rows = [each[of_row] for each in self._rows[layer]]
+            given = rows if piece.num_past_tokens else None
+            one_by_one = given is not None and not self.layers[layer].goes_on
+            size = 1 if one_by_one else end - start
+            for part in torch.split(hidden[:, start:end], size, 1):
+                made, states = self._run_on(layer, forward, part, given)
+                for row, state in zip(rows, states, strict=True):
+                    if state is not row:
+                        row.copy_(state)
+                outputs.append(made)
+            start = end
+        if len(outputs) == 1:
+            return outputs[0]
+        if isinstance(outputs[0], tuple):  # Weights beside the output, which nobody reads here.
+            return (torch.cat([each[0] for each in outputs], 1), *outputs[0][1:])
+        return torch.cat(outputs, 1)
+
+    def _run_batch(self, layer: int, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
+        """Run the batched pieces, `[n, 1, D]`, on copies of their states."""
+        if self._batched_rows is None:
+            rows = [piece.row for piece in self._pieces[: self._num_batched]]
+            self._batched_rows = torch.tensor(rows).to(hidden.device, non_blocking=True)
+        at = self._batched_rows
+        given = [each.index_select(0, at) for each in self._rows[layer]]
+        made, states = self._run_on(layer, forward, hidden, given)
+        for each, state in zip(self._rows[layer], states, strict=True):
+            each.index_copy_(0, at, state)
+        return made
+
+    def _run_on(
+        self,
+        layer: int,
+        forward: Callable[..., Any],
+        hidden: torch.Tensor,
+        given: Sequence[torch.Tensor] | None,
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """Run a layer from `given` states, or from none; returns its output and the states."""
+        known = self.layers[layer]
+        its = with_tensors(known.empty, {})
+        if given is not None:
+            its = with_tensors(known.begun, dict(zip(known.shapes, given, strict=True)))
+        made = forward(hidden, known.cache_of(layer, its))
+        states = tensors_of(its)
+        return made, [states[path] for path in known.shapes]
+
+
+class StateProbe:
+    """Runs layers over several tokens from nothing, and finds out which would go on from a state.
+
+    Those answer NaN where any tensor of their state is. `going_on` are the layers found.
+    """
+
+    def __init__(self, layers: Mapping[int, StateLayer]):
+        self._layers = layers
+        self.going_on: set[int] = set()
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which this thread's passes are looked at."""
+        return _running(self)
+
+    def run(self, layer: int, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
+        """Run a layer over tokens `[B, T, D]`, and once more for each tensor of its state."""
+        known = self._layers[layer]
+        answers = []
+        for wrong in known.shapes:
+            tensors = {
+                path: hidden.new_full(
+                    (len(hidden), *its.shape), torch.nan if path == wrong else 0, dtype=its.dtype
+                )
+                for path, its in known.shapes.items()
+            }
+            made = forward(hidden, known.cache_of(layer, with_tensors(known.begun, tensors)))
+            made = made[0] if isinstance(made, tuple) else made
+            answers.append(bool(made.isnan().any()))
+        if all(answers):
+            self.going_on.add(layer)
+        return forward(hidden, known.cache_of(layer, with_tensors(known.empty, {})))
+
+
+#: The step that runs in this thread.
+_STEP: ContextVar[PackedStates | StateProbe | None] = ContextVar("vmkv_states", default=None)
+
+
+@contextlib.contextmanager
+def _running(step: PackedStates | StateProbe) -> Iterator[None]:
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+def _transposed(made: Any) -> Any:
+    """Return the output of `[n, 1, D]` tokens as that of packed ones."""
+    if isinstance(made, tuple):
+        return (made[0].transpose(0, 1), *made[1:])
+    return made.transpose(0, 1)
+
+
+# ---- the model's layers --------------------------------------------------------------------------
+
+#: Names under which layers with states take a cache; the last one that fits counts, because
+#: attention beside such a layer takes the first.
+_CACHE_NAMES = ("past_key_values", "cache_params")
+_LOCK = threading.Lock()
+
+
+class _SplitForward:
+    """A layer's `forward` that runs packed steps by sequence, and other calls as they are."""
+
+    def __init__(self, module: torch.nn.Module, layer: int, cache_name: str):
+        self.num_users = 0
+        self._plain = module.forward
+        self._before = vars(module).get("forward")  # Another library's, such as accelerate's.
+        self._layer = layer
+        self._cache_name = cache_name
+        functools.update_wrapper(self, self._plain)
+
+    def restore(self, module: torch.nn.Module) -> None:
+        """Give the module its `forward` back."""
+        if self._before is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = self._before
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        options.pop("vmkv_batch", None)
+        states = _STEP.get()
+        if states is None:
+            return self._plain(*arguments, **options)
+        hidden = arguments[0] if arguments else options.pop("hidden_states")
+        if "attention_mask" in options:
+            options["attention_mask"] = None  # No token is padding.
+
+        def forward(hidden: torch.Tensor, cache: Any) -> Any:
+            return self._plain(hidden, *arguments[1:], **options | {self._cache_name: cache})
+
+        return states.run(self._layer, forward, hidden)
+
+
+def state_modules(
+    model: torch.nn.Module, layers: Mapping[int, Any]
+) -> dict[int, tuple[torch.nn.Module, str]]:
+    """Return the module of each of `layers` that takes a cache, and the argument's name."""
+    found: dict[int, tuple[torch.nn.Module, str]] = {}
+    for name in _CACHE_NAMES:
+        for module in model.modules():
+            layer: Any = getattr(module, "layer_idx", None)
+            if layer in layers and name in inspect.signature(type(module).forward).parameters:
+                found[layer] = module, name  # The innermost, because those around come before.
+    return found
+
+
+@contextlib.contextmanager
+def splitting(model: torch.nn.Module, layers: Mapping[int, Any]) -> Iterator[None]:
+    """Context in which the model's layers with states run packed steps by sequence.
+
+    Contexts may overlap. Raises `ConfigError` if a layer takes no cache.
+    """
+    modules = state_modules(model, layers)
+    missing = sorted(layers.keys() - modules.keys())
+    if missing:
+        raise ConfigError(f"layers {missing} keep states, and take no cache by themselves")
+    with _LOCK:
+        for layer, (module, name) in modules.items():
+            split = vars(module).get("forward")
+            if not isinstance(split, _SplitForward):
+                split = _SplitForward(module, layer, name)
+                vars(module)["forward"] = split
+            split.num_users += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for module, _ in modules.values():
+                split = vars(module).get("forward")
+                if isinstance(split, _SplitForward):
+                    split.num_users -= 1
+                    if not split.num_users:
+                        split.restore(module)
