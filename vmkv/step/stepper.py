@@ -137,7 +137,7 @@ class Stepper:
         `ConfigError` if another stepper runs the layers.
         """
         if self._shared is None:
-            split = contextlib.nullcontext()
+            split: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if self._states is not None:
                 split = splitting(self.model, self._states.layers)
             with attending_through(self.model, PACKED), split:
