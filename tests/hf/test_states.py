@@ -91,7 +91,7 @@ def test_the_proof_finds_the_layers_with_states(dtype: torch.dtype) -> None:
 def test_layers_that_forget_their_state_are_found(name: str, dtype: torch.dtype) -> None:
     """Jamba's, given several tokens at once; in a coarse type, too."""
     proof = prove(copy.deepcopy(hybrid(name)).to(dtype))
-    assert {name != "jamba"} == {each.goes_on for each in proof.calls.states.values()}
+    assert {name != "jamba"} == {each.is_chunkable for each in proof.calls.states.values()}
 
 
 def test_a_model_that_mixes_the_states_of_sequences_is_refused(

@@ -448,7 +448,7 @@ def _states_of(model: Any, token_ids: torch.Tensor) -> dict[int, StateLayer]:
     probe = StateProbe(states)
     with splitting(model, states), probe.step():
         _run(model, token_ids[None], _NOT_PLAIN)
-    return {at: each._replace(goes_on=at in probe.going_on) for at, each in states.items()}
+    return {at: each._replace(is_chunkable=at in probe.chunkable) for at, each in states.items()}
 
 
 def _layers_of(

@@ -68,15 +68,15 @@ class StateLayer(NamedTuple):
     """A layer with a state: its part of transformers' cache, before its first tokens and after.
 
     `cache` is an empty cache of the model. `empty` and `begun` hold no tensors; `shapes` are those
-    of one sequence, without the batch. Unless it `goes_on`, it forgets its state when it gets
-    several tokens at once (Jamba).
+    of one sequence, without the batch. Unless it `is_chunkable`, it forgets its state when it
+    gets several tokens at once (Jamba).
     """
 
     cache: Any
     empty: Any
     begun: Any
     shapes: Mapping[Path, StateShape]
-    goes_on: bool = True
+    is_chunkable: bool = True
 
     def cache_of(self, layer: int, its: Any) -> Any:
         """Return a cache whose layer `layer` is `its`."""
@@ -135,7 +135,7 @@ class PackedStates:
             of_row = slice(piece.row, piece.row + 1)
             rows = [each[of_row] for each in self._rows[layer]]
             given = rows if piece.num_past_tokens else None
-            one_by_one = given is not None and not self.layers[layer].goes_on
+            one_by_one = given is not None and not self.layers[layer].is_chunkable
             size = 1 if one_by_one else end - start
             for part in torch.split(hidden[:, start:end], size, 1):
                 made, states = self._run_on(layer, forward, part, given)
@@ -180,14 +180,14 @@ class PackedStates:
 
 
 class StateProbe:
-    """Runs layers over several tokens from nothing, and finds out which would go on from a state.
+    """Runs layers from nothing, and finds those that would continue from a state.
 
-    Those answer NaN where any tensor of their state is. `going_on` are the layers found.
+    These answer NaN where any tensor of their state is. `chunkable` are the layers found.
     """
 
     def __init__(self, layers: Mapping[int, StateLayer]):
         self._layers = layers
-        self.going_on: set[int] = set()
+        self.chunkable: set[int] = set()
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Context in which this thread's passes are looked at."""
@@ -208,7 +208,7 @@ class StateProbe:
             made = made[0] if isinstance(made, tuple) else made
             answers.append(bool(made.isnan().any()))
         if all(answers):
-            self.going_on.add(layer)
+            self.chunkable.add(layer)
         return forward(hidden, known.cache_of(layer, with_tensors(known.empty, {})))
 
 
