@@ -234,11 +234,11 @@ class StateGeometry(Geometry):
         return self.state_bytes if num_tokens > 0 else 0
 
     def whole_tokens_below(self, page: int) -> int:
-        """No token lies before a page: 0."""
+        """Return 0: no token lies wholly before a page."""
         return 0
 
     def whole_pages_below(self, token: int) -> int:
-        """No page is left out when a token is written: 0."""
+        """Return 0: to write a token is to write every page."""
         return 0
 
 
