@@ -23,14 +23,14 @@ from ...units import align_up
 from .. import _native
 from ..memory import ExtentPool
 from .geometry import StateGeometry
-from .layer_group import LayerGroup, torch_device
+from .layer_group import LayerGroup
 
 #: Tensors start where kernels load whole vectors.
 _ALIGNMENT_BYTES = 128
 
 
 class StateShape(NamedTuple):
-    """One tensor of a layer's state of one sequence."""
+    """Shape and type of a tensor in a layer's state of one sequence."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -78,11 +78,6 @@ class StateGroup(LayerGroup):
                     shaped = part.unflatten(1, each.shape)  # type: ignore[no-untyped-call]
                     self._tensors.setdefault(its_layer, []).append(shaped)
         return self._tensors[layer]
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensors."""
-        return torch_device(self.pool.backend)
 
     @property
     def is_fixed(self) -> bool:
