@@ -24,6 +24,7 @@ from transformers import Trainer
 from trl import GRPOTrainer, RLOOTrainer
 
 from .errors import ConfigError
+from .options import EngineOptions
 from .serve import Engine, SamplingParams
 
 #: Most samples of one request, and requests at once; each of these takes memory of its own.
@@ -43,14 +44,18 @@ class Rollouts:
     its off-policy mask alone.
 
     Args:
-        engine_options: Options of `vmkv.Engine` that differ from a rollout's: log-probabilities of
-            the distribution that is sampled from; as many requests at once as a batch has
-            completions, at most 512; on the CPU, half of the free memory for keys and values.
+        engine_options: `EngineOptions` that differ from a rollout's: log-probabilities of the
+            distribution that is sampled from; as many requests at once as a batch has completions,
+            at most 512; on the CPU, half of the free memory for keys and values.
         keep_graphs: Whether captured steps keep their memory while the model is trained. Otherwise
             each rollout captures them again.
 
     Attributes:
         engine: The engine; None before the first rollout.
+
+    Raises:
+        ConfigError: An option is impossible.
+        TypeError: There is no such option.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Rollouts:
     ):
         self.engine: Engine | None = None
         self._options = dict(engine_options or {})
+        EngineOptions(**self._options)
         self._keep_graphs = keep_graphs
         self._model: Any = None
         self._training = contextlib.ExitStack()

@@ -6,6 +6,7 @@ Run by `make rollouts`, which installs TRL; skipped without it. Not covered: sev
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,8 @@ with warnings.catch_warnings():
     trl = pytest.importorskip("trl")
     peft = pytest.importorskip("peft")
     datasets = pytest.importorskip("datasets")
+    from accelerate.state import AcceleratorState
+
     from vmkv.trl import Rollouts, VMKVGRPOTrainer, VMKVRLOOTrainer, sampling_params
 
 # TRL's, accelerate's and datasets' own business.
@@ -87,6 +90,7 @@ def trainer_of(tmp_path: Path) -> Callable[..., Any]:
     """Makes a trainer of a class, with changes of its configuration."""
 
     def make(kind: Any, model: Any = None, **changes: Any) -> Any:
+        AcceleratorState._reset_state(reset_partial_state=True)  # It remembers the last precision.
         options = {key: changes.pop(key) for key in tuple(changes) if key in OF_TRAINERS}
         is_grpo = issubclass(kind, trl.GRPOTrainer)
         config = (trl.GRPOConfig if is_grpo else trl.RLOOConfig)(
@@ -94,9 +98,9 @@ def trainer_of(tmp_path: Path) -> Callable[..., Any]:
             use_cpu=True,
             bf16=changes.pop("bf16", False),
             report_to="none",
-            save_strategy="no",
             disable_tqdm=True,
             **{
+                "save_strategy": "no",
                 "per_device_train_batch_size": 4,
                 "num_generations": 2,
                 "max_completion_length": 8,
@@ -168,3 +172,335 @@ def test_greedy_tokens_are_those_of_the_plain_trainer(
         optimizer.step()
         optimizer.zero_grad()
     assert len({str(each) for each in said}) > 1, "the steps change no answer"
+
+
+@RUNNERS
+def test_log_probabilities_are_the_trainers_own(
+    trainer_of: Any, opened: list[Any], engine_options: Any
+) -> None:
+    """At the temperature of training, which both divide logits by."""
+    trainer = trainer_of(
+        VMKVGRPOTrainer, temperature=0.7, max_completion_length=24, engine_options=engine_options
+    )
+    opened.append(trainer)
+    completion_ids, logprobs = one_turn(trainer)
+    prompts = [trainer.processing_class(text)["input_ids"] for text in PROMPTS for _ in range(2)]
+    assert any(each != completion_ids[0] for each in completion_ids)
+    for prompt, said, told in zip(prompts, completion_ids, logprobs, strict=True):
+        ids = torch.tensor([[*prompt, *said]])
+        its, _, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, torch.ones_like(ids), len(said)
+        )
+        assert len(told) == len(said)
+        assert (its[0] - torch.tensor(told)).abs().max() < 1e-4
+
+
+def gradients_of_step(trainer: Any, rollout: Any) -> dict[str, torch.Tensor]:
+    """Gradients of one step with given completions, rewards and weights."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(optimizer: Any, *_: Any) -> None:
+        for name, each in trainer.model.named_parameters():
+            if each.grad is not None:
+                kept[name.replace("_orig_mod.", "")] = each.grad.clone()
+
+    trainer._generate_single_turn = rollout(trainer)
+    torch.manual_seed(1)
+    trainer.create_optimizer_and_scheduler(1)
+    trainer.optimizer.register_step_pre_hook(keep)
+    trainer.train()
+    return kept
+
+
+@TRAINERS
+@pytest.mark.parametrize("corrects", [True, False])
+def test_gradients_of_a_step_are_the_plain_trainers(
+    trainer_of: Any, ours: Any, theirs: Any, corrects: bool
+) -> None:
+    """A step over the same completions; the correction's ratio is one but for rounding."""
+    if ours is VMKVRLOOTrainer and corrects:
+        pytest.skip("RLOO has no correction")
+    said: list[Any] = []
+
+    def recorded(trainer: Any) -> Any:
+        generate = trainer._generate_single_turn
+
+        def call(*args: Any, **options: Any) -> Any:
+            said.append(generate(*args, **options))
+            return said[-1]
+
+        return call
+
+    def repeated(trainer: Any) -> Any:
+        its = said[0][0] if isinstance(trainer, trl.GRPOTrainer) else said[0]
+        return lambda *_, **__: (its, None) if isinstance(trainer, trl.GRPOTrainer) else its
+
+    corrected = {}
+    if issubclass(ours, trl.GRPOTrainer):
+        corrected = {"vllm_importance_sampling_correction": corrects}
+    model = tiny_llama()
+    plain = copy.deepcopy(model)
+    trainer = trainer_of(ours, model, temperature=0.7, **corrected)
+    got = gradients_of_step(trainer, recorded)
+    expected = gradients_of_step(trainer_of(theirs, plain, temperature=0.7), repeated)
+    assert got.keys() == expected.keys()
+    assert max(each.abs().max() for each in expected.values()) > 1e-3
+    for name, each in expected.items():
+        torch.testing.assert_close(got[name], each, rtol=1e-4, atol=1e-6, msg=name)
+    names = {name for entry in trainer.state.log_history for name in entry}
+    assert corrects == ("sampling/importance_sampling_ratio/mean" in names)
+
+
+def test_adapters_are_served_as_they_are_trained(trainer_of: Any, opened: list[Any]) -> None:
+    """The engine serves the model inside; steps change adapters alone."""
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False
+    )
+    options = {"generation_kwargs": GREEDY, "peft_config": config}
+    trainer = trainer_of(VMKVGRPOTrainer, **options)
+    opened.append(trainer)
+    model, said = trainer.model, []
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], 0.1)
+    for _ in range(3):
+        plain = trainer_of(trl.GRPOTrainer, copy.deepcopy(model), generation_kwargs=GREEDY)
+        said.append(tokens_of(trainer))
+        assert tokens_of(plain) == said[-1]
+        ids = torch.tensor([trainer.processing_class(PROMPTS[0])["input_ids"]])
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len({str(each) for each in said}) > 1, "the steps change no answer"
+
+
+@pytest.mark.parametrize("ours", [VMKVGRPOTrainer, VMKVRLOOTrainer])
+def test_a_model_in_float32_trains_in_bfloat16(trainer_of: Any, ours: Any) -> None:
+    """TRL's default: accelerate's autocast is around each pass, the engine's included."""
+    told: list[list[float]] = []
+    trainer = trainer_of(ours, bf16=True, max_steps=2, logging_steps=1)
+    assert trainer.accelerator.mixed_precision == "bf16"
+    generate = trainer.rollouts.generate
+
+    def watched(*args: Any) -> Any:
+        found = generate(*args)
+        (engine,) = [trainer.rollouts.engine]
+        assert engine.cache.groups[0].dtype == torch.bfloat16
+        told.extend(found[1])
+        return found
+
+    trainer.rollouts.generate = watched
+    trainer.train()
+    assert trainer.rollouts.engine is None
+    assert all(math.isfinite(each) for logprobs in told for each in logprobs)
+    if ours is VMKVGRPOTrainer:
+        differences = [
+            entry["sampling/sampling_logp_difference/mean"]
+            for entry in trainer.state.log_history
+            if "loss" in entry
+        ]
+        assert len(differences) == 2
+        assert max(differences) < 0.02
+
+
+def test_samples_of_a_prompt_are_one_request(trainer_of: Any, opened: list[Any]) -> None:
+    """Two prompts twice compute two prompts; draws follow torch's seed."""
+    trainer = trainer_of(VMKVGRPOTrainer, temperature=1.0)
+    opened.append(trainer)
+    torch.manual_seed(5)
+    first = tokens_of(trainer)
+    engine = trainer.rollouts.engine
+    assert engine._num_requests == 4
+    assert first[0] != first[1]
+    torch.manual_seed(5)
+    assert tokens_of(trainer) == first
+    assert tokens_of(trainer) != first
+    assert trainer.rollouts.engine is engine
+
+
+def test_memory_is_given_back_while_the_model_is_trained(trainer_of: Any) -> None:
+    """What stays is the page of the row for padding, and no prefix of other weights."""
+    held: list[int] = []
+    trainer = trainer_of(VMKVGRPOTrainer, max_steps=2)
+    compute_loss = trainer.compute_loss
+
+    def watched(*args: Any, **options: Any) -> Any:
+        cache = trainer.rollouts.engine.cache
+        held.append(cache.pool.stats().created_bytes)
+        assert not cache.prefixes.recorded
+        return compute_loss(*args, **options)
+
+    trainer.compute_loss = watched
+    trainer.train()
+    assert held == [0, 0]
+
+
+def test_turns_of_a_rollout_find_the_earlier_ones_cached(
+    trainer_of: Any, opened: list[Any]
+) -> None:
+    """Tools make several turns under the same weights, whose conversations go on."""
+    trainer = trainer_of(VMKVGRPOTrainer)
+    opened.append(trainer)
+    one_turn(trainer)
+    engine = trainer.rollouts.engine
+    prompt = trainer.processing_class(PROMPTS[0])["input_ids"]
+    with trainer.rollouts._serving(trainer):
+        (output,) = engine.generate(prompt)
+    assert output.num_cached_tokens > 0
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(1.5)
+    with trainer.rollouts._serving(trainer):
+        (output,) = engine.generate(prompt)
+    assert output.num_cached_tokens == 0
+
+
+def test_a_rollout_func_trains_without_a_subclass(trainer_of: Any) -> None:
+    with Rollouts({"runner": "eager"}) as rollouts:
+        trainer = trainer_of(trl.GRPOTrainer, rollout_func=rollouts, generation_kwargs=GREEDY)
+        plain = trainer_of(trl.GRPOTrainer, generation_kwargs=GREEDY)
+        found = rollouts(PROMPTS, trainer)
+        assert found["completion_ids"] == tokens_of(plain)[::2]
+        assert [len(each) for each in found["logprobs"]] == [
+            len(each) for each in found["completion_ids"]
+        ]
+        trainer.train()
+        assert trainer.state.global_step == 1
+        trainer.tools = [len]
+        with pytest.raises(ConfigError, match="tools would not be called through it; use VMKVGRPO"):
+            rollouts(PROMPTS, trainer)
+
+
+def test_evaluation_closes_the_engine_outside_of_training(trainer_of: Any) -> None:
+    trainer = trainer_of(
+        VMKVGRPOTrainer, max_steps=2, eval_strategy="steps", eval_steps=1, num_generations_eval=1
+    )
+    trainer.eval_dataset = trainer.train_dataset
+    found = trainer.evaluate()
+    assert 0 <= found["eval_reward"] <= 1
+    assert trainer.rollouts.engine is None
+    evaluate, kept = trainer.evaluate, []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        result = evaluate(*args, **options)
+        kept.append(trainer.rollouts.engine)
+        return result
+
+    trainer.evaluate = watched
+    trainer.train()
+    first, second = kept
+    assert first is not None
+    assert first is second
+
+
+def test_a_failed_rollout_leaves_the_model_to_training(trainer_of: Any, opened: list[Any]) -> None:
+    """The next rollout uses the same engine."""
+    trainer = trainer_of(VMKVGRPOTrainer)
+    opened.append(trainer)
+    before = tokens_of(trainer)
+    with pytest.raises(ConfigError, match="leaves no room"):
+        trainer._generate_single_turn([[3] * 256], None, {}, 1)
+    assert all(module.training for module in trainer.model.modules())
+    ids = torch.tensor([trainer.processing_class(PROMPTS[0])["input_ids"]])
+    trainer.model(input_ids=ids, labels=ids).loss.backward()
+    assert trainer.model.lm_head.weight.grad is not None
+    assert [len(each) for each in tokens_of(trainer)][:1]
+    assert len(before) == 4
+
+
+def test_chats_follow_the_template(trainer_of: Any, opened: list[Any]) -> None:
+    trainer = trainer_of(VMKVGRPOTrainer, generation_kwargs=GREEDY)
+    opened.append(trainer)
+    plain = trainer_of(trl.GRPOTrainer, generation_kwargs=GREEDY)
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS]
+    assert trainer._generate(chats)[:2] == plain._generate(chats)[:2]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_the_weights_of_training(trainer_of: Any, tmp_path: Path) -> None:
+    """Also where the engine keeps weights of joined projections side by side."""
+    options = {"runner": "graphs", "runner_options": _TRACED}
+    trainer = trainer_of(
+        VMKVGRPOTrainer, max_steps=2, save_strategy="steps", save_steps=1, engine_options=options
+    )
+    trainer.train()
+    folder = tmp_path / "checkpoint-2"
+    saved = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
+    for name, each in trainer.model.state_dict().items():
+        assert torch.equal(each, saved[name]), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_vllm": True}, "use_vllm=True asks for another generator"),
+        (
+            {"use_transformers_continuous_batching": True},
+            "use_transformers_continuous_batching=True asks for another generator",
+        ),
+        ({"rollout_func": len}, "rollout_func takes the place of VMKVGRPOTrainer's rollouts"),
+        ({"loss_type": "vespo"}, "vllm_importance_sampling_mode='sequence_mask' does not suit"),
+        ({"generation_kwargs": {"num_beams": 2, "n": 3}}, "generation_kwargs: n, num_beams cannot"),
+        ({"engine_options": {"nothing": 1}}, "nothing"),
+        (
+            {
+                "peft_config": peft.PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
+                "gradient_checkpointing": False,
+            },
+            "peft_config=PrefixTuningConfig changes the model's input",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(trainer_of: Any, changes: Any, message: str) -> None:
+    """In the words of the option, before anything is generated."""
+    with pytest.raises((ConfigError, TypeError), match=message):
+        trainer_of(VMKVGRPOTrainer, **changes)
+
+
+def test_shards_images_and_encoder_decoders_are_refused(trainer_of: Any) -> None:
+    trainer = trainer_of(VMKVGRPOTrainer)
+    with pytest.raises(ConfigError, match="prompts have images"):
+        trainer._generate_single_turn([[3]], [["an image"]], {}, 1)
+    with pytest.raises(ConfigError, match="prompts have images"):
+        trainer._generate_single_turn([[3]], None, {"pixel_values": [[0.0]]}, 1)
+    for name, value in (("fsdp_version", 2), ("zero_stage", 3)):
+        before = getattr(trainer._dist, name)
+        setattr(trainer._dist, name, value)
+        with pytest.raises(ConfigError, match="FSDP and ZeRO-3 shard them; train with DDP"):
+            one_turn(trainer)
+        setattr(trainer._dist, name, before)
+    trainer.model.config.is_encoder_decoder = True
+    with pytest.raises(ConfigError, match="rollouts are of decoder-only models"):
+        one_turn(trainer)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"temperature": 0.7, "top_k": 0, "min_p": 0.0, "max_tokens": 8, "detokenize": False}),
+        ({"do_sample": False, "max_new_tokens": 3}, {"temperature": 0.0, "max_tokens": 3}),
+        ({"stop": ["."], "temperature": 0.2}, {"detokenize": True, "temperature": 0.2}),
+        ({"stop_token_ids": [7]}, {"stop_token_ids": (7, 1)}),
+    ],
+)
+def test_sampling_follows_the_configuration(trainer_of: Any, given: Any, expected: Any) -> None:
+    trainer = trainer_of(VMKVGRPOTrainer, temperature=0.7, generation_kwargs=given)
+    params = sampling_params(trainer, 3)
+    assert {"n": 3, "logprobs": 0, "ignore_eos": True, **expected}.items() <= vars(params).items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_a_reward_of_digits_rises(trainer_of: Any, seed: int) -> None:
+    """The mean of the last 5 of 60 updates is above that of the first 5."""
+    trainer = trainer_of(
+        VMKVGRPOTrainer,
+        tiny_llama(seed, initializer_range=0.05),
+        seed=seed,
+        max_steps=60,
+        per_device_train_batch_size=16,
+        num_generations=8,
+        learning_rate=3e-3,
+        logging_steps=1,
+    )
+    trainer.train()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert len(rewards) == 60
+    assert sum(rewards[-5:]) > sum(rewards[:5])
