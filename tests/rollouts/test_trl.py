@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -122,7 +125,14 @@ def trainer_of(tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
-OF_TRAINERS = {"engine_options", "keep_graphs", "peft_config", "rollout_func", "tools"}
+OF_TRAINERS = {
+    "engine_options",
+    "eval_dataset",
+    "keep_graphs",
+    "peft_config",
+    "rollout_func",
+    "tools",
+}
 TRAINERS = pytest.mark.parametrize(
     ("ours", "theirs"),
     [(VMKVGRPOTrainer, trl.GRPOTrainer), (VMKVRLOOTrainer, trl.RLOOTrainer)],
@@ -370,9 +380,13 @@ def test_a_rollout_func_trains_without_a_subclass(trainer_of: Any) -> None:
 
 def test_evaluation_closes_the_engine_outside_of_training(trainer_of: Any) -> None:
     trainer = trainer_of(
-        VMKVGRPOTrainer, max_steps=2, eval_strategy="steps", eval_steps=1, num_generations_eval=1
+        VMKVGRPOTrainer,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        num_generations_eval=1,
+        eval_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS}),
     )
-    trainer.eval_dataset = trainer.train_dataset
     found = trainer.evaluate()
     assert 0 <= found["eval_reward"] <= 1
     assert trainer.rollouts.engine is None
@@ -504,3 +518,20 @@ def test_a_reward_of_digits_rises(trainer_of: Any, seed: int) -> None:
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     assert len(rewards) == 60
     assert sum(rewards[-5:]) > sum(rewards[:5])
+
+
+@pytest.mark.slow
+def test_the_example_draws_its_reward(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "rollouts.py"
+    environment = os.environ | {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(script.parents[1]), *sys.path))
+    done = subprocess.run(
+        [sys.executable, str(script), "--updates", "5", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "reward of the first 5: 0." in done.stdout
+    assert (tmp_path / "rollouts.png").stat().st_size > 5000
