@@ -35,6 +35,7 @@ with warnings.catch_warnings():
 # TRL's, accelerate's and datasets' own business.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+ROOT = Path(__file__).parents[2]
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 :?"
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '?' }}{% endfor %}"
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -318,10 +319,18 @@ def test_samples_of_a_prompt_are_one_request(trainer_of: Any, opened: list[Any])
     torch.manual_seed(5)
     first = tokens_of(trainer)
     engine = trainer.rollouts.engine
-    assert engine._num_requests == 4
     assert first[0] != first[1]
+    asked: list[Any] = []
+    generate = engine.generate
+
+    def watched(prompts: Any, params: Any) -> Any:
+        asked.extend((len(prompts), *(each.n for each in params)))
+        return generate(prompts, params)
+
+    engine.generate = watched
     torch.manual_seed(5)
     assert tokens_of(trainer) == first
+    assert asked == [2, 2, 2]
     assert tokens_of(trainer) != first
     assert trainer.rollouts.engine is engine
 
@@ -520,18 +529,68 @@ def test_a_reward_of_digits_rises(trainer_of: Any, seed: int) -> None:
     assert sum(rewards[-5:]) > sum(rewards[:5])
 
 
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with this environment's packages to its end."""
+    environment = os.environ | {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), *sys.path))
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.slow
+def test_each_rank_has_an_engine(tmp_path: Path) -> None:
+    """Two ranks of DDP draw different completions, and end with equal weights."""
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = start(*ranks, __file__, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert one["said"] != other["said"]
+    assert all(torch.equal(each, other["weights"][name]) for name, each in one["weights"].items())
+
+
 @pytest.mark.slow
 def test_the_example_draws_its_reward(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "examples" / "rollouts.py"
-    environment = os.environ | {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join((str(script.parents[1]), *sys.path))
-    done = subprocess.run(
-        [sys.executable, str(script), "--updates", "5", "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+    script = str(ROOT / "examples" / "rollouts.py")
+    done = start(script, "--updates", "5", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "reward of the first 5: 0." in done.stdout
     assert (tmp_path / "rollouts.png").stat().st_size > 5000
+
+
+def train_as_a_rank(folder: Path) -> None:
+    """What each rank of `test_each_rank_has_an_engine` does: one group of samples for each."""
+    config = trl.GRPOConfig(
+        output_dir=str(folder / "out"),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        per_device_train_batch_size=4,
+        num_generations=8,
+        max_completion_length=8,
+        max_steps=2,
+        learning_rate=1e-2,
+    )
+    trainer = VMKVGRPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=share_of_digits,
+        args=config,
+        train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=tokenizer(),
+    )
+    said: list[Any] = []
+    generate = trainer.rollouts.generate
+
+    def watched(*args: Any) -> Any:
+        said.append(generate(*args))
+        return said[-1]
+
+    trainer.rollouts.generate = watched  # type: ignore[method-assign]
+    trainer.train()
+    weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
+    name = f"{trainer.accelerator.process_index}.pt"
+    torch.save({"said": said[0][0], "weights": weights}, folder / name)
+
+
+if __name__ == "__main__":
+    train_as_a_rank(Path(sys.argv[1]))
