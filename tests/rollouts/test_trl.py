@@ -20,6 +20,7 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from vmkv import StructuredOutputs
 from vmkv.errors import ConfigError
 from vmkv.serve.runner import RunnerOptions
 
@@ -69,19 +70,20 @@ def tokenizer() -> Any:
 def tiny_llama(seed: int = 0, **changes: Any) -> Any:
     """A model of 40 tokens in float32, whose answers differ from prompt to prompt."""
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=len(LETTERS) + 2,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-        **{"initializer_range": 0.3, **changes},
-    )
+    shape = {
+        "vocab_size": len(LETTERS) + 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "initializer_range": 0.3,
+    }
+    config = transformers.LlamaConfig(**{**shape, **changes})
     return transformers.LlamaForCausalLM(config)
 
 
@@ -119,8 +121,7 @@ def trainer_of(tmp_path: Path) -> Callable[..., Any]:
             reward_funcs=share_of_digits,
             args=config,
             train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS}),
-            processing_class=tokenizer(),
-            **options,
+            **{"processing_class": tokenizer(), **options},
         )
 
     return make
@@ -133,6 +134,7 @@ OF_TRAINERS = {
     "peft_config",
     "rollout_func",
     "tools",
+    "processing_class",
 }
 TRAINERS = pytest.mark.parametrize(
     ("ours", "theirs"),
@@ -430,6 +432,64 @@ def test_a_failed_rollout_leaves_the_model_to_training(trainer_of: Any, opened: 
     assert trainer.model.lm_head.weight.grad is not None
     assert [len(each) for each in tokens_of(trainer)][:1]
     assert len(before) == 4
+
+
+def letters_of_qwen() -> Any:
+    """A token for each byte, and Qwen3's template, by which TRL parses calls."""
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    words = [*marks, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    inner = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(marks)
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token=marks[0],
+        eos_token=marks[2],
+        chat_template=template.read_text(),
+    )
+
+
+def test_tools_are_called_and_their_results_are_read(trainer_of: Any, opened: list[Any]) -> None:
+    """Each turn is forced to call the tool; the second begins with what the first computed."""
+    called: list[int] = []
+
+    def double(number: int) -> int:
+        """Double a number.
+
+        Args:
+            number: The number.
+
+        Returns:
+            Twice the number.
+        """
+        called.append(number)
+        return 2 * number
+
+    call = '<tool_call>\n{"name": "double", "arguments": {"number": 21}}\n</tool_call>'
+    inner = letters_of_qwen()
+    trainer = trainer_of(
+        VMKVGRPOTrainer,
+        tiny_llama(vocab_size=len(inner), max_position_embeddings=4096, eos_token_id=2),
+        processing_class=inner,
+        tools=[double],
+        max_tool_calling_iterations=2,
+        max_completion_length=400,
+        generation_kwargs={"structured_outputs": StructuredOutputs(choice=[call])},
+    )
+    opened.append(trainer)
+    chats = [[{"role": "user", "content": "double 21"}]] * 2
+    # TRL makes these for each batch, before it generates.
+    trainer._sync_tool_dicts, trainer._async_tool_dicts = [{"double": double}] * 2, [{}] * 2
+    _, completion_ids, tool_mask, completions, logprobs, *_ = trainer._generate(chats)
+    assert called == [21] * 4
+    roles = [message["role"] for message in completions[0]]
+    assert roles == ["assistant", "tool", "assistant", "tool", "assistant"]
+    for ids, mask, told in zip(completion_ids, tool_mask, logprobs, strict=True):
+        assert len(ids) == len(mask) == len(told)
+        assert all(each == 0.0 for each, is_said in zip(told, mask, strict=True) if not is_said)
+        assert inner.decode(ids).count(call) == 3
 
 
 def test_chats_follow_the_template(trainer_of: Any, opened: list[Any]) -> None:
