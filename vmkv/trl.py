@@ -311,21 +311,20 @@ class VMKVGRPOTrainer(RolloutMixin, GRPOTrainer):  # type: ignore[misc]
     """`trl.GRPOTrainer` whose completions vmkv's engine generates; see `RolloutMixin`.
 
     `vllm_importance_sampling_correction` and its modes hold for these rollouts too, as TRL has them
-    for vLLM's, with its metrics. The correction costs a forward pass over each batch, as it does
-    there.
+    for vLLM's, with its metrics, at the cost of a forward pass over each batch. The modes of
+    sequences are left out for `loss_type="vespo"`, which weighs tokens, and where top-p, top-k,
+    min-p or penalties cut the distribution: ratios of whole completions are then near zero.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        mode = self.vllm_importance_sampling_mode
-        corrects = self.vllm_importance_sampling_correction
-        if corrects and self.loss_type == "vespo" and not mode.startswith("token"):
-            raise ConfigError(
-                f"vllm_importance_sampling_mode={mode!r} does not suit loss_type='vespo', which "
-                "weighs tokens; use 'token_truncate' or 'token_mask'"
-            )
+        params = sampling_params(self, 1)
+        cuts = params.top_p < 1 or params.top_k or params.min_p or params.has_penalties
+        is_by_token = self.vllm_importance_sampling_mode.startswith("token")
         # TRL corrects where this is set. It says nothing else once vLLM is neither made nor called.
-        self.use_vllm = corrects
+        self.use_vllm = self.vllm_importance_sampling_correction and (
+            is_by_token or not (cuts or self.loss_type == "vespo")
+        )
         self.vllm_mode = None
 
 

@@ -523,7 +523,6 @@ def test_a_checkpoint_has_the_weights_of_training(trainer_of: Any, tmp_path: Pat
             "use_transformers_continuous_batching=True asks for another generator",
         ),
         ({"rollout_func": len}, "rollout_func takes the place of VMKVGRPOTrainer's rollouts"),
-        ({"loss_type": "vespo"}, "vllm_importance_sampling_mode='sequence_mask' does not suit"),
         ({"generation_kwargs": {"num_beams": 2, "n": 3}}, "generation_kwargs: n, num_beams cannot"),
         ({"engine_options": {"nothing": 1}}, "nothing"),
         (
@@ -556,6 +555,27 @@ def test_shards_images_and_encoder_decoders_are_refused(trainer_of: Any) -> None
     trainer.model.config.is_encoder_decoder = True
     with pytest.raises(ConfigError, match="rollouts are of decoder-only models"):
         one_turn(trainer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "corrects"),
+    [
+        ({}, True),
+        ({"vllm_importance_sampling_correction": False}, False),
+        ({"loss_type": "vespo"}, False),
+        ({"top_k": 5}, False),
+        ({"generation_kwargs": {"top_p": 0.9}}, False),
+        ({"top_k": 5, "vllm_importance_sampling_mode": "token_truncate"}, True),
+        ({"loss_type": "vespo", "vllm_importance_sampling_mode": "token_mask"}, True),
+    ],
+)
+def test_rollouts_are_corrected_for_as_the_configuration_says(
+    trainer_of: Any, changes: Any, corrects: bool
+) -> None:
+    trainer = trainer_of(VMKVGRPOTrainer, **changes)
+    trainer.train()
+    names = {name for entry in trainer.state.log_history for name in entry}
+    assert corrects == ("sampling/importance_sampling_ratio/mean" in names)
 
 
 @pytest.mark.parametrize(
