@@ -28,8 +28,8 @@ FUZZ_ARGS ?=
 BIN = $(VENV)/bin
 SOURCES = $(wildcard vmkv/core/_native/*.[ch]) pyproject.toml
 
-.PHONY: demo test lint types unit real replicas clients $(CLIENT_RUNS) clients-quick fuzz
-.PHONY: test-matrix test-pythons models report clean
+.PHONY: demo test lint types unit real replicas rollouts clients $(CLIENT_RUNS) clients-quick
+.PHONY: fuzz test-matrix test-pythons models report clean
 
 demo: $(VENV)/.real
 	@model=$$($(BIN)/python examples/real_model.py); \
@@ -47,7 +47,7 @@ types: $(VENV)/.ready
 # As many processes as cores; threads would wait for each other.
 unit real replicas clients-quick $(CLIENT_RUNS): export OMP_NUM_THREADS = 1
 # Nor without compiled modules, whatever the shell says: tests start a hundred interpreters.
-unit real replicas: export PYTHONDONTWRITEBYTECODE =
+unit real replicas rollouts: export PYTHONDONTWRITEBYTECODE =
 
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 \
@@ -61,6 +61,11 @@ replicas: $(VENV)/.ray
 	@test -e $(VENV)/.ray || { echo "Ray cannot be had: skipped"; exit 0; }; \
 		$(BIN)/python -m pytest -m ray tests/serve/replicas tests/cli/test_serve_replicas.py \
 		$(PYTEST_ARGS)
+
+# TRL's trainers over the engine, in an environment of their own.
+rollouts:
+	$(MAKE) .venv-rollouts/.ready VENV=.venv-rollouts EXTRAS=dev,trl
+	.venv-rollouts/bin/python -m pytest tests/rollouts $(PYTEST_ARGS)
 
 # Client libraries against `vmkv serve`. They run without vmkv, and warn of their own business.
 CLIENT_TESTS = VMKV_PYTHON=$(abspath $(BIN)/python) .venv-clients-$(1)/bin/python \

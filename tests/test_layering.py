@@ -1,7 +1,7 @@
 """Imports point left only, and all layers up to `memory` are free of torch.
 
     errors, units, interrupts, phases, kept <- core (_native <- backend <- memory <- cache) <- viz
-        <- attention <- step <- hf <- options <- serve <- cli
+        <- attention <- step <- hf <- options <- serve <- cli, trl
 
 An import inside a function counts like any other, and across packages so does one under
 TYPE_CHECKING. No modules import each other in a circle; within one package, imports under
@@ -31,7 +31,7 @@ LAYERS = [
         "cache",
         "viz",
     ),
-    *("attention", "step", "hf", "options", "serve", "cli"),
+    *("attention", "step", "hf", "options", "serve", "cli", "trl"),
 ]
 TORCH_FREE = {*LAYERS[: LAYERS.index("cache")], "testing"}
 FILES = sorted(ROOT.rglob("*.py"))
@@ -40,12 +40,13 @@ FILES = sorted(ROOT.rglob("*.py"))
 TESTING_MAY_IMPORT = {"testing", "errors", "units", "_native", "backend", "memory"}
 # Third parties, and the layers that may import them.
 HOMES_OF = {
-    "transformers": {"step", "hf", "serve", "cli"},
+    "transformers": {"step", "hf", "serve", "cli", "trl"},
     "cuda": {"backend", "attention", "testing"},
     "flash_attn": {"attention"},
     "flash_attn_interface": {"attention"},
     "kernels": {"attention"},
     "ray": {"serve"},
+    "trl": {"trl"},
 }
 
 
