@@ -18,6 +18,7 @@ import pytest
 import torch
 from helpers.hosted import hosted
 from helpers.serving import TEXT, tiny_llama, tiny_tokenizer
+from tokenizers import AddedToken
 
 from vmkv import ConfigError
 from vmkv.serve import Engine, FinishReason, RequestHandle, SamplingParams, StructuredOutputs
@@ -567,6 +568,32 @@ def test_a_grammar_whose_lexer_failed_is_compiled_anew(monkeypatch: pytest.Monke
     first = num_accepted()
     assert first > 0
     assert first == num_accepted()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json": {"const": "<think>"}},
+        {"json": {"type": "array", "items": {"const": "<think>"}, "minItems": 2, "maxItems": 2}},
+        {"regex": "<think>[a-c]"},
+        {"choice": ["<think>", "<think>a"]},
+        {"grammar": 'start: "a<think>"'},
+    ],
+)
+def test_the_text_of_an_added_token_is_spelled_by_others(form: dict[str, Any]) -> None:
+    """The token itself is no text to llguidance, though it is how the tokenizer writes it."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
+    assert [len(tokenizer) - 1] == tokenizer.encode("<think>", add_special_tokens=False)
+    grammars = Grammars(tokenizer, len(tokenizer), {END}, is_pinned=False)
+    request, said = request_of(grammars, form), []
+    while END not in said:
+        masks = grammars.masks([request])
+        assert masks is not None
+        said.append(max(allowed(masks[0]) & set(range(len(tokenizer)))))
+        grammars.advance(StructuredOutputs(**form), request.matcher, said[-1])
+    assert "<think>" in tokenizer.decode(said)
+    assert len(tokenizer) - 1 not in said
 
 
 def test_grammars_are_kept_but_few() -> None:

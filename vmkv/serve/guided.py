@@ -176,14 +176,17 @@ class Grammars:
                 "structured_outputs need a fast tokenizer, of the package tokenizers, and the "
                 f"engine has {what}"
             )
-        matcher = llguidance.LLMatcher(self._convert(), grammar, log_level=0, limits=_limits())
+        options: Any = {"log_level": 0, "limits": _limits()}
+        unforced = _unforced(grammar, is_callers=asked.grammar is not None)
+        matcher = llguidance.LLMatcher(self._convert(), unforced, **options)
         # The first mask shows a grammar without an output, and is kept with the lexer's states.
         if not matcher.is_error():
             matcher.compute_bitmask()
             if matcher.is_error():
                 raise _refused("no output satisfies the grammar")
             return matcher
-        raise _refused(matcher.get_error())
+        told = llguidance.LLMatcher(self._convert(), grammar, **options)  # In the caller's words.
+        raise _refused(told.get_error() or matcher.get_error())
 
 
 def _grammar_of(asked: StructuredOutputs) -> str:
@@ -212,6 +215,20 @@ def _grammar_of(asked: StructuredOutputs) -> str:
         )
     except ValueError as error:  # No JSON at all.
         raise _refused(str(error)) from error
+
+
+def _unforced(grammar: str, *, is_callers: bool) -> str:
+    """Return a grammar that leaves the tokenisation of forced texts to the model.
+
+    Otherwise a mask has the tokenizer's own tokenisation alone, which may contain an added token,
+    such as `<think>`. To a grammar that is no text, so the matcher then refuses it.
+    """
+    if grammar.lstrip().startswith("{"):
+        if is_callers:  # In llguidance's JSON, perhaps of several grammars.
+            return grammar
+        (rules,) = json.loads(grammar)["grammars"]
+        grammar = rules["lark_grammar"] or f"start: %json {json.dumps(rules['json_schema'])}"
+    return f'{grammar}\n%llguidance {{"no_forcing": true}}\n'
 
 
 def _limits() -> Any:
