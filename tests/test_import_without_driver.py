@@ -17,12 +17,13 @@ from vmkv import ConfigError
 from vmkv.core.backend.cuda import CudaBackend
 
 ROOT = Path(__file__).parents[1] / "vmkv"
-# Modules that run in Ray's processes import Ray; no other module imports them.
-_NEEDS_RAY = re.compile(r"^(import|from) ray\b", re.MULTILINE)
+# Modules that run in Ray's processes import Ray, and that of TRL's trainers TRL; no other module
+# imports them.
+_NEEDS_MORE = re.compile(r"^(import|from) (ray|trl)\b", re.MULTILINE)
 MODULES = sorted(
     ".".join(("vmkv", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
     for path in ROOT.rglob("*.py")
-    if path.name != "__main__.py" and not _NEEDS_RAY.search(path.read_text())
+    if path.name != "__main__.py" and not _NEEDS_MORE.search(path.read_text())
 )
 # Imports modules with absent packages set to None.
 _SCRIPT = """
