@@ -183,3 +183,13 @@ def test_a_budget_below_one_state_is_refused(make_engine: MakeEngine) -> None:
     state_bytes = engine.cache.states.geometry.row_bytes
     with pytest.raises((ConfigError, OutOfPagesError)):
         make_engine(_model(NAME), budget_bytes=state_bytes)
+
+
+def test_a_model_with_another_module_is_served_after_a_pause(make_engine: MakeEngine) -> None:
+    """It is proven again: its layers keep the same states, in another proof's objects."""
+    model = _model(NAME)
+    engine = make_engine(model)
+    assert [_expected(NAME, PROMPTS[0])] == _said(engine, PROMPTS[:1])
+    with engine.paused():
+        model.lm_head = copy.deepcopy(model.lm_head)
+    assert [_expected(NAME, each) for each in PROMPTS] == _said(engine, PROMPTS)

@@ -17,7 +17,7 @@ import torch
 
 from ..core.cache import KVCache
 from ..errors import ConfigError
-from ..hf.proof import prove
+from ..hf.proof import Proof, prove
 from ..options import EngineOptions
 from ..step.model_guard import checksums_of
 from .memory_view import ServedRows
@@ -78,7 +78,7 @@ class TrainingTurns:
 def renewed_runner(model: Any, rows: ServedRows, given: EngineOptions) -> ModelRunner:
     """Make a runner for a model that was changed; `ConfigError` if its rows do not fit any more."""
     proof = prove(model, given.attention_backend)
-    if proof.signatures != rows.signatures or proof.calls != rows.calls:
+    if proof.signatures != rows.signatures or _comparable(proof) != _comparable(rows):
         raise ConfigError(
             "the model's layers have other keys and values than when its engine was made: undo the "
             "change and leave engine.paused() again, or close the engine and make it anew"
@@ -88,6 +88,12 @@ def renewed_runner(model: Any, rows: ServedRows, given: EngineOptions) -> ModelR
     runner = make_runner(model, rows, given)
     pool.set_budget(budget_bytes)  # `OwnBudget` follows what is free.
     return runner
+
+
+def _comparable(made: Proof | ServedRows) -> object:
+    """Return the attention calls, with what each layer keeps in place of its cache objects."""
+    states = made.calls.states.items()
+    return made.calls._replace(states={}), {at: (*each.shapes.items(),) for at, each in states}
 
 
 def forget_prefixes(cache: KVCache) -> None:
