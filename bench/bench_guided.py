@@ -10,20 +10,19 @@ shape: 64 masks take 0.1 to 2 ms on 8 threads, and 64 matchers advance in 0.3 ms
 waits for none of it, and pays for the upload of 1 MiB (20 us), for logits in float32 instead of the
 graph's argmax (60 us of copies) and for the mask (30 us): 1.02 times the time per token, greedy,
 and 1.01 times if both draw from the distribution. All answers that stop are valid; under 2 % reach
-max_tokens. Measured on an H200: 1.69 and 1.81 with copies of one matcher, which share a lock; 1.43
-and 1.45 with originals for each thread, when masks took 4.8 and 4.0 ms of a step, as a walk through
-the tokens that fit a string of bounded length took 2.5 ms. Tokens up to 4, 8 and 12 characters have
-been found without a walk since, and the synthetic tokens, 44 % of which had 12, are as long as
-those of a real vocabulary; not measured again yet.
+max_tokens. Measured: 1.69 and 1.81 with copies of one matcher, which share a lock; 1.43 and 1.45
+with originals for each thread; 1.09 and 1.16 where tokens up to 4, 8 and 12 characters are found
+without a walk, and synthetic tokens are as long as real ones. Most of the masks' time is that of
+strings near their greatest length, 1 to 3 ms on one thread, and twice that of a real vocabulary, as
+random tokens share no beginnings. So the tokens are those of a real one since.
 
-Method. Llama-3-8B's shape, random weights, bfloat16, captured steps, a synthetic tokenizer of
-128,256 tokens. Prompts of 128 tokens, 256 tokens for each request; the schema is an array of 200
-objects, longer than that. Its tokens are as long as those of Tekken, a real vocabulary of 131,072
-tokens; on one thread of a Xeon, a mask takes 88 us in the mean, and 54 us with Tekken's. The host's
-time is shown by part: means of a step, prompts included. Time per token: a request's time from its
-first token to its last by the number of the others; the median of the requests of a round. Guided
-and unguided rounds alternate, and the ratio is the median of three. `--validity` uses the CPU in
-float32 if there is no GPU.
+Method. Llama-3-8B's shape, random weights, bfloat16, captured steps, the first 128,256 tokens of
+Tekken, a real vocabulary (of the package mistral-common). Prompts of 128 tokens, 256 tokens for
+each request; the schema is an array of 200 objects, longer than that. The host's time is shown by
+part: means of a step, prompts included. Time per token: a request's time from its first token to
+its last by the number of the others; the median of the requests of a round. Guided and unguided
+rounds alternate, and the ratio is the median of three. `--validity` uses the CPU in float32 if
+there is no GPU.
 
 Rivals. The same requests without a grammar.
 
@@ -32,15 +31,17 @@ Not measured. Compilation of the schema, once in each process: milliseconds.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import importlib.util
 import json
-import random
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -61,6 +62,7 @@ from harness import (
 from models import llama_config, make_model, random_prompts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from vmkv import Engine, SamplingParams
 from vmkv.serve.guided import Grammars
@@ -148,39 +150,31 @@ class Spent:
         }
 
 
-#: Shares of tokens in percent by their number of characters, from 2: those of Tekken.
-LENGTHS = (2.5, 8, 12.6, 12.8, 16, 13.2, 8.6, 9, 5, 4.3, 2.2, 2.4, 0.5, 1.1, 0.8)
-
-
-def tokenizer_of(size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose tokens are random joins of printable ones, as long as Tekken's."""
-    draw, alphabet = random.Random(0), sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["</s>", *alphabet]
-    known, merges = set(tokens), []
-    parts = {1: [each for each in alphabet if each.isascii() or each == "Ġ"]}
-    while len(tokens) < size:
-        (length,) = draw.choices(range(2, 2 + len(LENGTHS)), LENGTHS)
-        left_length = draw.randint(1, length - 1)
-        if not (left_length in parts and length - left_length in parts):
-            continue
-        left, right = draw.choice(parts[left_length]), draw.choice(parts[length - left_length])
-        if left + right not in known:
-            tokens.append(left + right)
-            known.add(left + right)
-            merges.append((left, right))
-            parts.setdefault(length, []).append(left + right)
-    vocabulary = {token: at for at, token in enumerate(tokens[:size])}
-    merges = [each for each in merges if "".join(each) in vocabulary]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+def tokenizer_of(texts: Iterable[bytes]) -> PreTrainedTokenizerFast:
+    """Byte-level tokenizer of these tokens, after one for the end."""
+    printed = bytes_to_unicode()
+    tokens = ["</s>", *("".join(map(printed.__getitem__, text)) for text in texts)]
+    tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(tokens)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+def tekken(size: int) -> Iterator[bytes]:
+    """Yield the first tokens of Tekken, a vocabulary of 131,072."""
+    spec = importlib.util.find_spec("mistral_common")
+    if spec is None:
+        raise SystemExit("Tekken's vocabulary is missing: pip install --no-deps mistral-common")
+    [folder] = spec.submodule_search_locations or ()
+    entries = json.loads(Path(folder, "data", "tekken_240911.json").read_text())["vocab"]
+    yield from (base64.b64decode(entry["token_bytes"]) for entry in entries[:size])
 
 
 def timed(options: Any) -> tuple[list[Row], list[Figure]]:
     """Alternate rounds of guided and unguided requests."""
     smoke = options.smoke
     size = 320 if smoke else 128_256
+    texts = [bytes([byte]) for byte in range(256)] if smoke else tekken(size - 1)
     num_requests, num_tokens = (4, 12) if smoke else (NUM_REQUESTS, NUM_TOKENS)
     model = make_model(llama_config(smoke=smoke, vocab_size=size), options.device)
     model.generation_config.eos_token_id = 0
@@ -194,7 +188,7 @@ def timed(options: Any) -> tuple[list[Row], list[Figure]]:
         spent,
         Engine(
             model,
-            tokenizer=tokenizer_of(size),
+            tokenizer=tokenizer_of(texts),
             observer=records,
             max_num_seqs=num_requests,
             max_num_batched_tokens=64 if smoke else 16384,
