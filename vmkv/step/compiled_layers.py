@@ -28,6 +28,8 @@ from ..phases import part
 from . import early_norms, graph_passes, joined_layers
 
 _Compiled = Callable[..., Any]
+#: Torch 2.11's static launcher tunes kernels that have one configuration again in each process.
+_KEEPS_TUNED = {"use_static_cuda_launcher": False} if torch.__version__.startswith("2.11.") else {}
 
 
 class CompiledLayers:
@@ -48,7 +50,7 @@ class CompiledLayers:
             )
         self._paused: list[tuple[Any, Any, dict[str, Any]]] = []
         joined_layers.join(model)
-        self._one = _compiler(backend, {"coordinate_descent_tuning": True})
+        self._one = _compiler(backend, {"coordinate_descent_tuning": True, **_KEEPS_TUNED})
         self._many = _compiler(backend, {})
         self._variants: dict[tuple[Any, bool, bool], _Compiled] = {}
         self._decoder, self._last = layers, _last_norm(model)
