@@ -89,11 +89,13 @@ def llama_config(*, smoke: bool, **changed: Any) -> LlamaConfig:
     return LlamaConfig(**sizes | changed)
 
 
-def make_model(config: LlamaConfig, device: torch.device) -> LlamaForCausalLM:
-    """Random weights in bfloat16, made on the device."""
+def make_model(
+    config: LlamaConfig, device: torch.device, dtype: torch.dtype = DTYPE
+) -> LlamaForCausalLM:
+    """Random weights, by default in bfloat16, made on the device."""
     torch.manual_seed(SEED)
     default = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPE)
+    torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
             model = LlamaForCausalLM(config)

@@ -16,7 +16,7 @@ import pytest
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 #: Packages outside of the extra `dev`; a bench does not run without its package.
-NEEDS = {"bench_replicas": "ray"}
+NEEDS = {"bench_replicas": "ray", "bench_rollout": "trl"}
 BENCHES = [
     path
     for path in sorted(BENCH.glob("bench_*.py"))
