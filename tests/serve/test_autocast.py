@@ -99,6 +99,29 @@ def test_a_model_in_float32_is_served_under_autocast(
     check_tokens(plain, engine)
 
 
+@pytest.mark.parametrize("options", RUNNERS)
+def test_weights_converted_by_autocast_are_not_kept(
+    make_engine: Callable[..., Engine], options: str
+) -> None:
+    """As TRL has it: autocast in the model's `forward`, which keeps conversions, and around it."""
+    model = wrapped(copy.deepcopy(tiny_model("llama")))
+    with torch.autocast("cpu", torch.bfloat16):
+        engine = make_engine(model, **RUNNERS[options])
+        before = [each.outputs[0].token_ids for each in engine.generate(prompts(), ASKED)]
+        with engine.paused(), torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.requires_grad
+                parameter.copy_(parameter.flip(0))
+            plain = copy.deepcopy(model)
+        after = [each.outputs[0].token_ids for each in engine.generate(prompts(), ASKED)]
+    assert before != after
+    check_tokens(plain, engine)
+    del plain.forward
+    with torch.autocast("cpu", torch.bfloat16):
+        fresh = make_engine(plain, **RUNNERS[options])
+        assert after == [each.outputs[0].token_ids for each in fresh.generate(prompts(), ASKED)]
+
+
 def test_an_engine_keeps_the_autocast_it_was_made_in(make_engine: Callable[..., Engine]) -> None:
     """Whatever surrounds a step, since rows are of one type."""
     engine = make_engine(prefix_caching=False)

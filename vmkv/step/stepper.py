@@ -300,13 +300,24 @@ class Stepper:
             raise ConfigError(self.guard.change() or _other_calls(calls, self.calls))
         return kept_logits(output, keep)
 
-    def _computing(self) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
         """Context of the autocast, or of none, in which the stepper was made."""
         kind, dtype = self.device.type, self._autocast
         if dtype is None and not torch.is_autocast_enabled(kind):
-            return contextlib.nullcontext()
-        # Without its cache: a graph would read weights that were converted before it.
-        return torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=False)
+            yield
+            return
+        # Conversions of weights that train are kept until the outermost autocast ends, even if it
+        # is the model's own one that asks for that: a graph would read them when they are freed.
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        for each in trained:
+            each.requires_grad = False
+        try:
+            with torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=False):
+                yield
+        finally:
+            for each in trained:
+                each.requires_grad = True
 
     # ---- captures -------------------------------------------------------------------------
 
