@@ -10,6 +10,7 @@ Not covered: attention kernels of the GPU (`tests/attention`), speed (`bench/`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -122,7 +123,7 @@ def test_generate_matches_dynamic_cache(
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "vmkv"])
 def test_logits_under_autocast_match_dynamic_cache(attention: str, new_cache: NewCache) -> None:
-    """Keys are float32 after rotary embeddings, and values are bfloat16."""
+    """Rotary embeddings leave keys in float32; both are kept in the type of attention."""
     model, inputs = tiny_model("llama", attention), prompt("llama", batch_size=2)
     logits = []
     for cache in (dynamic_cache(model.config), new_cache(model.config)):
@@ -130,8 +131,24 @@ def test_logits_under_autocast_match_dynamic_cache(attention: str, new_cache: Ne
             for num_tokens in (13, 1, 5):
                 logits.append(forward(model, inputs["input_ids"][:, :num_tokens], cache))
     assert logits[0].isfinite().all()
+    assert {layer.dtype for layer in cache.layers} == {torch.bfloat16}
     for theirs, ours in zip(logits[:3], logits[3:], strict=True):
         torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.01)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "vmkv"])
+def test_eight_bits_under_autocast(attention: str, new_cache: NewCache) -> None:
+    """Rows in eight bits stay so; what attention computes in is autocast's type."""
+    model, inputs = tiny_model("llama", attention), prompt("llama", batch_size=2)
+    said = []
+    for around in (contextlib.nullcontext(), torch.autocast("cpu", dtype=torch.bfloat16)):
+        cache = new_cache(model.config, kv_dtype="fp8")
+        with torch.no_grad(), around:
+            said.append(forward(model, inputs["input_ids"], cache))
+            said.append(forward(model, inputs["input_ids"][:, :1], cache))
+        assert cache.layers[0].dtype == (torch.float32, torch.bfloat16)[len(said) // 4]
+    for plain, cast in zip(said[:2], said[2:], strict=True):
+        assert (cast - plain).abs().mean() < 0.1 * plain.std()
 
 
 @pytest.mark.parametrize("name", DECODERS)

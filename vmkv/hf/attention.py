@@ -52,7 +52,9 @@ def vmkv_attention(
     function of the module and its `LayerCall`.
     """
     scale, vmkv_batch = options.get("scaling"), options.get("vmkv_batch")
-    if vmkv_batch is not None:
+    if vmkv_batch is None:
+        (query,) = in_autocast(query)  # The cache's tensors may be in eight bits.
+    else:
         query, key, value = in_autocast(query, key, value)
     asked = LayerCall(
         query,

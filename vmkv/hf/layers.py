@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..attention import AttentionBackend, Call, select
 from ..errors import ConfigError
-from ..step.row_attention import LayerCall
+from ..step.row_attention import LayerCall, in_autocast
 from . import compat
 from .group_step import GroupStep
 from .store import Store
@@ -101,12 +101,7 @@ class VirtualLayer:
         Cost: one launch per layer on CUDA; once per step, two view calls per layer group. Runs on
             torch's current stream and never waits for the device.
         """
-        if key_states.dtype != value_states.dtype and torch.is_autocast_enabled(
-            key_states.device.type
-        ):
-            # Rotary embeddings promoted the keys; promote the values too, as DynamicCache does.
-            dtype = torch.promote_types(key_states.dtype, value_states.dtype)
-            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
+        key_states, value_states = in_autocast(key_states, value_states)
         if self._length == 0:
             self._bind(key_states, value_states)
         if (
