@@ -42,6 +42,15 @@ def stream_getter(backend: Backend) -> Callable[[], int]:
     return partial(torch._C._cuda_getCurrentRawStream, index)
 
 
+def bytes_over(
+    backend: Backend, address: int, num_bytes: int, counter: _native.ViewCounter
+) -> torch.Tensor:
+    """Return a tensor of the bytes of a reserved range; `counter` counts its storage."""
+    capsule = _native.view_capsule(address, num_bytes, *backend.dlpack_device, counter)
+    found: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
+    return found
+
+
 @dataclass(frozen=True)
 class GroupViews:
     """Strided tensors over one layer group: `[layers, rows, heads, row_tokens, dim]`."""
@@ -65,12 +74,8 @@ def group_views(
     on one still passes through autograd's dispatch, which costs a decode step of 32 layers 1 ms.
     Inference tensors avoid that, and must not be written outside inference mode.
     """
-    device_type, device_index = backend.dlpack_device
-    capsule = _native.view_capsule(
-        address, geometry.reserved_bytes, device_type, device_index, counter
-    )
     with torch.inference_mode(mode=inference), torch.no_grad():
-        flat = torch.utils.dlpack.from_dlpack(capsule).view(dtype)
+        flat = bytes_over(backend, address, geometry.reserved_bytes, counter).view(dtype)
         item_bytes = geometry.shape.itemsize_bytes
 
         def strided(num_heads: int, dim: int, offset_bytes: int) -> torch.Tensor:

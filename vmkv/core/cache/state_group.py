@@ -20,10 +20,9 @@ from typing import NamedTuple
 import torch
 
 from ...units import align_up
-from .. import _native
 from ..memory import ExtentPool
 from .geometry import StateGeometry
-from .layer_group import LayerGroup
+from .layer_group import LayerGroup, bytes_over
 
 #: Tensors start where kernels load whole vectors.
 _ALIGNMENT_BYTES = 128
@@ -64,15 +63,10 @@ class StateGroup(LayerGroup):
         Only rows of live sequences with tokens are mapped.
         """
         if not self._tensors:
-            backend, geometry = self.pool.backend, self.geometry
-            capsule = _native.view_capsule(
-                self.table.address,
-                geometry.reserved_bytes,
-                *backend.dlpack_device,
-                self._view_counter,
-            )
+            geometry, its = self.geometry, (self.table.address, self.geometry.reserved_bytes)
             with torch.inference_mode(mode=False), torch.no_grad():
-                rows = torch.utils.dlpack.from_dlpack(capsule).view(geometry.num_rows, -1)
+                flat = bytes_over(self.pool.backend, *its, self._view_counter)
+                rows = flat.view(geometry.num_rows, -1)
                 for its_layer, start, each in self._offsets:
                     part = rows[:, start : start + each.num_bytes].view(each.dtype)
                     shaped = part.unflatten(1, each.shape)  # type: ignore[no-untyped-call]

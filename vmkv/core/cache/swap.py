@@ -1,4 +1,4 @@
-"""Swapping and spilling: a sequence's memory moves to the host and back, at the same addresses.
+"""Swapping and spilling: memory of sequences moves to the host and back, at the same addresses.
 
     resident --swap_out--> moving --leave--> swapped --swap_in--> resident
                               '----cancel--> resident
@@ -7,6 +7,7 @@ A sequence leaves when its transfer is finished, or earlier when memory is short
 is retired behind a fence that covers the copies. The copies run on a stream of their own: outwards
 after work submitted so far, inwards before the compute stream's next work. Shared extents stay on
 the device, because others hold them anyway. Spilled extents are read by kernels in host memory.
+Parked rows with prefixes move together while an engine sleeps, with all that they share.
 
 See DESIGN.md, Note [Swapping keeps addresses].
 """
@@ -23,7 +24,7 @@ from ...errors import ConfigError
 from ...interrupts import uninterrupted
 from ...units import Address
 from ..backend import MemoryLocation
-from ..memory import Change, Extent, Mapping, PageTable, RowChange, Victim, size_classes
+from ..memory import Change, Extent, HostCopy, Mapping, PageTable, RowChange, Victim, size_classes
 from .growing import Target, map_rows
 from .layer_group import LayerGroup
 from .prefix import Where
@@ -245,6 +246,67 @@ def swap_in(sequence: Sequence, swapped: Swapped) -> None:
     space.sharing.swapped_in_bytes += swapped.num_bytes
     with space.pool.lock:
         space.prefixes.move(row, Where.LIVE)
+
+
+# ---- prefixes ------------------------------------------------------------------------------------
+
+
+class MovedPrefixes(NamedTuple):
+    """Parked rows whose contents are in host memory; `space` is not used until they are back."""
+
+    space: RowSpace
+    rows: List_[int]
+    copy: HostCopy
+
+    @uninterrupted
+    def come_back(self) -> None:
+        """Bring the rows back, all or none; the current stream waits for the copies.
+
+        Raises as `HostCopy.come_back`.
+        """
+        self.copy.come_back(self.space.side_stream(), self.space.current_stream())
+
+    @uninterrupted
+    def drop(self) -> None:
+        """Empty the rows instead, and forget their prefixes."""
+        with self.space.pool.lock:
+            for row in self.rows:
+                if row in self.space.rows.parked:
+                    self.space.retire_parked(row, 0)
+        self.copy.drop()
+
+
+@uninterrupted
+def move_prefixes(space: RowSpace) -> MovedPrefixes | None:
+    """Move parked rows with prefixes to host memory, the last used first, as many as it holds.
+
+    Other parked rows are emptied. The caller waits for the fence and gives the memory back. Returns
+    None where nothing moved. Raises as `HostCopy`; the chosen rows are then as before.
+    """
+    pool, chosen = space.pool, set[int]()
+    host = pool.stats(MemoryLocation.HOST)
+    left_bytes = host.budget_bytes - host.resident_bytes - host.retired_bytes
+    space.note_stream()
+    with pool.lock:
+        held: set[Extent] = set()
+        for row in reversed(space.rows.parked):
+            mappings = [each for group in space.groups for each in group.table.rows[row].mappings]
+            new = {each.extent for each in mappings} - held
+            num_bytes = sum(extent.num_bytes for extent in new)
+            is_pinned = any(each.num_pins for each in mappings)
+            if space.prefixes.num_recorded(row) and num_bytes <= left_bytes and not is_pinned:
+                chosen.add(row)
+                held |= new
+                left_bytes -= num_bytes
+        for row in tuple(space.rows.parked):
+            if row not in chosen:
+                space.retire_parked(row, 0)
+        if not chosen:
+            return None
+        side, rows = space.side_stream(), sorted(chosen)
+        pool.backend.join_streams(side)
+        tables = [(group.table, row) for row in rows for group in space.groups]
+        return MovedPrefixes(space, rows, HostCopy(pool, tables, side))
 
 
 # ---- spill ---------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Ownership of physical memory and of mappings. Free of torch.
 
 `page_table.py` has extents and the mappings of rows, `pool.py` the extent pool, `shelf.py` creation
-within a budget and free lists, `change.py` atomic changes of mappings, `reclaim.py` fences and
-unmapping, `pressure.py` eviction of parked rows, `arbiter.py` preemption across engines,
-`submitted.py` and `invariants.py` the checks.
+within a budget and free lists, `change.py` atomic changes of mappings, `host_copy.py` rows whose
+contents wait in host memory, `reclaim.py` fences and unmapping, `pressure.py` eviction of parked
+rows, `arbiter.py` preemption across engines, `submitted.py` and `invariants.py` the checks.
 """
 
 from .change import Change as Change
@@ -11,6 +11,7 @@ from .change import RowChange as RowChange
 from .change import make_writable as make_writable
 from .change import pinned as pinned
 from .change import protect as protect
+from .host_copy import HostCopy as HostCopy
 from .invariants import check_pool as check_pool
 from .page_table import Extent as Extent
 from .page_table import Mapping as Mapping
