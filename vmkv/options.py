@@ -57,6 +57,13 @@ class EngineOptions:
             keeps when no request is left. The rest returns to the device: free memory first, then
             the least recently used prefixes. Memory of the pool's other users counts but is not
             taken. None, the default, keeps everything.
+        enable_sleep_mode: Put the weights where `Engine.sleep(weights=True)` can take them from the
+            device. They move at the start, and back when the engine is closed.
+        sleep_after_s: Seconds without requests after which a loop (`AsyncEngine`, `vmkv serve`)
+            lets the engine sleep, with its weights; None, the default, for never. Includes
+            `enable_sleep_mode`.
+        sleep_keeps_prefixes: Cached prefixes move to host memory in such a sleep, as many as
+            `host_budget_bytes` holds; otherwise they are dropped.
         seed: Seed for requests without one; by default random.
         logprobs_mode: Distribution of the log-probabilities of generated tokens, by vLLM's names:
             "raw_logprobs", of the model's logits; or "processed_logprobs", of what tokens are drawn
@@ -65,7 +72,8 @@ class EngineOptions:
             model's.
 
     Raises:
-        ConfigError: The watermark is negative, or there is no such mode.
+        ConfigError: The watermark is negative, the time to sleep not positive, or there is no such
+            mode.
     """
 
     max_num_seqs: int = 256
@@ -85,6 +93,9 @@ class EngineOptions:
     runner_options: Any = None
     preemption_costs: Any = None
     watermark_bytes: int | None = None
+    enable_sleep_mode: bool = False
+    sleep_after_s: float | None = None
+    sleep_keeps_prefixes: bool = False
     seed: int | None = None
     logprobs_mode: str = LOGPROBS_MODES[0]
 
@@ -94,11 +105,20 @@ class EngineOptions:
                 f"watermark_bytes={self.watermark_bytes} is negative; 0 keeps nothing, None "
                 "everything"
             )
+        if self.sleep_after_s is not None and not 0 < self.sleep_after_s < math.inf:
+            raise ConfigError(
+                f"sleep_after_s={self.sleep_after_s} must be a positive number; None for never"
+            )
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise ConfigError(
                 f"logprobs_mode={self.logprobs_mode!r} is none of {', '.join(LOGPROBS_MODES)}; "
                 "logits are not told"
             )
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether weights are put where they can leave the device."""
+        return self.enable_sleep_mode or self.sleep_after_s is not None
 
 
 @dataclass(frozen=True)
@@ -163,6 +183,8 @@ class ServerOptions:
         share_prefixes: Whether requests with different keys share cached prefixes.
         sampling_defaults: Parameters of `SamplingParams` for requests that leave them out; of
             `max_tokens`, as many as fit, and at most 16 for completions.
+        can_sleep: Whether the server has vLLM's routes /sleep, /wake_up and /is_sleeping. Whoever
+            may ask may let the model sleep.
     """
 
     model_name: str
@@ -175,3 +197,4 @@ class ServerOptions:
     response_template: Mapping[str, Any] | None = None
     share_prefixes: bool = False
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    can_sleep: bool = False

@@ -23,8 +23,16 @@ from helpers.serving import tiny_llama, tiny_tokenizer
 from helpers.tiny_models import kernel_model, tiny_model
 
 import vmkv
-from vmkv import Backend, ConfigError, Engine, HostBackend, SamplingParams
-from vmkv.core.backend import MemoryLocation
+from vmkv import (
+    Backend,
+    BackendUsage,
+    ConfigError,
+    Engine,
+    HostBackend,
+    OutOfPagesError,
+    SamplingParams,
+)
+from vmkv.core.backend import ForwardingBackend, MemoryLocation
 from vmkv.errors import HostDriverError
 from vmkv.hf import VMKVCache
 from vmkv.serve import FinishReason
@@ -577,10 +585,90 @@ def is_not_asked(group: TensorParallel) -> None:
                 engine.follow()
             with refused(ConfigError, "cannot be sent"):
                 engine.add([1, 2], SamplingParams(logits_processors=(lambda ids, scores: scores,)))
-            for call in (engine.weights_changed, engine.sleep, engine.paused().__enter__):
+            with refused(ConfigError, "enable_sleep_mode"):
+                engine.sleep(weights=True)
+            for call in (engine.weights_changed, engine.paused().__enter__):
                 with refused(ConfigError, "one device"):
                     call()
             assert 1 == len(said(engine.generate([[1, 2]], GREEDY)))
+
+
+# ---- sleep ---------------------------------------------------------------------------------------
+
+
+class _Short(ForwardingBackend):
+    """A device whose host, or which itself, has no memory while `lacks` says so."""
+
+    lacks: MemoryLocation | None = None
+
+    def mem_create(
+        self, num_bytes: int, location: MemoryLocation = MemoryLocation.DEVICE, **how: Any
+    ) -> Handle:
+        """Create memory, unless it lacks."""
+        if location is self.lacks:
+            raise HostDriverError("mem_create", 12, "ENOMEM", is_out_of_memory=True)
+        return self.upstream.mem_create(num_bytes, location, **how)
+
+
+def sleeps(runner: str, group: TensorParallel) -> None:
+    """All ranks sleep or none, and requests wake all; tokens are as before."""
+    made: list[_Short] = []
+
+    def opened(_: str) -> _Short:
+        made.append(_Short(HostBackend(PAGE_BYTES)))
+        return made[-1]
+
+    prompts = [[*PROMPTS[1], each] for each in range(3, 8)]
+    options: dict[str, Any] = {"runner": runner, "enable_sleep_mode": True, **ROOMY}
+    if runner == "graphs":
+        layers = {"compile_layers": True, "compile_backend": "eager"}
+        options["runner_options"] = RunnerOptions(capture=True, show_progress=False, **layers)
+    options["host_budget_bytes"] = 1 * MiB
+    with (
+        mock.patch.object(lockstep, "open_backend", opened),
+        ParallelEngine(part_of("llama", group), tensor_parallel=group, **options) as engine,
+    ):
+        places, its_pool = [each.data_ptr() for each in engine._turns._model.parameters()], made[1]
+        if group.rank:
+            its_pool.lacks = MemoryLocation.HOST
+            real, calls = engine.sleep, itertools.count(1)
+
+            def sleep(**what: bool) -> None:
+                """On this rank the host has no memory at first, then the device has none."""
+                its_pool.lacks = MemoryLocation.HOST if next(calls) == 1 else None
+                real(**what)
+                its_pool.lacks = MemoryLocation.DEVICE
+
+            def wake() -> None:
+                try:
+                    Engine.wake(engine)
+                finally:
+                    its_pool.lacks = None
+
+            engine.sleep, engine.wake = sleep, wake  # type: ignore[method-assign]
+            engine.follow()
+            assert next(calls) == 5
+        else:
+            told = said(engine.generate(prompts, GREEDY))
+            with refused(OutOfPagesError, "more memory"):
+                engine.sleep(weights=True)
+            assert not engine.is_sleeping
+            for turn in range(3):
+                assert told == said(engine.generate(prompts, GREEDY))
+                engine.sleep(weights=True, prefixes=turn > 0)
+                assert engine.is_sleeping
+                assert 0 == its_pool.usage().physical_bytes
+                engine.cache.check()
+                with refused(OutOfPagesError, "more memory"):
+                    engine.wake()
+                assert engine.is_sleeping
+                outputs = engine.generate(prompts, GREEDY)
+                assert told == said(outputs)
+                assert (outputs[0].num_cached_tokens > 0) == (turn > 0)
+                engine.cache.check()
+            assert told == alone("llama", prompts, GREEDY)
+            assert places == [each.data_ptr() for each in engine._turns._model.parameters()]
+    assert all(each.usage() == BackendUsage() for each in made)
 
 
 # ---- sums ----------------------------------------------------------------------------------------

@@ -1,10 +1,15 @@
-"""Memory between phases: `Engine.sleep` gives it to the driver, and later requests take it."""
+"""Memory between phases: `Engine.sleep` gives it to the driver, and later requests take it.
+
+With weights the engine sleeps until the next request, which finds them at the same addresses.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,10 +22,12 @@ from vmkv import BackendUsage, HostBackend
 from vmkv.core.backend.forwarding import ForwardingBackend
 from vmkv.core.cache import device_memory
 from vmkv.core.memory.invariants import check_pool
-from vmkv.errors import ConfigError, DriverError
+from vmkv.errors import ConfigError, DriverError, OutOfPagesError
 from vmkv.serve import Engine
+from vmkv.serve import engine as engine_module
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import RunnerOptions
+from vmkv.testing.faults import FaultInjectingBackend
 from vmkv.units import KiB, MiB
 
 EAGER: dict[str, Any] = {"runner": "eager"}
@@ -159,7 +166,7 @@ def test_the_budget_of_a_shared_pool_is_its_owners(make_engine: Callable[..., En
 
 def test_sleep_is_refused_with_requests_or_for_weights(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
-    with pytest.raises(ConfigError, match=r"leave weights out"):
+    with pytest.raises(ConfigError, match="enable_sleep_mode=True"):
         engine.sleep(weights=True)
     handle = engine.add(prompts(1)[0], GREEDY)
     engine.step()
@@ -167,6 +174,8 @@ def test_sleep_is_refused_with_requests_or_for_weights(make_engine: Callable[...
         engine.sleep()
     engine.cancel(handle)
     engine.sleep(graphs=True)
+    assert not engine.is_sleeping
+    engine.wake()
     check_books(engine)
 
 
@@ -186,3 +195,235 @@ def test_a_sampler_without_memory_says_so_and_tries_again(
     monkeypatch.setattr(torch, "zeros", short)
     wanted = prompts(1, seed=5)
     check_said(wanted, engine.generate(wanted, GREEDY))
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+COMPILED: dict[str, Any] = {
+    "runner": "graphs",
+    "runner_options": RunnerOptions(
+        compile_layers=True, compile_backend="eager", capture=True, show_progress=False
+    ),
+}
+SLEEPY: dict[str, Any] = {"enable_sleep_mode": True, "host_budget_bytes": 1 * MiB}
+
+
+def addresses(model: torch.nn.Module) -> list[int]:
+    return [each.data_ptr() for each in model.parameters()]
+
+
+def cached(outputs: list[Any]) -> list[int]:
+    return [each.num_cached_tokens for each in outputs]
+
+
+def check_all_books(engine: Engine) -> None:
+    check_books(engine)
+    assert engine._weights is not None
+    assert engine._weights._pool is not None
+    check_pool(engine._weights._pool)
+
+
+@pytest.mark.parametrize("options", [EAGER, PADDED, COMPILED], ids=["eager", "padded", "compiled"])
+@pytest.mark.parametrize("prefixes", [False, True], ids=["", "prefixes"])
+def test_a_request_finds_weights_at_their_addresses(
+    make_engine: Callable[..., Engine], options: dict[str, Any], prefixes: bool
+) -> None:
+    """And prefixes, with what they share, where they were to be kept."""
+    model = copy.deepcopy(tiny_model("llama"))
+    expected = {name: each.clone() for name, each in model.state_dict().items()}
+    engine = make_engine(model, **SLEEPY, **options)
+    at_start, where = held_bytes(engine), addresses(model)
+    assert engine._weights is not None
+    table = engine._weights._table
+    assert all(0 <= each - table.address < table.reserved_bytes for each in where)
+    shared, penalised = prompts(1, shortest=40, longest=40, seed=1)[0], []
+    wanted = [shared + [each] * 9 for each in (5, 6, 7)]
+    for turn in range(3):
+        outputs = engine.generate(wanted, GREEDY)
+        check_said(wanted, outputs)
+        assert (cached(outputs)[0] > 0) == (turn > 0 and prefixes)
+        outputs = engine.generate(wanted, GREEDY)
+        assert min(cached(outputs)) > 40, "they share all prompts, and more"
+        penalised.append(engine.generate(wanted[0], PENALISED)[0].outputs)
+        assert held_bytes(engine) > at_start
+        engine.sleep(weights=True, prefixes=prefixes)
+        assert engine.is_sleeping
+        assert at_start == held_bytes(engine)
+        assert 0 == table.pool.backend.usage().physical_bytes
+        check_all_books(engine)
+        engine.sleep(weights=True)  # Does nothing more.
+        with pytest.raises(ConfigError, match="sleeps"):
+            Engine(model, budget_bytes=1 * MiB)
+        if turn == 1:
+            engine.wake()
+            assert not engine.is_sleeping
+            check_all_books(engine)
+        assert where == addresses(model)
+    check_said(wanted, engine.generate(wanted, GREEDY))
+    assert where == addresses(model)
+    assert penalised[0] == penalised[1] == penalised[2]
+    engine.close()
+    assert not {*where} & {*addresses(model)}
+    for name, each in model.state_dict().items():
+        assert torch.equal(expected[name], each)
+
+
+def test_prefixes_that_the_host_does_not_hold_are_dropped(
+    make_engine: Callable[..., Engine],
+) -> None:
+    """The last used ones stay; none without host memory, or without device memory afterwards."""
+    wanted = prompts(4, shortest=60, longest=60, seed=4)
+    for host_bytes in (0, 64 * KiB):
+        engine = make_engine(enable_sleep_mode=True, host_budget_bytes=host_bytes)
+        for prompt in wanted:
+            engine.generate(prompt, GREEDY)
+        engine.sleep(weights=True, prefixes=True)
+        check_all_books(engine)
+        found = [cached(engine.generate(each, GREEDY))[0] > 0 for each in reversed(wanted)]
+        assert found[0] == (host_bytes > 0)
+        assert found == sorted(found, reverse=True)
+        assert not all(found)
+    shared = _Shared(HostBackend(4 * KiB))
+    engine = make_engine(backend=shared, **SLEEPY)
+    engine.generate(wanted, GREEDY)
+    engine.sleep(weights=True, prefixes=True)
+    shared.limit_bytes = 8 * KiB
+    engine.wake()
+    assert not engine.is_sleeping
+    check_all_books(engine)
+    shared.limit_bytes = 1 << 40
+    assert [0] * 4 == cached(engine.generate(wanted, GREEDY))
+
+
+def test_training_has_the_weights_awake(make_engine: Callable[..., Engine]) -> None:
+    """Updates survive a sleep, and parameters that training moves are held anew."""
+    model = copy.deepcopy(tiny_model("llama"))
+    engine = make_engine(model, **SLEEPY, **COMPILED)
+    wanted = prompts(3, seed=6)
+    engine.generate(wanted, GREEDY)
+    for moves in (False, True):
+        engine.sleep(weights=True)
+        with engine.paused():
+            assert not engine.is_sleeping
+            with pytest.raises(ConfigError, match="within paused"):
+                engine.sleep(weights=True)
+            engine.sleep()
+            with torch.no_grad():
+                for each in model.parameters():
+                    each.mul_(1.5)
+                    if moves:
+                        each.data = each.data.clone()
+        engine.sleep(weights=True)
+        fresh = copy.deepcopy(tiny_model("llama"))
+        with torch.no_grad():
+            for each in fresh.parameters():
+                each.mul_(1.5 * 1.5 if moves else 1.5)
+        with Engine(fresh, budget_bytes=1 * MiB, max_num_seqs=4, max_tokens=128) as other:
+            told = [each.outputs[0].token_ids for each in other.generate(wanted, GREEDY)]
+        assert told == [each.outputs[0].token_ids for each in engine.generate(wanted, GREEDY)]
+        weights = engine._weights
+        assert weights is not None
+        assert weights.num_bytes == weights._pool.stats().resident_bytes  # type: ignore[union-attr]
+        check_all_books(engine)
+
+
+def test_sleep_mode_needs_a_model_of_its_own(make_engine: Callable[..., Engine]) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    first = make_engine(model)
+    with pytest.raises(ConfigError, match="served already"):
+        make_engine(model, enable_sleep_mode=True)
+    check_said(prompts(1), first.generate(prompts(1), GREEDY))
+
+
+@pytest.mark.parametrize("is_out_of_memory", [False, True], ids=["broken", "full"])
+@pytest.mark.parametrize("part", ["weights", "cache"])
+@pytest.mark.parametrize("wakes", [False, True], ids=["sleep", "wake"])
+def test_an_engine_serves_after_any_failed_call(
+    make_engine: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    wakes: bool,
+    is_out_of_memory: bool,
+) -> None:
+    """A failed sleep leaves it awake, a failed wake asleep, and the next request wakes it."""
+    made: list[FaultInjectingBackend] = []
+
+    def opened(*_: Any) -> FaultInjectingBackend:
+        made.append(FaultInjectingBackend(HostBackend(4 * KiB)))
+        return made[-1]
+
+    monkeypatch.setattr(engine_module, "open_backend", opened)
+    engine = make_engine(backend=opened(), **SLEEPY)
+    backend = made[part == "weights"]
+    wanted, short = prompts(2, shortest=20, longest=24, seed=8), replace(GREEDY, max_tokens=1)
+    told = [each.outputs for each in engine.generate(wanted, short)]
+    num_failed, fail_at, struck = 0, 0, "none yet"
+    while struck is not None:
+        fail_at += 1
+        if wakes:
+            engine.sleep(weights=True, prefixes=True)
+        backend.arm(fail_at, is_out_of_memory=is_out_of_memory)
+        try:
+            engine.wake() if wakes else engine.sleep(weights=True, prefixes=True)
+        except (DriverError, OutOfPagesError):
+            num_failed += 1
+            assert engine.is_sleeping == wakes
+        else:
+            assert engine.is_sleeping != wakes
+        struck = backend.failed_call
+        backend.arm(0)
+        check_all_books(engine)
+        assert told == [each.outputs for each in engine.generate(wanted, short)]
+        check_all_books(engine)
+    assert fail_at > 4
+    assert num_failed > 0 or (part, is_out_of_memory) == ("cache", True)
+
+
+def test_a_request_without_memory_to_wake_is_refused(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may have the memory; the engine sleeps on. A wrong request does not wake it."""
+    shared = _Shared(HostBackend(4 * KiB))
+    monkeypatch.setattr(engine_module, "open_backend", lambda _: shared)
+    engine, wanted = make_engine(enable_sleep_mode=True), prompts(2, seed=2)
+    check_said(wanted, engine.generate(wanted, GREEDY))
+    engine.sleep(weights=True)
+    shared.limit_bytes = 16 * KiB
+    for _ in range(2):
+        with pytest.raises(OutOfPagesError, match="no more memory"):
+            engine.add(wanted[0], GREEDY)
+        assert engine.is_sleeping
+        assert not engine.has_unfinished
+    shared.limit_bytes = 1 << 40
+    with pytest.raises(ConfigError):
+        engine.add([-1], GREEDY)
+    assert engine.is_sleeping
+    check_said(wanted, engine.generate(wanted, GREEDY))
+
+
+def test_many_models_sleep_and_wake_at_random(make_engine: Callable[..., Engine]) -> None:
+    """Their answers are those of a model that never slept, whatever else happens in between."""
+    draw, names = random.Random(7), ["llama", "qwen3", "mistral", "gemma2"]
+    runners = [EAGER, PADDED, EAGER, PADDED]
+    pairs = [
+        (make_engine(name, **SLEEPY, **how), make_engine(name, **how))
+        for name, how in zip(names, runners, strict=True)
+    ]
+    num_sleeps = num_cached = 0
+    for turn in range(80):
+        engine, awake = pairs[draw.randrange(len(pairs))]
+        if draw.random() < 0.5:
+            engine.sleep(weights=True, prefixes=draw.random() < 0.5, graphs=draw.random() < 0.2)
+            num_sleeps += 1
+        elif draw.random() < 0.2:
+            engine.wake()
+        else:
+            wanted = prompts(draw.randint(1, 5), longest=50, seed=turn % 7)
+            params = SamplingParams(temperature=0.9, seed=turn, max_tokens=draw.randint(1, 9))
+            outputs = engine.generate(wanted, params)
+            told = [each.outputs[0].token_ids for each in outputs]
+            assert told == [each.outputs[0].token_ids for each in awake.generate(wanted, params)]
+            num_cached += sum(cached(outputs))
+        check_all_books(engine)
+    assert num_sleeps > 30
+    assert num_cached > 100

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ..core.backend import Backend, open_backend
 from ..core.cache import KVCache
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ClosedError, ConfigError, DriverError, PausedError
@@ -36,10 +37,11 @@ from .observer import EngineObserver, FirstToken, Idle, RequestAdded, RequestRec
 from .params import SamplingParams
 from .prompts import check_tenant, end_tokens, packed_prompt, resolve, tokenised, vocabulary_sizes
 from .request import FinishReason, Request, RequestHandle, RequestOutput, detokenizer_of
-from .runner import ModelRunner, make_runner, spare_bytes
+from .runner import ModelRunner, RunnerOptions, make_runner, spare_bytes
 from .scheduler import PreemptionCosts, Scheduler
 from .step_loop import Ended, Sampled, Scored, StepLoop
 from .training_turns import TrainingTurns, forget_prefixes, renewed_runner
+from .weights import Weights
 
 _LOG = logging.getLogger(__name__)
 #: Memory returned to the device between polls for new work: some 10 ms.
@@ -60,6 +62,7 @@ class Engine:
         options: Those of `vmkv.options.EngineOptions`.
 
     Attributes:
+        options: The options it was made with.
         cache: The keys and values.
         loop: Runs the steps.
         grammars: Compiles the grammars of `structured_outputs`.
@@ -83,7 +86,7 @@ class Engine:
     ):
         self._is_closed = True
         check_model(model)
-        given = EngineOptions(**options)
+        self.options = given = EngineOptions(**options)
         self._scheduler = Scheduler(
             given.max_num_seqs,
             given.max_num_batched_tokens,
@@ -106,6 +109,11 @@ class Engine:
         with contextlib.ExitStack() as undo:
             rows = open_rows(model, pool, given)
             undo.callback(rows.close)
+            self._weights: Weights | None = None
+            if given.can_sleep:
+                agree = (given.runner_options or RunnerOptions()).agree
+                self._weights = Weights(model, partial(self._open_memory, pool), agree)
+                undo.callback(self._weights.close)
             self.cache: KVCache = rows.cache
             self._view = MemoryView(
                 self.cache,
@@ -116,11 +124,12 @@ class Engine:
                 num_reserved_rows=given.max_num_seqs + 2,
                 requests=self._scheduler.requests,
             )
-            runner = make_runner(model, rows, given)
-            renew = partial(renewed_runner, model, rows, given)
+            runner = make_runner(model, rows, given, self._weights)
+            renew = partial(renewed_runner, model, rows, given, self._weights)
             self._turns = TrainingTurns(model, runner, renew)
             undo.callback(lambda: self._runner.close())
             self._view.fitting_tokens()  # Checks that one token fits, with the over-read.
+            undo.callback(self._release)
             self._undo = undo.pop_all()
         its = (tokenizer, self._vocab_size, self._end_tokens)
         self.grammars = Grammars(*its, is_pinned=self.cache.device.type == "cuda")
@@ -137,6 +146,10 @@ class Engine:
         self._own_budget = None if is_shared else OwnBudget(pool, spare)
         self._is_stale = False  # The budget: others have had the device.
         self._is_closed = False
+
+    def _open_memory(self, pool: ExtentPool) -> Backend:
+        """Open a further backend of a pool's device."""
+        return open_backend(pool.backend.name)
 
     @property
     def _runner(self) -> ModelRunner:
@@ -172,19 +185,21 @@ class Engine:
                 is not in the vocabulary, text is wanted without a tokenizer, or a grammar is wrong
                 or unsupported. Nothing was added.
             ClosedError: The engine is closed.
+            CapacityError, DriverError: The engine slept, and could not wake; see `wake`.
         """
         self._check_open()
         self._check_here()
-        if self._is_stale and self._own_budget is not None:
-            self._own_budget.refit()
-            self._is_stale = False
-        self._is_idle = False
         params = params or SamplingParams()
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         text = prompt if isinstance(prompt, str) else None
         tokens = packed_prompt(prompt, self.tokenizer, self._input_vocab_size)
         params = tokenised(params, self.tokenizer)
         check_tenant(tenant)
+        self.wake()
+        if self._is_stale and self._own_budget is not None:
+            self._own_budget.refit()
+            self._is_stale = False
+        self._is_idle = False
         max_total = longest = self.max_tokens
         if params.max_tokens is not None:
             max_total = min(longest, len(tokens) + params.max_tokens)
@@ -377,9 +392,12 @@ class Engine:
         self._check_open()
         if self._is_idle or self.loop.has_work or not self._give_back(is_wanted):
             return
+        self._note_idle()
+
+    def _note_idle(self) -> None:
         self._is_idle = True
         if self._observer is not None:
-            self._observer.on(Idle(), self.cache)
+            self._observer.on(Idle(self.is_sleeping), self.cache)
 
     def _give_back(self, is_wanted: Callable[[], bool]) -> bool:
         """Shrink the pool to the watermark; false if interrupted by `is_wanted`."""
@@ -505,44 +523,108 @@ class Engine:
             ClosedError: The engine is closed.
         """
         self._check_at_rest("weights_changed()")
+        self.wake()
         forget_prefixes(self.cache)
         if not self._turns.is_paused:
             self._turns.pause(compares_values=False)
             self._resume()
 
-    @uninterrupted
-    def sleep(self, *, weights: bool = False, graphs: bool = False) -> None:
-        """Give device memory back to the driver, cached prefixes with it; also within `paused()`.
+    # ---- sleep ----------------------------------------------------------------------------
 
-        The next request takes what is free then; nothing has to be woken. A budget of the engine's
-        own follows free memory, torch's idle memory included, up to what it was; that of a shared
-        pool is its owner's. What stays is a row of one token for padding and, without `graphs`, the
-        captured steps. With `graphs` each is captured again when a step next needs it.
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or cached prefixes are in host memory, until `wake`."""
+        return bool(self._away())
+
+    @uninterrupted
+    def sleep(self, *, weights: bool = False, graphs: bool = False, prefixes: bool = False) -> None:
+        """Give device memory back to the driver; without `weights` also within `paused()`.
+
+        Cached prefixes are dropped, or with `prefixes` move to host memory, as many as the pool's
+        host budget holds. With `weights` the model's weights move to host memory, and return to the
+        same addresses: the next request, or `wake`, brings both back. Without either nothing has to
+        be woken, and the next request takes what is free then. A budget of the engine's own follows
+        free memory, torch's idle memory included, up to what it was; that of a shared pool is its
+        owner's. What stays is a row of one token for padding and, without `graphs`, the captured
+        steps. With `graphs` each is captured again when a step next needs it. Does nothing while
+        the engine sleeps.
+
+        While the weights are away the model cannot be used: its call raises `ConfigError`, and a
+        tensor of its weights must not be touched.
 
         Raises:
-            ConfigError: Requests are unfinished; or `weights`, which training shares.
+            ConfigError: Requests are unfinished; or `weights`, without the option
+                `enable_sleep_mode`, or while training has the model.
             ClosedError: The engine is closed.
-            DriverError: The driver refused; another call gives the rest back.
+            OutOfPagesError: The host has no memory for the weights. The engine is awake.
+            DriverError: The driver refused. The engine is awake, and another call gives the rest
+                back.
 
-        Cost: some 3 ms per GiB; the next requests map the memory again.
+        Cost: some 3 ms per GiB, and for what moves 20 ms more, for the first time 200; the next
+            requests map the memory again.
         """
-        if weights:
+        if weights and (self._weights is None or self._turns.is_paused):
             raise ConfigError(
-                "sleep(weights=True) cannot be: the weights are the model's; close the engine and "
-                "move the model with model.to('cpu'), or leave weights out"
+                "sleep(weights=True) needs an engine made with enable_sleep_mode=True, and not "
+                "within paused(), since training has the weights; or leave weights out"
             )
         self._check_at_rest("sleep()")
-        self._is_stale = True
+        if self.is_sleeping:
+            return
+        start_s, self._is_stale = time.perf_counter(), True
         self._runner.sleep(graphs=graphs)
-        self._view.reclaim()
+        try:
+            self._view.sleep(keeps_prefixes=prefixes)
+            if weights and self._weights is not None:
+                self._weights.leave()
+        except BaseException:
+            self._view.wake()
+            raise
         if self.cache.device.type == "cuda":
             torch.cuda.empty_cache()
+        if away := self._away():
+            _LOG.info("the engine sleeps: %s, %.2f s", away, time.perf_counter() - start_s)
+            self._note_idle()
+
+    @uninterrupted
+    def wake(self) -> None:
+        """Bring weights and cached prefixes back after `sleep`; does nothing if awake.
+
+        Prefixes are dropped if memory is short. Does not wait for the copies.
+
+        Raises:
+            ClosedError: The engine is closed.
+            CapacityError: The device has no memory for the weights now. The engine still sleeps.
+            DriverError: The driver refused; likewise. If another call fails, too, the weights
+                cannot come back: close the engine and load the model.
+
+        Cost: 35 µs for 64 MiB, while the bus carries them (some 20 ms per GiB).
+        """
+        self._check_open()
+        if not self.is_sleeping:
+            return
+        start_s, away = time.perf_counter(), self._away()
+        if self._weights is not None:
+            self._weights.come_back()
+        self._view.wake()
+        _LOG.info("the engine wakes: %s, %.2f s", away, time.perf_counter() - start_s)
+        self._note_idle()
+
+    def _away(self) -> str:
+        """Say how much is in host memory."""
+        weights, moved = self._weights, self._view.away
+        parts = [(weights.num_bytes, "weights")] if weights and weights.are_away else []
+        parts += [(moved.copy.num_bytes, "cached prefixes")] if moved else []
+        return " and ".join(f"{format_bytes(size)} of {what}" for size, what in parts)
+
+    # ---- at rest --------------------------------------------------------------------------
 
     @uninterrupted
     def _pause(self) -> None:
         if self._is_inside:
             raise ConfigError("the engine is paused already; leave that paused() first")
         self._check_at_rest("paused()")
+        self.wake()
         self._turns.pause(compares_values=bool(self.cache.prefixes.recorded))
         self._is_inside = True
 
@@ -564,7 +646,7 @@ class Engine:
                 f"before engine.{call}"
             )
         while self.loop.has_work:
-            self.loop.step()
+            self.advance()
 
     def _check_here(self) -> None:
         if self._turns.is_paused:
@@ -585,6 +667,15 @@ class Engine:
             self.loop.step()
         self._is_closed = True
         self._undo.close()
+
+    def _release(self) -> None:
+        """Give the model its weights in torch's memory, before joined ones are parted."""
+        if self._view.away is not None:
+            self._view.away.drop()
+            self._view.away = None
+        if self._weights is not None:
+            self._view.reclaim()
+            self._weights.close()
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -17,8 +17,9 @@ from ..core.backend import Backend, MemoryLocation
 from ..core.cache import KVCache, LayerGroup, close_idle, grow_ahead, make_ready
 from ..core.cache import Sequence as CacheSequence
 from ..core.cache.device_memory import free_bytes, open_pool
-from ..core.cache.growing import lacking_room, surplus_bytes
+from ..core.cache.growing import lacking_room, retire_surplus, surplus_bytes
 from ..core.cache.layer_group import UNDERREAD_TOKENS
+from ..core.cache.swap import MovedPrefixes, move_prefixes
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ConfigError, DriverError
 from ..hf.configuration import check_length, layer_windows
@@ -204,6 +205,8 @@ class MemoryView:
         self._num_steps = 0
         self._submitted_at = (0, 0)  # The last two submissions.
         self._fitting = (0, 0), 0
+        #: Cached prefixes in host memory, while the engine sleeps.
+        self.away: MovedPrefixes | None = None
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -305,6 +308,40 @@ class MemoryView:
         """
         self.close_ended()
         return self.cache.trim(num_bytes)
+
+    def sleep(self, *, keeps_prefixes: bool) -> None:
+        """Return all unused memory to the device, or after an error most of it.
+
+        With `keeps_prefixes` those that fit the pool's host memory move there until `wake`. Waits
+        for the device.
+        """
+        self.close_ended()
+        if keeps_prefixes:
+            try:
+                self.away = move_prefixes(self.cache)
+            except CapacityError as error:
+                _LOG.warning("cached prefixes are dropped: %s", error)
+        if self.away is None:
+            self.cache.trim()
+            return
+        pool = self.cache.pool
+        retire_surplus(self.cache)
+        pool.reclaimer.wait()
+        pool.trim()
+
+    def wake(self) -> None:
+        """Bring prefixes back, or forget them if memory is short; idempotent.
+
+        After a `DriverError` they stay in host memory, and another call tries again.
+        """
+        if self.away is None:
+            return
+        try:
+            self.away.come_back()
+        except CapacityError as error:
+            _LOG.warning("cached prefixes are dropped: %s", error)
+            self.away.drop()
+        self.away = None
 
     def _record(self, request: Request) -> None:
         sequence = request.sequence

@@ -47,6 +47,7 @@ _METRICS: tuple[tuple[Any, str, str, dict[str, Any]], ...] = (
     (Counter, "preemptions", "Requests preempted", {"labelnames": ["kind"]}),
     (Gauge, "requests_running", "Requests that hold memory", {}),
     (Gauge, "requests_waiting", "Requests that wait for admission", {}),
+    (Gauge, "sleeping", "1 while the engine sleeps: its weights are in host memory", {}),
     *(
         (Histogram, f"{name}_seconds", what, {"buckets": buckets})
         for name, what, buckets in (
@@ -104,6 +105,7 @@ class Metrics:
             self._observe("time_to_first_token_seconds", event.wait_s)
         elif isinstance(event, Idle):
             self._note_queue(0, 0)
+            self._metrics["sleeping"].set(event.is_sleeping)
             self._look(cache)
 
     def _note_request(self, request: RequestRecord) -> None:

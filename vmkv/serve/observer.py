@@ -89,7 +89,12 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """No work is left; the engine is about to wait for requests."""
+    """No work is left, and the engine is about to wait for requests; or it falls asleep, or wakes.
+
+    `is_sleeping` is whether it sleeps now.
+    """
+
+    is_sleeping: bool = False
 
 
 #: A `RequestRecord` says that a request has ended, for any reason; a `StepRecord` that a step was

@@ -30,6 +30,7 @@ from .params import SamplingParams
 from .prompt_scores import Scores, score
 from .request import TokenLogprobs
 from .sampler import SampledTokens, Sampler
+from .weights import Weights
 
 # ---- base ----------------------------------------------------------------------------------------
 
@@ -487,8 +488,10 @@ def spare_bytes(device: torch.device, given: EngineOptions) -> int:
     return int(total_bytes * max(_SPARE_FRACTION, 1.0 - (given.memory_fraction or 1.0)))
 
 
-def make_runner(model: Any, rows: ServedRows, given: EngineOptions) -> ModelRunner:
-    """Make an engine's runner and warm it up.
+def make_runner(
+    model: Any, rows: ServedRows, given: EngineOptions, weights: Weights | None = None
+) -> ModelRunner:
+    """Make an engine's runner and warm it up; before, `weights` hold those of the model.
 
     `deterministic` needs an "eager" one, and models whose layers keep states get one. `ConfigError`
     if the runner is unknown or cannot do what is asked.
@@ -505,6 +508,9 @@ def make_runner(model: Any, rows: ServedRows, given: EngineOptions) -> ModelRunn
     options = given.runner_options or RunnerOptions()
     if kind == "eager":
         options = replace(options, compile_layers=False, capture=False)
+    if weights is not None:
+        chosen = options.compile_layers
+        weights.hold(joins=rows.cache.device.type == "cuda" if chosen is None else chosen)
     runner = ModelRunner(
         model,
         rows.cache,

@@ -22,6 +22,7 @@ from ..options import EngineOptions
 from ..step.model_guard import checksums_of
 from .memory_view import ServedRows
 from .runner import ModelRunner, make_runner
+from .weights import Weights
 
 
 class TrainingTurns:
@@ -75,7 +76,9 @@ class TrainingTurns:
         return before is not None and before != checksums_of(self._model)
 
 
-def renewed_runner(model: Any, rows: ServedRows, given: EngineOptions) -> ModelRunner:
+def renewed_runner(
+    model: Any, rows: ServedRows, given: EngineOptions, weights: Weights | None
+) -> ModelRunner:
     """Make a runner for a model that was changed; `ConfigError` if its rows do not fit any more."""
     proof = prove(model, given.attention_backend)
     if proof.signatures != rows.signatures or _comparable(proof) != _comparable(rows):
@@ -85,7 +88,7 @@ def renewed_runner(model: Any, rows: ServedRows, given: EngineOptions) -> ModelR
         )
     pool = rows.cache.pool
     budget_bytes = pool.budget_bytes
-    runner = make_runner(model, rows, given)
+    runner = make_runner(model, rows, given, weights)
     pool.set_budget(budget_bytes)  # `OwnBudget` follows what is free.
     return runner
 

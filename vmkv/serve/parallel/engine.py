@@ -24,6 +24,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ...core.backend import Backend
+from ...core.memory import ExtentPool
 from ...errors import CapacityError, ConfigError, RankError
 from ...options import EngineOptions
 from ..engine import Engine
@@ -104,10 +106,10 @@ class ParallelEngine(Engine):
         if self._leads:
             self._lockstep.note((name, arguments, options))
 
-    def _announce_now(self, name: str, *arguments: Any) -> None:
+    def _announce_now(self, name: str, *arguments: Any, **options: Any) -> None:
         """Have the other ranks make a call at once, as this one does next."""
         if self._leads:
-            self._lockstep.note((name, arguments, {}))
+            self._lockstep.note((name, arguments, options))
             self._lockstep.flush()
 
     def set_budget(self, budget_bytes: int) -> None:
@@ -147,8 +149,38 @@ class ParallelEngine(Engine):
         self._announce_now("_reclaim", num_bytes)
         return super()._reclaim(num_bytes)
 
-    def _check_at_rest(self, call: str) -> None:
-        raise ConfigError(f"engine.{call} is for models on one device; this one is on several")
+    def sleep(self, **what: bool) -> None:
+        """Sleep on all ranks or none, as `Engine.sleep`, but with their graphs."""
+        if what.get("graphs"):
+            raise ConfigError("sleep(graphs=True) is for models on one device; leave graphs out")
+        self._check_at_rest("sleep()")
+        self._announce_now("sleep", **what)
+        self._or_end(partial(super().sleep, **what))
+
+    def wake(self) -> None:
+        """Wake all ranks or none, as `Engine.wake`."""
+        if self.is_sleeping:
+            self._announce_now("wake")
+            self._or_end(super().wake)
+
+    def _or_end(self, call: Callable[[], None]) -> None:
+        """Make a call that all ranks make; an error that only one of them may have ends all."""
+        try:
+            call()
+        except (ConfigError, CapacityError):
+            raise
+        except Exception as error:
+            raise self._ranks.fail(error) from error
+
+    def _open_memory(self, pool: ExtentPool) -> Backend:
+        return self._lockstep.another_backend(pool.backend.name)
+
+    def _pause(self) -> None:
+        raise ConfigError("engine.paused() is for models on one device; this one is on several")
+
+    def weights_changed(self) -> None:
+        """Refuse: training has models on one device only."""
+        raise ConfigError("engine.weights_changed() is for models on one device only")
 
     def close(self) -> None:
         """Close this engine; rank 0 also closes those of the other ranks. Idempotent."""

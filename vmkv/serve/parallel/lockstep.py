@@ -156,8 +156,12 @@ class Lockstep:
 
     def backend(self, device: str) -> Backend:
         """Open the memory of this rank's device."""
-        self.driver = AgreedBackend(open_backend(device), self.group)
+        self.driver = self.another_backend(device)
         return self.driver
+
+    def another_backend(self, device: str) -> AgreedBackend:
+        """Open memory that no step uses."""
+        return AgreedBackend(open_backend(device), self.group)
 
     def level(self, pool: ExtentPool) -> None:
         """Set an empty pool's budgets to the smallest of all ranks'."""
@@ -230,7 +234,7 @@ class LockstepRunner:
 
     def __init__(self, lockstep: Lockstep, runner: ModelRunner):
         self._runner = runner
-        self.close = runner.close
+        self.close, self.sleep = runner.close, runner.sleep
         self._lockstep = lockstep
         # Whether slots were set since the last step, and the first out-of-memory error among them.
         self._has_set = False

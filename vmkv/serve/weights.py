@@ -1,0 +1,321 @@
+"""A model's weights at addresses that stay, so that they can leave the device and return.
+
+Captured steps and compiled layers hold addresses of weights. Parameters and buffers therefore
+become views of one reservation, before layers are compiled. To sleep, the weights are copied to
+host memory and their extents go to the driver; to wake, other extents are mapped at the same
+addresses. The reservation has a pool of its own, over a second backend of the device.
+
+See DESIGN.md, Note [Weights sleep in host memory].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..core import _native
+from ..core.backend import Backend, MemoryLocation
+from ..core.cache.layer_group import bytes_over, stream_getter
+from ..core.memory import Extent, ExtentPool, HostCopy, PageTable, size_classes
+from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
+from ..interrupts import uninterrupted
+from ..step.joined_layers import join
+from ..step.model_guard import has_users
+from ..units import align_up, div_ceil, format_bytes
+
+_LOG = logging.getLogger(__name__)
+#: torch's own alignment of storages.
+_ALIGNMENT_BYTES = 512
+
+#: Tensors of one storage.
+_Sharing = list[torch.Tensor]
+
+
+class Weights:
+    """Holds the weights of a model between `hold` and `close`.
+
+    Tensors of a sleeping model point to addresses without memory: a kernel that reads one fails, on
+    the host with a segmentation fault. So a model that is called by itself while it sleeps raises
+    `ConfigError`. Tensors that were taken of the weights meanwhile end with `close`.
+
+    Args:
+        model: The model, on one device.
+        open_memory: Opens a further backend of the model's device.
+        agree: Returns the maximum of a number over all ranks.
+    """
+
+    def __init__(
+        self, model: Any, open_memory: Callable[[], Backend], agree: Callable[[int], int] = int
+    ):
+        self._model = model
+        self._open_memory = open_memory
+        self._agree = agree
+        self._device: torch.device = model.get_input_embeddings().weight.device
+        self._counter = _native.ViewCounter()
+        self._pool: ExtentPool | None = None
+        self._side_stream = 0
+        self._away: list[HostCopy] = []
+        self._hook: Any = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the weights, whether they are there or not."""
+        return 0 if self._pool is None else self._pool.budget_bytes
+
+    @property
+    def are_away(self) -> bool:
+        """Whether they are in host memory."""
+        return bool(self._away)
+
+    # ---- holding --------------------------------------------------------------------------
+
+    @uninterrupted
+    def hold(self, *, joins: bool = False) -> None:
+        """Move the weights into extents; those that were held move out first.
+
+        With `joins`, siblings are joined before, as compiled layers do; see `joined_layers`. Never
+        needs the device memory of all weights twice: each storage is freed once it is copied, and
+        where that does not suffice (torch gives a segment back when all of it is free), what has
+        been moved waits in host memory.
+
+        Raises:
+            ConfigError: The model is served by somebody else, whose steps hold addresses.
+            CapacityError: Neither device nor host has the memory. The model is as before.
+        """
+        self.close()
+        if has_users(self._model):
+            raise ConfigError(
+                "this model is served already, and its weights cannot move meanwhile: close what "
+                "serves it first, or leave enable_sleep_mode and sleep_after_s out"
+            )
+        if joins:
+            join(self._model)
+        backend = self._open_memory()
+        sharing = [*_by_storage(self._model, self._device).values()]
+        starts, end_bytes = [], 0
+        for its in sharing:
+            starts.append(end_bytes)
+            end_bytes += align_up(its[0].untyped_storage().nbytes(), _ALIGNMENT_BYTES)
+        page_bytes = backend.granularity_bytes
+        num_pages = self._agree(div_ceil(end_bytes, page_bytes))
+        budgets = num_pages * page_bytes, num_pages * page_bytes
+        pool = ExtentPool(
+            backend, budgets[0], host_budget_bytes=budgets[1], on_pressure=self._release_idle
+        )
+        # Consecutive rows, so that each moves by itself.
+        row_pages = min(num_pages, 1 << pool.largest_class)
+        with contextlib.ExitStack() as undo:
+            undo.callback(pool.close)
+            self._table = PageTable(pool, div_ceil(num_pages, row_pages), row_pages)
+            undo.callback(self._table.close, lambda: False)
+            self._side_stream = backend.new_stream()
+            undo.pop_all()
+        self._pool, self._current_stream = pool, stream_getter(backend)
+        try:
+            self._fill(sharing, starts)
+            self.come_back()
+            self._release_idle()
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(self, sharing: Sequence[_Sharing], starts: Sequence[int]) -> None:
+        """Map row after row, and copy each storage's part in it; a storage moves once copied."""
+        views = [self._view(its, start) for its, start in zip(sharing, starts, strict=True)]
+        try:
+            at = 0
+            for row in range(self._table.num_rows):
+                begin, end = self._map(row)
+                while at < len(views) and starts[at] < end:
+                    first = max(0, begin - starts[at])
+                    last = min(len(views[at]), end - starts[at])
+                    source = _bytes_of(sharing[at][0].untyped_storage())
+                    views[at][first:last].copy_(source[first:last])
+                    if last < len(views[at]):
+                        break
+                    _move(sharing[at], views[at])
+                    at += 1
+        finally:
+            views.clear()  # An error's traceback would keep their addresses reserved.
+
+    def _map(self, row: int) -> tuple[int, int]:
+        """Map memory in a row; returns where it begins and ends in the reservation."""
+        table, extents = self._table, self._acquire(row)
+        try:
+            table.map(row, 0, extents)
+        finally:
+            table.pool.disown(extents)
+        begin = row * table.row_bytes
+        return begin, begin + sum(extent.num_bytes for extent in extents)
+
+    def _acquire(self, row: int) -> list[Extent]:
+        """Take the extents of a row; where memory is short, the rows before leave."""
+        pool, classes = self._table.pool, self._classes(row)
+        try:
+            return pool.acquire(classes)
+        except OutOfPagesError:
+            if not any(pages.mappings for pages in self._table.rows):
+                raise
+            if not self._away:  # What leaves cannot come back before all have left torch's memory.
+                rows = range(self._table.num_rows)
+                every = [each for row in rows for each in self._classes(row)]
+                pool.disown(pool.acquire(every, MemoryLocation.HOST))
+            self._send_away()
+        return pool.acquire(classes)
+
+    def _classes(self, row: int) -> list[int]:
+        table, pool = self._table, self._table.pool
+        left_pages = pool.budget_bytes // pool.page_bytes - row * table.row_pages
+        return size_classes(min(table.row_pages, left_pages), pool.largest_class)
+
+    def _view(self, its: _Sharing, start: int) -> torch.Tensor:
+        address, num_bytes = self._table.address + start, its[0].untyped_storage().nbytes()
+        with torch.inference_mode(mode=False):
+            return bytes_over(self._table.pool.backend, address, num_bytes, self._counter)
+
+    def _release_idle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # ---- sleeping -------------------------------------------------------------------------
+
+    @uninterrupted
+    def leave(self) -> None:
+        """Copy the weights to host memory, and give their device memory to the driver.
+
+        All or nothing: after an error the weights are where they were. Waits for the device.
+
+        Raises:
+            OutOfPagesError: The host has no memory for them.
+            DriverError: A call failed.
+        """
+        self._hook = self._model.register_forward_pre_hook(_refuse)
+        try:
+            self._send_away()
+        except BaseException:
+            self.come_back()
+            raise
+
+    def _send_away(self) -> None:
+        pool, backend = self._table.pool, self._table.pool.backend
+        backend.note_stream(self._current_stream())
+        backend.join_streams(self._side_stream)
+        rows = [(self._table, row) for row in range(self._table.num_rows)]
+        self._away.append(HostCopy(pool, rows, self._side_stream))
+        pool.reclaimer.wait()
+        pool.trim()
+
+    @uninterrupted
+    def come_back(self) -> None:
+        """Map memory at the weights' addresses, and submit the copies back. Idempotent.
+
+        The current stream waits for the copies, the caller does not. Host memory stays with the
+        pool, for the next time. Raises as `HostCopy.come_back`; the weights then stay in host
+        memory, and another call tries again.
+        """
+        while self._away:
+            self._away[0].come_back(self._side_stream, self._current_stream())
+            del self._away[0]
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    # ---- end ------------------------------------------------------------------------------
+
+    @uninterrupted
+    def close(self) -> None:
+        """Move the weights back to torch's memory, and free the extents. Idempotent.
+
+        Needs little memory beyond theirs. Weights that the device has no memory for move to the CPU
+        instead; those that sleep and cannot come back are lost, and become empty. Both are logged.
+        """
+        if self._pool is None:
+            return
+        pool, table = self._pool, self._table
+        try:
+            self.come_back()
+        except (CapacityError, DriverError) as error:
+            _LOG.error("weights could not come back and are lost, load the model: %s", error)
+            while self._away:
+                self._away.pop().drop()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        num_free = 0
+        for address, its in sorted(_by_storage(self._model, self._device).items()):
+            if 0 <= address - table.address < table.reserved_bytes:  # Else it has moved elsewhere.
+                num_done = self._move_out(its, address - table.address) // table.row_bytes
+                if num_free < num_done:
+                    fence = pool.reclaimer.new_fence()
+                    for row in range(num_free, num_done):
+                        table.retire_back(row, 0, fence)
+                    num_free = num_done
+                    pool.reclaimer.wait()
+                    pool.trim()
+        counter = self._counter
+        table.close(lambda: counter.live > 0)
+        if self._side_stream:
+            pool.backend.stream_destroy(self._side_stream)
+            self._side_stream = 0
+        pool.close()
+        self._pool = None
+
+    def _move_out(self, its: _Sharing, start: int) -> int:
+        """Move a storage that begins at `start` to torch's memory; returns where it ended."""
+        data, table = _bytes_of(its[0].untyped_storage()), self._table
+        rows = range(start // table.row_bytes, div_ceil(start + len(data), table.row_bytes))
+        if not all(table.rows[row].mappings for row in rows):
+            for each in its:
+                each.data = each.data.new_empty(0)
+            return start
+        with torch.inference_mode(mode=False):
+            try:
+                _move(its, data.clone())
+            except torch.OutOfMemoryError:
+                what = format_bytes(len(data))
+                _LOG.error("%s has no memory left: %s of weights are on the CPU", data.device, what)
+                _move(its, data.cpu())
+        return start + len(data)
+
+
+def _refuse(model: Any, args: Any) -> NoReturn:
+    raise ConfigError(
+        "this model sleeps, its weights are in host memory: call wake() of its engine first"
+    )
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield parameters, buffers, and tensors that are plain attributes, such as joint weights."""
+    for module in model.modules():
+        for held in (module._parameters, module._buffers, vars(module)):
+            yield from (each for each in held.values() if isinstance(each, torch.Tensor))
+
+
+def _by_storage(model: torch.nn.Module, device: torch.device) -> dict[int, _Sharing]:
+    """Return the tensors of each storage on a device, by its address, in the order of modules."""
+    found: dict[int, dict[int, torch.Tensor]] = {}
+    each: Any
+    for each in _tensors(model):
+        if each.device == device and not is_traceable_wrapper_subclass(each):
+            storage = each.untyped_storage()
+            if storage.nbytes():
+                found.setdefault(storage.data_ptr(), {})[id(each)] = each
+    return {address: [*its.values()] for address, its in found.items()}
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@torch.no_grad()
+def _move(sharing: _Sharing, target: torch.Tensor) -> None:
+    """Have tensors of one storage use that of `target`, which has the same bytes."""
+    storage = target.untyped_storage()
+    for each in sharing:
+        empty = torch.empty(0, dtype=each.dtype, device=storage.device)
+        each.data = empty.set_(storage, each.storage_offset(), each.size(), each.stride())
