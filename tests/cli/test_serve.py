@@ -161,6 +161,29 @@ def test_a_killed_engine_is_restarted(model: Path) -> None:
         child.send_signal(signal.SIGTERM)
 
 
+def test_an_idle_model_sleeps_until_a_request(model: Path) -> None:
+    """With a line in the log for each, and a gauge."""
+    body = {"model": "tiny", "prompt": [5, 6, 7] * 20, "max_tokens": 4, "temperature": 0}
+    options = ["--sleep-after", "0.05", "--swap", "0.0625", "--sleep-keeps-prefixes"]
+    with serving(model, *options) as (child, url), httpx.Client(timeout=60) as client:
+        told = []
+        for _ in range(2):
+            answer = client.post(f"{url}/v1/completions", json=body).json()
+            told.append(answer["choices"][0]["text"])
+            while not client.get(f"{url}/is_sleeping").json()["is_sleeping"]:
+                pass
+            assert client.get(f"{url}/health").status_code == 200
+            assert "\nvmkv_sleeping 1.0\n" in client.get(f"{url}/metrics").text
+        assert told[0] == told[1]
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 40, "the prefix has slept as well"
+        assert client.post(f"{url}/wake_up").status_code == 200
+        child.send_signal(signal.SIGTERM)
+        log = child.stderr.read()
+    assert re.search(r"the engine sleeps: [\d.]+ KiB of weights and .* of cached prefixes", log)
+    assert 1 < log.count("the engine wakes: ") <= log.count("the engine sleeps: ")
+
+
 def test_an_engine_ends_with_its_server(model: Path) -> None:
     """Also if the server is killed: no process keeps the memory."""
     with serving(model, status=-signal.SIGKILL) as (child, _):

@@ -37,6 +37,8 @@ WRONG = [
     (["--generation-config", "/nowhere"], "/nowhere"),
     (["--response-template", "qwen"], "'qwen' is none of harmony, "),
     (["--api-key-file", "/nowhere"], "/nowhere"),
+    (["--sleep-keeps-prefixes", "--swap", "1"], "needs --sleep-after"),
+    (["--sleep-keeps-prefixes", "--sleep-after", "9"], "--swap"),
 ]
 
 
@@ -95,6 +97,8 @@ def test_impossible_ranks_are_refused_before_the_start(
         (["--trace", "trace.json"], "--trace is of one engine"),
         (["--device", "cuda:1"], "CUDA_VISIBLE_DEVICES"),
         (["--tensor-parallel", "2"], "take one"),
+        (["--sleep-after", "60"], "leave --sleep-after out"),
+        (["--enable-sleep-mode"], "do not sleep"),
     ],
 )
 def test_replicas_refuse_options_of_a_single_engine(

@@ -41,6 +41,8 @@ long prompt; prompts get at least half; no bound while more prompt tokens wait t
 --max-num-batched-tokens; 0 for none"""
 _LENGTH_HELP = "prompt and answer of a request together; by default the model's length"
 _WATERMARK_HELP = "device memory kept while no request runs; by default everything"
+_SLEEP_HELP = """seconds without requests after which the weights move to host memory, until
+the next request"""
 _SHARE_HELP = """share of the device's memory for weights, graphs, keys and values together,
 as in vLLM; instead of --memory"""
 #: Fields of `EngineOptions`: name, type, metavar, help, and the flags where they are not the name;
@@ -54,6 +56,7 @@ _ENGINE = (
     ("memory_fraction", types.share, "SHARE", _SHARE_HELP, "--gpu-memory-utilization"),
     ("host_budget_bytes", types.gib, "GiB", "host memory for preempted requests", "--swap"),
     ("watermark_bytes", types.gib, "GiB", _WATERMARK_HELP, "--watermark"),
+    ("sleep_after_s", types.seconds, "S", _SLEEP_HELP, "--sleep-after"),
     ("attention_backend", types.name, "NAME", "see vmkv doctor; by default the best that runs"),
     ("kv_scales", types.name, "FILE", "of keys and values in fp8; by default 1"),
     ("skip_layers", types.layers, "LAYERS", "which stay in the model's type, as in 0,1,sliding"),
@@ -111,6 +114,10 @@ def add_parser(commands: types.Commands) -> None:
     text = "whether log-probabilities are the model's, or of what tokens are drawn from"
     add("--logprobs-mode", choices=LOGPROBS_MODES, default=LOGPROBS_MODES[0], help=text)
     add("--deterministic", action="store_true", help="tokens do not depend on other requests")
+    text = "in a sleep, cached prefixes move to host memory as well, as many as --swap holds"
+    add("--sleep-keeps-prefixes", action="store_true", help=text)
+    text = "serve /sleep, /wake_up and /is_sleeping, as does --sleep-after"
+    add("--enable-sleep-mode", action="store_true", help=text)
     add = parser.add_argument_group("replicas").add_argument
     text = "engines on a GPU each, on the Ray cluster that RAY_ADDRESS names, or on this machine"
     add("--replicas", type=types.integer(1, 1024), metavar="N", help=text)
@@ -169,7 +176,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         stack.enter_context(contextlib.closing(listener))
         stack.enter_context(ending_in_order())
         progress = stack.enter_context(_progress(arguments))
-        stack.enter_context(_request_log(arguments))
+        name = "vmkv.serve.server.request_log"
+        stack.enter_context(_log_of(arguments, name, arguments.log_requests))
         stack.enter_context(_names_of_options())
         started = None
         if not arguments.replicas:
@@ -232,12 +240,15 @@ def _progress(arguments: argparse.Namespace) -> AbstractContextManager[Progress 
     return handling("vmkv.phases", Progress(arguments.began_s))
 
 
-def _request_log(arguments: argparse.Namespace) -> AbstractContextManager[object]:
-    if arguments.log_level not in ("debug", "info") or not arguments.log_requests:
+def _log_of(
+    arguments: argparse.Namespace, name: str, is_wanted: bool = True
+) -> AbstractContextManager[object]:
+    """Show the records of a logger on stderr, from info on."""
+    if arguments.log_level not in ("debug", "info") or not is_wanted:
         return contextlib.nullcontext()
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    return handling("vmkv.serve.server.request_log", handler)
+    return handling(name, handler)
 
 
 @contextlib.contextmanager
@@ -295,8 +306,15 @@ def _check_combination(arguments: argparse.Namespace) -> None:
             f"--tensor-parallel takes the first GPUs, not {arguments.device}; choose them with "
             "CUDA_VISIBLE_DEVICES"
         )
+    can_sleep = EngineOptions(**_chosen(EngineOptions, arguments)).can_sleep
+    if arguments.sleep_keeps_prefixes and not (can_sleep and arguments.host_budget_bytes):
+        raise ConfigError(
+            "--sleep-keeps-prefixes needs --sleep-after, and host memory for them: --swap"
+        )
     if not arguments.replicas:
         return
+    if can_sleep:
+        raise ConfigError("--replicas are on a GPU each and do not sleep: leave --sleep-after out")
     if arguments.trace:
         raise ConfigError("--trace is of one engine, and --replicas would have one each")
     if arguments.tensor_parallel > 1:
@@ -368,6 +386,7 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as start:
         progress = start.enter_context(_progress(arguments))
         start.enter_context(kept.compiler_folder())
+        stack.enter_context(_log_of(arguments, "vmkv.serve.engine"))
         if arguments.trace:
             trace = stack.enter_context(contextlib.closing(ChromeTrace(arguments.trace)))
             observer = Observers([observer, trace])
@@ -460,6 +479,7 @@ def server_options(arguments: argparse.Namespace) -> Callable[..., ServerOptions
         chat_template=read_template(file) if file else None,
         response_template=read_response_template(name) if name else None,
         share_prefixes=arguments.share_prefixes,
+        can_sleep=EngineOptions(**_chosen(EngineOptions, arguments)).can_sleep,
     )
 
 

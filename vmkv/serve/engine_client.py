@@ -20,7 +20,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ClosedError
 from ..hf.compat import as_integers
-from .engine_loop import FAILED_STEPS_MAX, Add, Cancel, Command, Finish, News, Stop, Update
+from .engine_loop import (
+    FAILED_STEPS_MAX,
+    Add,
+    Cancel,
+    Command,
+    Finish,
+    News,
+    Sleep,
+    Stop,
+    Update,
+    Wake,
+)
 from .params import SamplingParams
 from .prompts import check_tenant, token_ids_of, tokenised
 from .request import FinishReason, Request, RequestHandle, RequestOutput, detokenizer_of
@@ -117,7 +128,9 @@ class EngineClient(abc.ABC):
         self._heard_s = clock()  # Last news, or the start of the current work.
         self._new_keys = itertools.count()
         self._streams: dict[int, _Stream] = {}
+        self._asked: dict[int, asyncio.Future[None]] = {}  # Sleeps and wakes.
         self._num_failed_steps = 0
+        self._is_sleeping = False
         self._is_stopping = False
         self._death: str | None = None
 
@@ -140,8 +153,7 @@ class EngineClient(abc.ABC):
             ClosedError: The engine is shutting down or has ended.
         """
         await self._connect()
-        if self._is_stopping or self._death is not None:
-            raise ClosedError(self._death or "the engine is shutting down: it takes no requests")
+        self._check_open()
         params = params or SamplingParams()
         check_tenant(tenant)
         key = next(self._new_keys)
@@ -168,6 +180,40 @@ class EngineClient(abc.ABC):
             del self._streams[key]
             if not stream.is_finished:
                 self._send(Cancel(key))
+
+    async def sleep(self, *, aborts: bool = False) -> None:
+        """Let the engine sleep with its weights; see `Engine.sleep`. Returns once it does.
+
+        Requests that were made before finish first, or with `aborts` are cancelled. Those that are
+        made meanwhile wait, and wake it.
+
+        Raises as `Engine.sleep`, and `ClosedError` if the engine ends.
+        """
+        await self._ask(lambda key: Sleep(key, aborts))
+
+    async def wake(self) -> None:
+        """Wake the engine, as a request does. Raises as `Engine.wake`, and if the engine ends."""
+        await self._ask(Wake)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps, as its last news said."""
+        return self._is_sleeping
+
+    async def _ask(self, command: Callable[[int], Command]) -> None:
+        await self._connect()
+        self._check_open()
+        key = next(self._new_keys)
+        answer = self._asked[key] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(command(key))
+            await answer
+        finally:
+            del self._asked[key]
+
+    def _check_open(self) -> None:
+        if self._is_stopping or self._death is not None:
+            raise ClosedError(self._death or "the engine is shutting down: it takes no requests")
 
     async def shutdown(self, drain: bool = True) -> None:
         """Stop the engine, after unfinished requests or, with `drain=False`, cancelling them.
@@ -227,10 +273,15 @@ class EngineClient(abc.ABC):
     def _take(self, news: News) -> None:
         """Pass news from the engine to its streams."""
         self._heard_s = self._clock()
-        self._num_failed_steps = news.num_failed_steps
+        self._num_failed_steps, self._is_sleeping = news.num_failed_steps, news.is_sleeping
         for key, error in news.refused:
             if key in self._streams:
                 self._streams[key].fail(error)
+            elif key in self._asked and not self._asked[key].done():
+                self._asked[key].set_exception(error)
+        for key in news.done:
+            if key in self._asked and not self._asked[key].done():
+                self._asked[key].set_result(None)
         for update in news.updates:
             stream = self._streams.get(update.key)
             # The client may have cancelled the request.
@@ -239,7 +290,10 @@ class EngineClient(abc.ABC):
 
     def _lose(self, reason: str) -> None:
         """Fail all streams because the engine has ended. Idempotent."""
-        self._death = self._death or reason
+        self._death, self._is_sleeping = self._death or reason, False
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(ClosedError(self._death))
         for stream in self._streams.values():
             if not stream.is_finished:
                 stream.fail(ClosedError("the engine has stopped"))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..core.cache import CacheStats
-from ..errors import RankError
+from ..errors import DriverError, RankError
 from .params import SamplingParams
 from .request import FinishReason, RequestHandle, TokenLogprobs
 
@@ -58,7 +58,23 @@ class Look(NamedTuple):
     """Wake the loop to check the engine's ranks. Sent by the engine's own side only."""
 
 
-Command = Add | Cancel | Finish | Stop | Look
+class Sleep(NamedTuple):
+    """Sleep with the weights once the requests before have ended, or `aborts` them.
+
+    Requests that come later wait for it, and wake the engine.
+    """
+
+    key: int
+    aborts: bool
+
+
+class Wake(NamedTuple):
+    """Bring the weights back."""
+
+    key: int
+
+
+Command = Add | Cancel | Finish | Stop | Look | Sleep | Wake
 
 
 # ---- from the engine --------------------------------------------------------------------------
@@ -84,8 +100,9 @@ class Update(NamedTuple):
 class News(NamedTuple):
     """Everything new since the last news.
 
-    `refused` are the keys of requests that were not accepted, and why. `events`, pickled, and
-    `stats` are for an observer at the client; a link adds them.
+    `refused` are the keys of requests, sleeps and wakes that were not accepted, and why; `done` are
+    those of sleeps and wakes that were. `events`, pickled, and `stats` are for an observer at the
+    client; a link adds them.
     """
 
     refused: Sequence[tuple[int, Exception]]
@@ -93,6 +110,8 @@ class News(NamedTuple):
     num_failed_steps: int
     events: bytes = b""
     stats: CacheStats | None = None
+    done: tuple[int, ...] = ()
+    is_sleeping: bool = False
 
 
 # ---- engine loop ---------------------------------------------------------------------------------
@@ -127,11 +146,20 @@ class Link(Protocol):
 class EngineLoop:
     """Runs an engine until a `Stop` command, or until the link breaks.
 
-    With `ends_with_device` the loop ends once every step fails, so that a new process can take
-    over: after an illegal access the device serves no more in this one.
+    With `ends_with_device` the loop ends once every step fails, or the driver refuses to wake the
+    engine, so that a new process can take over: after an illegal access the device serves no more
+    in this one. The engine sleeps after its option's `sleep_after_s` seconds of `clock` without
+    requests.
     """
 
-    def __init__(self, engine: Engine, link: Link, *, ends_with_device: bool = False):
+    def __init__(
+        self,
+        engine: Engine,
+        link: Link,
+        *,
+        ends_with_device: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._engine = engine
         self._link = link
         self._ends_with_device = ends_with_device
@@ -142,6 +170,12 @@ class EngineLoop:
         self._keys: dict[RequestHandle, int] = {}
         self._refused: list[tuple[int, Exception]] = []
         self._updated: dict[RequestHandle, None] = {}
+        self._clock = clock
+        self._active_s = clock()  # The last time with requests.
+        self._sleep: Sleep | None = None  # Asked for, and what was asked for since then.
+        self._held: list[Command] = []
+        self._done: list[int] = []
+        self._lost: Exception | None = None  # Why the engine could not wake.
         engine.on_update = lambda handle: self._updated.update({handle: None})
         engine.when_lost(link.wake)
 
@@ -149,7 +183,7 @@ class EngineLoop:
         """Run until stopped, then close the engine. Sleeps without polling while idle.
 
         With `ends_with_device` it raises `RuntimeError`, or a rank's `RankError`, once every step
-        fails, and leaves the engine open.
+        fails or the driver refuses to wake the engine, and leaves the engine open.
         """
         self._engine.use_device()
         while self._wait():
@@ -162,6 +196,8 @@ class EngineLoop:
                 failure = error
                 self._engine.cancel_all(error)
             self._publish()
+            if self._ends_with_device and self._lost is not None:
+                raise RuntimeError(f"the weights could not come back from the host: {self._lost}")
             if self._ends_with_device and self._engine.num_failed_steps >= FAILED_STEPS_MAX:
                 if isinstance(failure, RankError):
                     raise failure
@@ -178,11 +214,57 @@ class EngineLoop:
         except Exception:  # noqa: BLE001  # no request is left to fail
             _LOG.exception("the engine could not fall idle")
         if self._engine.has_unfinished:
+            self._active_s = self._clock()
             return True
+        if self._sleep is not None:
+            self._answer(self._sleep.key, self._fall_asleep)
+            self._sleep = None
+            self._commands.extendleft(reversed(self._held))
+            self._held.clear()
         self._publish()  # Includes the observers' idle event.
         while not self._is_wanted():
-            self._is_wanted(None)
+            left_s = self._awake_s()
+            if left_s is None or left_s > 0:
+                self._is_wanted(left_s)
+            else:
+                self._fall_asleep_alone()
         return bool(self._commands)
+
+    # ---- sleep ----------------------------------------------------------------------------
+
+    def _awake_s(self) -> float | None:
+        """Return the seconds until the engine sleeps by itself; None for never."""
+        after_s = self._engine.options.sleep_after_s
+        if after_s is None or self._engine.is_sleeping:
+            return None
+        return self._active_s + after_s - self._clock()
+
+    def _fall_asleep(self) -> None:
+        keeps_prefixes = self._engine.options.sleep_keeps_prefixes
+        self._engine.sleep(weights=True, prefixes=keeps_prefixes)
+
+    def _fall_asleep_alone(self) -> None:
+        self._active_s = self._clock()  # After a failure it is tried again as much later.
+        try:
+            self._fall_asleep()
+        except RankError:
+            pass  # The next step or `Look` reports it.
+        except Exception as error:  # noqa: BLE001  # no request is left to fail
+            _LOG.warning("the engine could not sleep: %s", error)
+        self._publish()
+
+    def _answer(self, key: int, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  # reported to the client
+            self._refuse(key, error)
+        else:
+            self._done.append(key)
+
+    def _refuse(self, key: int, error: Exception) -> None:
+        self._refused.append((key, error))
+        if self._engine.is_sleeping and isinstance(error, DriverError | RankError):
+            self._lost = error
 
     # ---- commands -------------------------------------------------------------------------
 
@@ -205,7 +287,16 @@ class EngineLoop:
         start_s = time.monotonic()
         while (self._commands or self._is_wanted()) and self._commands:
             command = self._commands.popleft()
-            if isinstance(command, Add):
+            if self._sleep is not None and isinstance(command, Add | Sleep | Wake):
+                self._held.append(command)
+            elif isinstance(command, Sleep):
+                self._sleep = command
+                if command.aborts:
+                    self._engine.cancel_all()
+            elif isinstance(command, Wake):
+                self._active_s = self._clock()
+                self._answer(command.key, self._engine.wake)
+            elif isinstance(command, Add):
                 self._add(command)
             elif isinstance(command, Cancel | Finish) and command.key in self._handles:
                 handle = self._handles[command.key]
@@ -214,8 +305,12 @@ class EngineLoop:
                 else:
                     self._forget(handle)
                     self._engine.cancel(handle)
-            elif isinstance(command, Stop) and not command.drain:
-                self._engine.cancel_all()
+            elif isinstance(command, Stop):
+                self._sleep, held, self._held = None, self._held, []
+                if command.drain:
+                    self._commands.extendleft(reversed(held))
+                else:
+                    self._engine.cancel_all()
             if time.monotonic() - start_s >= most_s:
                 return
 
@@ -235,7 +330,7 @@ class EngineLoop:
                 asked.prompt, asked.params, asked.priority, tenant=asked.tenant
             )
         except Exception as error:  # noqa: BLE001  # reported to the client
-            self._refused.append((asked.key, error))
+            self._refuse(asked.key, error)
             return
         self._handles[asked.key], self._keys[handle] = handle, asked.key
 
@@ -247,7 +342,9 @@ class EngineLoop:
 
     def _publish(self) -> None:
         refused, self._refused = self._refused, []
-        self._link.send(News(refused, self._take_updates(), self._engine.num_failed_steps))
+        done, self._done = tuple(self._done), []
+        news = News(refused, self._take_updates(), self._engine.num_failed_steps, done=done)
+        self._link.send(news._replace(is_sleeping=self._engine.is_sleeping))
 
     def _take_updates(self) -> list[Update]:
         handles = [handle for handle in self._updated if handle in self._keys]

@@ -163,6 +163,7 @@ def running(
         max_num_batched_tokens=256,
         max_tokens=MAX_TOKENS,
         budget_bytes=64 * MiB,
+        enable_sleep_mode=options.get("can_sleep", False),
         observer=Observers([metrics, watch]),  # In this order: Watch reports after Metrics.
     )
     metrics.bind_pages(engine.cache.pool.page_bytes)

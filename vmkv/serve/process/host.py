@@ -25,7 +25,7 @@ import msgspec
 
 from ...core.cache import CacheStats
 from ...errors import VMKVError
-from ..engine_loop import Add, Cancel, Command, EngineLoop, Finish, Look, News, Stop
+from ..engine_loop import Add, Cancel, Command, EngineLoop, Finish, Look, News, Sleep, Stop, Wake
 from ..observer import EngineObserver, Event, Idle, ObservedCache, StepRecord
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _pickled(value: Any) -> bytes:
     return pickle.dumps(RuntimeError(f"{type(value).__name__}: {value}"))
 
 
-_KINDS = (Add, Cancel, Finish, Stop, Ready, Failed, News)
+_KINDS = (Add, Cancel, Finish, Stop, Ready, Failed, News, Sleep, Wake)
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_pickled)
 _DECODERS = [
     msgspec.msgpack.Decoder(kind, dec_hook=lambda _, data: pickle.loads(data)) for kind in _KINDS

@@ -77,6 +77,10 @@ def create_app(
     app.get("/version")(version)
     app.head("/version", include_in_schema=False)(version)
     app.get("/metrics")(service.metrics)
+    if options.can_sleep:
+        app.post("/sleep", response_class=Response)(service.sleep)
+        app.post("/wake_up", response_class=Response)(service.wake_up)
+        app.get("/is_sleeping")(service.is_sleeping)
     routes: tuple[tuple[str, type[BaseModel], Any], ...] = (
         ("/v1/completions", CompletionRequest, service.completions),
         ("/v1/chat/completions", ChatRequest, service.chat_completions),

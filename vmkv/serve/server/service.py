@@ -124,6 +124,7 @@ class Service:
         limits, max_model_tokens = options.limits, options.max_model_tokens
         most_tokens = min(max_model_tokens, limits.max_prompt_tokens or max_model_tokens)
         self.engine = engine
+        self._sleeper: Any = engine  # An `EngineClient`, where there are routes for it.
         self.prompts = Prompts(tokenizer, most_tokens, options.chat_template)
         self.tokens = Tokens(tokenizer)
         self.replies = Replies(tokenizer, options.chat_template, options.response_template)
@@ -256,6 +257,35 @@ class Service:
         counts["requests_waiting"] = self.gate.num_waiting
         body = {"status": status, "reason": reason, **counts}
         return JSONResponse(body, 200 if status == "ok" else 503)
+
+    async def sleep(self, request: Request) -> Response:
+        """Move the weights to host memory, once running requests have finished.
+
+        With `mode=abort` they are cancelled instead. Requests that come later wake the model. The
+        one `level` is 1.
+        """
+        level, mode = (
+            request.query_params.get(*each) for each in (("level", "1"), ("mode", "wait"))
+        )
+        if level != "1":
+            raise invalid(
+                f"level={shown(level)}: a model sleeps at level 1 here, from which a request wakes "
+                "it; at level 2 its weights would be lost",
+                "level",
+            )
+        if mode not in ("abort", "wait"):
+            raise invalid(f"mode={shown(mode)} is neither abort nor wait", "mode")
+        await self._sleeper.sleep(aborts=mode == "abort")
+        return Response()
+
+    async def wake_up(self) -> Response:
+        """Bring the weights back."""
+        await self._sleeper.wake()
+        return Response()
+
+    async def is_sleeping(self) -> dict[str, bool]:
+        """Report whether the model sleeps."""
+        return {"is_sleeping": bool(self._sleeper.is_sleeping)}
 
     async def metrics(self) -> PlainTextResponse:
         """Return all metrics in Prometheus' format."""
