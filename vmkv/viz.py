@@ -183,6 +183,9 @@ def _group_map(cache: KVCache, group: LayerGroup) -> GroupMap:
     for row in cache.rows.parked:
         if places := _mapped(group, row):
             found.append((row, "parked", cache.prefixes.num_recorded(row), places))
+    if isinstance(group, StateGroup):
+        for _, num_tokens, row in group.checkpoints():
+            found.append((row, "parked", num_tokens, _mapped(group, row)))
     shares: dict[int, int] = {}
 
     def shown(extent: Extent, first_page: int, access: Access) -> MappedExtent:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,9 +11,18 @@ import pytest
 import torch
 from helpers.stamps import append, assert_holds
 
-from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
+from vmkv import (
+    ConfigError,
+    DriverError,
+    ExtentPool,
+    HostBackend,
+    KVCache,
+    OutOfPagesError,
+    Sequence,
+)
 from vmkv.core.backend import MemoryLocation
 from vmkv.core.cache import StateShape
+from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB, MiB, align_up
 from vmkv.viz import page_map
 
@@ -56,8 +67,8 @@ def _begun(cache: KVCache, num_tokens: int, value: float) -> Sequence:
 
 
 def test_a_state_takes_its_pages_with_the_first_token(cache: KVCache) -> None:
-    """And none more with any other; tensors have the model's shapes and types."""
-    assert [(4, 4, 16, 20), (4, 12, 3)] == [tuple(e.shape) for e in cache.states.tensors(7)]
+    """And none more with any other; tensors have the model's shapes, and rows for checkpoints."""
+    assert [(12, 4, 16, 20), (12, 12, 3)] == [tuple(e.shape) for e in cache.states.tensors(7)]
     assert [torch.float32, torch.bfloat16] == [e.dtype for e in cache.states.tensors(7)]
     sequence = cache.open()
     assert 0 == cache.stats().resident_bytes
@@ -97,7 +108,7 @@ def test_forks_copy_the_state(cache: KVCache) -> None:
 def test_a_state_is_of_all_tokens(cache: KVCache) -> None:
     """No fork or truncation at an earlier one, except the beginning."""
     sequence = _begun(cache, 10, 3.0)
-    with pytest.raises(ConfigError, match="fork at 9 tokens: layers keep a state of all 10"):
+    with pytest.raises(ConfigError, match=r"fork at 9 tokens: .* after 10 tokens only"):
         sequence.fork(9)
     with pytest.raises(ConfigError, match="go back to 9 tokens"):
         sequence.truncate(9)
@@ -144,12 +155,244 @@ def test_what_moves_tokens_alone_is_refused(cache: KVCache, tmp_path: Path) -> N
             call()
 
 
-def test_no_prefix_is_found(cache: KVCache) -> None:
-    """Recorded tokens change nothing: there is no state of them alone."""
-    sequence = _begun(cache, 40, 3.0)
-    sequence.record(range(40))
-    assert 0 == cache.open(prompt=list(range(40))).num_tokens
-    assert 0 == cache.stats().num_prefix_hits
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def _with_checkpoints(cache: KVCache, *lengths: int, end: int) -> Sequence:
+    """A recorded sequence whose states were its length; checkpoints are at `lengths`."""
+    sequence = cache.open()
+    for length in (*lengths, end):
+        append(sequence, range(sequence.num_tokens, length))
+        _write(sequence, length)
+        if length < end:
+            sequence.checkpoint()
+    sequence.record(range(end))
+    return sequence
+
+
+def _tokens(num_tokens: int) -> list[int]:
+    return [*range(num_tokens), 999]
+
+
+def test_sequences_go_back_to_checkpoints(cache: KVCache) -> None:
+    """And fork there, as often as wanted; later checkpoints end with their tokens."""
+    sequence = _with_checkpoints(cache, 4, 8, end=10)
+    assert 3 * PAGE + 3 * STATE_BYTES == cache.stats().resident_bytes
+    with pytest.raises(ConfigError, match=r"go back to 9 tokens: .* 4 and 8 and 10 tokens"):
+        sequence.truncate(9)
+    fork = sequence.fork(4)
+    _assert_state(fork, 4)
+    assert_holds(fork, range(4))
+    fork.close()
+    sequence.truncate(8)
+    _assert_state(sequence, 8)
+    _write(sequence, 99)
+    append(sequence, range(8, 12))
+    for length in (8, 4):
+        sequence.truncate(length)
+        _assert_state(sequence, length)
+        assert_holds(sequence, range(length))
+        append(sequence, range(length, 9))
+    with pytest.raises(ConfigError):
+        sequence.truncate(8)
+    sequence.truncate(0)
+    assert not list(cache.states.checkpoints())
+
+
+def test_a_row_keeps_its_first_checkpoint_and_the_latest(cache: KVCache) -> None:
+    """The third takes the memory of the second, without a driver call."""
+    sequence = _with_checkpoints(cache, 4, 8, end=10)
+    before = cache.pool.backend.calls.copy()
+    sequence.checkpoint()
+    sequence.checkpoint()
+    assert before["mem_map"] == cache.pool.backend.calls["mem_map"]
+    append(sequence, range(10, 12))
+    _write(sequence, 12)
+    with pytest.raises(ConfigError, match="after 4 and 10 and 12 tokens"):
+        sequence.truncate(8)
+    _assert_state(sequence.fork(10), 10)
+    _assert_state(sequence.fork(4), 4)
+
+
+def test_an_ended_sequence_goes_on_without_a_copy(cache: KVCache) -> None:
+    """Its row is adopted with the state that it ended with, at any length."""
+    sequence = _with_checkpoints(cache, 16, end=39)
+    row = sequence.row
+    sequence.close()
+    before = cache.pool.backend.calls.copy()
+    assert 39 == cache.find_prefix([*range(39), 7, 8], None)
+    following = cache.open(prompt=[*range(39), 7, 8])
+    assert (row, 39, 39) == (following.row, following.num_tokens, following.num_cached_tokens)
+    assert before == cache.pool.backend.calls
+    _assert_state(following, 39)
+    assert_holds(following, range(39))
+    following.truncate(16)
+    _assert_state(following, 16)
+
+
+@pytest.mark.parametrize("is_parked", [False, True])
+def test_a_prefix_is_found_at_the_longest_state_within_it(cache: KVCache, is_parked: bool) -> None:
+    """A row and a checkpoint: the row keeps its own, and both go on by themselves."""
+    sequence = _with_checkpoints(cache, 16, 21, end=39)
+    if is_parked:
+        sequence.close()
+    for prompt, found in {
+        (*range(38), 7): 21,
+        (*range(21), 999): 21,
+        (*range(20), 999, 999): 16,
+        (*range(21),): 16,
+        (*range(16), 999): 16,
+        (*range(16),): 0,
+        (*range(15), *range(900, 940)): 0,
+    }.items():
+        assert found == cache.find_prefix(prompt, None)
+        assert 0 == cache.find_prefix(prompt, "other")
+        with contextlib.closing(cache.open(prompt=prompt)) as opened:
+            assert found == opened.num_tokens == opened.num_cached_tokens
+            if found:
+                _assert_state(opened, found)
+                assert_holds(opened, range(found))
+            append(opened, range(found, found + 2))
+            _write(opened, 77)
+        cache.check()
+    assert 39 == cache.find_prefix(_tokens(39), None)
+    if not is_parked:
+        assert_holds(sequence, range(39))
+        _assert_state(sequence, 39)
+
+
+def test_a_live_sequence_is_found_at_its_end(cache: KVCache) -> None:
+    sequence = _with_checkpoints(cache, end=20)
+    other = cache.open(prompt=_tokens(20))
+    assert 20 == other.num_tokens
+    _assert_state(other, 20)
+    append(sequence, range(20, 21))
+    assert 0 == cache.find_prefix(_tokens(20), None) - 20  # The fork's.
+    other.close()
+
+
+def test_states_beyond_recorded_tokens_are_not_found(cache: KVCache) -> None:
+    """An ended sequence may hold a token that nobody has read; its checkpoints serve."""
+    sequence = _with_checkpoints(cache, 16, end=20)
+    append(sequence, range(20, 21))
+    _write(sequence, 21)
+    sequence.close()
+    assert 16 == cache.find_prefix(_tokens(21), None)
+
+
+def test_a_checkpoint_at_the_end_of_a_sequence_gives_way_to_its_own_state(cache: KVCache) -> None:
+    sequence = _with_checkpoints(cache, 16, end=20)
+    sequence.checkpoint()
+    sequence.close()
+    assert [16] == [length for _, length, _ in cache.states.checkpoints()]
+    assert 20 == cache.find_prefix(_tokens(20), None)
+
+
+def test_memory_is_taken_from_the_longest_state_first(cache: KVCache) -> None:
+    """Of a parked row: its own state, then tokens behind a checkpoint, then that."""
+    _with_checkpoints(cache, 16, end=40).close()
+    assert 10 * PAGE + 2 * STATE_BYTES == cache.stats().parked_bytes
+    for kept_pages, found in ((13, 16), (8, 16), (7, 16), (6, 0)):
+        cache.trim(cache.stats().parked_bytes - kept_pages * PAGE)
+        assert found == cache.find_prefix(_tokens(39), None)
+        cache.check()
+    cache.trim()
+    assert 0 == cache.stats().resident_bytes
+
+
+def test_a_row_without_its_own_state_is_forked(cache: KVCache) -> None:
+    _with_checkpoints(cache, 16, end=40).close()
+    cache.trim(PAGE)
+    opened = cache.open(prompt=_tokens(40))
+    assert 16 == opened.num_tokens
+    _assert_state(opened, 16)
+    assert_holds(opened, range(16))
+
+
+def test_checkpoints_of_live_sequences_give_way(cache: KVCache) -> None:
+    """To the growth of others; the sequence keeps its state."""
+    sequence = _with_checkpoints(cache, 4, 16, end=40)
+    assert 2 * STATE_BYTES == cache.stats().parked_bytes
+    other = cache.open()
+    other.append(4 * (40 - 10 - 3 - 3 - 3))
+    assert [4] == [length for _, length, _ in cache.states.checkpoints()]
+    sequence.append(4)
+    assert not list(cache.states.checkpoints())
+    _assert_state(sequence, 40)
+    with pytest.raises(OutOfPagesError):
+        sequence.checkpoint()
+
+
+def test_checkpoints_of_live_sequences_are_trimmed(cache: KVCache) -> None:
+    sequence = _with_checkpoints(cache, 4, end=40)
+    cache.trim()
+    assert 10 * PAGE + STATE_BYTES == cache.stats().resident_bytes
+    _assert_state(sequence, 40)
+
+
+def test_checkpoints_outlive_a_swap(cache: KVCache) -> None:
+    """They stay on the device while memory lasts, and are offered with the row."""
+    sequence = _with_checkpoints(cache, 16, end=20)
+    sequence.swap_out()
+    assert STATE_BYTES == cache.stats().resident_bytes
+    assert 0 == cache.find_prefix(_tokens(20), None)
+    sequence.swap_in()
+    assert 20 == cache.find_prefix(_tokens(20), None)
+    sequence.truncate(16)
+    _assert_state(sequence, 16)
+
+
+def test_other_sequences_in_a_row_find_no_checkpoint_of_it(cache: KVCache) -> None:
+    sequence = _with_checkpoints(cache, 16, end=40)
+    sequence.close()
+    other = cache.open(row=sequence.row)
+    append(other, range(100, 117))
+    assert not list(cache.states.checkpoints())
+    with pytest.raises(ConfigError):
+        other.truncate(16)
+
+
+def test_a_failing_copy_leaves_everything_as_it_was(
+    host: HostBackend, make_cache: Callable[..., KVCache]
+) -> None:
+    """Of a checkpoint, and back from one; every call of the driver fails once."""
+    backend = FaultInjectingBackend(host)
+    pool = ExtentPool(backend, 40 * PAGE, page_bytes=PAGE, close_when_unused=True)
+    cache = make_cache(pool)
+    cache.add_states(SHAPES)
+    num_failed = 0
+    for at in range(1, 8):
+        sequence = _with_checkpoints(cache, 4, end=8)
+        goes_back = functools.partial(sequence.truncate, 4)
+        for call, length in ((sequence.checkpoint, 8), (goes_back, 4)):
+            backend.arm(at)
+            try:
+                call()
+            except DriverError:
+                num_failed += 1
+                assert 8 == sequence.num_tokens
+                _assert_state(sequence, 8)
+            else:
+                _assert_state(sequence, length)
+            backend.arm(0)
+            cache.check()
+        sequence.truncate(4)
+        _assert_state(sequence, 4)
+        sequence.close()
+        _with_checkpoints(cache, 16, end=18).close()
+        for prompt in (_tokens(16), _tokens(18)):
+            backend.arm(at)
+            with contextlib.suppress(DriverError):
+                opened = cache.open(prompt=prompt)
+                _assert_state(opened, opened.num_tokens)
+                opened.close()
+            backend.arm(0)
+            cache.check()
+        cache.trim()
+    assert num_failed > 4
+
+
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def test_states_are_added_before_any_sequence(cache: KVCache) -> None:
@@ -168,8 +411,8 @@ def test_surplus_of_states_is_returned(cache: KVCache) -> None:
 
 
 def test_the_page_map_draws_states(cache: KVCache) -> None:
-    """Beside the rows of layers."""
-    _begun(cache, 10, 3.0)
+    """Beside the rows of layers, with checkpoints."""
+    _with_checkpoints(cache, 4, end=10)
     drawn = page_map(cache)
     assert cache.stats().resident_bytes == drawn.resident_bytes
     assert "states of layers 7, 9" in str(drawn)

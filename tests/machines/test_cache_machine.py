@@ -4,7 +4,8 @@ Every token written carries a stamp that is unique to that write, in keys and va
 After any history of opening, growing, shrinking, closing, adopting, forking, reordering, prefix
 hits, swapping, spilling, saving, exporting, trimming, held fences and failing driver calls, each
 live sequence must read exactly its own stamps. That one comparison finds aliasing, memory reused
-too early, pages off by one, and rows adopted while in use.
+too early, pages off by one, and rows adopted while in use. Some caches also hold states, which
+carry the stamp of their last token, with checkpoints.
 
 The invariants I1-I9 are checked after every step as well. Not tested here: several threads (one
 thread works on a cache), and kernels that read asynchronously (the GPU tests do).
@@ -43,7 +44,7 @@ from vmkv import (
     SequenceFullError,
 )
 from vmkv.core.backend import MemoryLocation
-from vmkv.core.cache import layer_group, prefix
+from vmkv.core.cache import StateShape, layer_group, prefix
 from vmkv.core.cache.cost import CostModel
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend
@@ -55,10 +56,12 @@ BUDGET_PAGES = 48
 NUM_ROWS = 5
 HOST_PAGES = 20
 # A token of 2 layers x 1 head x (24 + 8) x 8 B is 512 B; 48 + 16 leave gaps on purpose.
+STATE_WIDTH = 700  # Two pages, of which one is filled in part.
 SHAPE: dict[str, Any] = {"num_kv_heads": 1, "head_dim": 24, "v_head_dim": 8, "dtype": torch.int64}
 lengths = st.one_of(st.integers(0, 5), st.integers(0, MAX_TOKENS + 5))
 picks = st.integers(0, 3)  # Of the live sequences, in the order of their opening.
 has_sequences = precondition(lambda self: self.by_id)
+is_stateless = precondition(lambda self: not self.has_states)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -72,6 +75,7 @@ class CacheMachine(RuleBasedStateMachine):
         underread_tokens=st.sampled_from([0, 0, 10]),
         always_aliases=st.booleans(),
         is_shareable=st.booleans(),
+        has_states=st.booleans(),
     )
     def make(
         self,
@@ -79,6 +83,7 @@ class CacheMachine(RuleBasedStateMachine):
         underread_tokens: int,
         always_aliases: bool,
         is_shareable: bool,
+        has_states: bool,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(layer_group, "UNDERREAD_TOKENS", underread_tokens)
@@ -102,6 +107,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.window_tokens = window_tokens
         self.cache.add_layers([0, 1], **SHAPE)
         self.cache.add_layers([2, 3], **SHAPE, window_tokens=window_tokens)
+        if has_states:
+            self.cache.add_states({4: [StateShape((STATE_WIDTH,), torch.int64)]})
+        self.has_states = has_states
         self.model = ModelCache()
         self.by_id: dict[int, Sequence] = {}
         self.said: dict[int, list[int]] = {}  # Recorded tokens, which prompts may find.
@@ -127,6 +135,10 @@ class CacheMachine(RuleBasedStateMachine):
             for value, tensor in enumerate((sequence.keys(layer), sequence.values(layer))):
                 fresh = [self._stamp(stamp, layer, value) for stamp in stamps]
                 tensor[start:] = torch.tensor(fresh, dtype=torch.int64)[:, None, None]
+
+        if self.has_states and sequence.num_tokens:
+            [states] = self.cache.states.tensors(4)
+            states[sequence.row] = self.model.stamps[key][-1]
 
     def _refuses_if_swapped(self, sequence: Sequence, use: Callable[[], object]) -> bool:
         """Whether `sequence` is swapped out; if so, `use` must be refused and change nothing."""
@@ -252,6 +264,22 @@ class CacheMachine(RuleBasedStateMachine):
         del self.by_id[key]
         self.num_rows_free += 1
 
+    @has_sequences
+    @rule(pick=picks, fail_at=st.sampled_from([0, 0, 0, 1, 2, 3, 4]))
+    def checkpoint(self, pick: int, fail_at: int) -> None:
+        """Keep the states; an eviction for it may take other checkpoints."""
+        sequence = self.by_id[self._picked(pick)]
+        if self._refuses_if_swapped(sequence, sequence.checkpoint):
+            return
+        self._fault(fail_at)
+        try:
+            sequence.checkpoint()
+        except OutOfPagesError:
+            assert not self._end_fault()
+        except DriverError:
+            assert self._end_fault()
+        self._end_fault()
+
     # ---- sharing ----------------------------------------------------------------------
 
     @has_sequences
@@ -280,6 +308,7 @@ class CacheMachine(RuleBasedStateMachine):
         self._end_fault()
 
     @has_sequences
+    @is_stateless
     @rule(pick=picks, sources=st.lists(picks, min_size=NUM_ROWS, max_size=NUM_ROWS))
     def reorder(self, pick: int, sources: list[int]) -> None:
         """All sequences as long as the picked one go on from each other."""
@@ -419,6 +448,7 @@ class CacheMachine(RuleBasedStateMachine):
     # ---- disk, and other processes ----------------------------------------------------
 
     @has_sequences
+    @is_stateless
     @rule(pick=picks, fail_at=st.sampled_from([0, 0, 0, 2, 5, 9]))
     def save_and_load(self, pick: int, fail_at: int) -> None:
         """A loaded sequence has the contents of the saved one, which may be swapped out."""
@@ -440,6 +470,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.is_shareable)
     @has_sequences
+    @is_stateless
     @rule(pick=picks)
     def export(self, pick: int) -> None:
         """Another backend's cache reads the exported extents, which are frozen from then on."""
@@ -496,14 +527,19 @@ class CacheMachine(RuleBasedStateMachine):
         then=st.sampled_from(["stay", "park", "fork and park", "fork and move", "move"]),
     )
     def say(self, num_tokens: int, num_steps: int, then: str) -> None:
-        """Open a prompt, append it in chunks and record it, so that later prompts can find it."""
+        """Open a prompt, append it in chunks and record it, so that later prompts can find it.
+
+        States are kept after each chunk but the last.
+        """
         known = set(self.by_id)
         self.open(num_tokens)
         if known == set(self.by_id):
             return
         (key,) = set(self.by_id) - known
         pick = sorted(self.by_id).index(key)
-        for _ in range(num_steps):
+        for step in range(num_steps):
+            if step:
+                self.checkpoint(pick, 0)
             self.append(pick, num_tokens // num_steps, 0)
         self.record(pick)
         if "fork" in then:
@@ -514,6 +550,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.swap_out(pick, False, 0)
 
     @has_sequences
+    @is_stateless
     @rule(
         pick=picks,
         num_forks=st.integers(1, 3),
@@ -701,6 +738,10 @@ class CacheMachine(RuleBasedStateMachine):
                 wanted = [self._stamp(stamp, layer, value) for stamp in stamps[first:]]
                 assert wanted == tensor[first : len(stamps), 0, 0].tolist()
                 assert wanted == tensor[first : len(stamps), 0, -1].tolist()
+
+        if self.has_states and sequence.cache is self.cache and stamps:
+            [states] = self.cache.states.tensors(4)
+            assert (states[sequence.row] == stamps[-1]).all()
 
     @invariant()
     def books_are_the_models(self) -> None:

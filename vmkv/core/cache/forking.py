@@ -18,7 +18,7 @@ Note [Beams part slowly].
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Set
 from collections.abc import Sequence as List_
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,7 +31,7 @@ from ...units import Address
 from ..backend import Access, CopyOp
 from ..memory import Change, Mapping, RowChange, make_writable, size_classes
 from .layer_group import LayerGroup
-from .prefix import Where
+from .prefix import BLOCK_TOKENS, Where
 from .row_space import RowSpace
 
 if TYPE_CHECKING:
@@ -144,9 +144,13 @@ def _plan(
     reads: list[Mapping] = []
     copies: list[CopyOp] = []
     aliased_bytes = 0
-    source_row, target_row = rows
+    target_row = rows[1]
     for source, target in zip(origin.groups, space.groups, strict=True):
-        geometry = target.geometry
+        geometry, source_row = target.geometry, rows[0]
+        if source is origin.states:
+            found = origin.state_row(source_row, num_tokens)
+            assert found is not None  # See `RowSpace.keeps`.
+            source_row = found
         first_needed = source.first_kept_page(source_row, num_tokens, keeps_past=space.keeps_past)
         aliased = _aliased(space, source, source_row, first_needed, num_tokens)
         first_page = aliased[0].first_page if aliased else first_needed
@@ -500,15 +504,67 @@ def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
 _HOLDERS_LOOKED_AT = 4
 
 
+class _Beginning(NamedTuple):
+    """A length at which a sequence can begin, and the rows that hold its tokens, by `Where`."""
+
+    num_tokens: int
+    rows: Callable[[Where], Iterator[int]]
+
+
+def _beginnings(space: RowSpace, prompt: Any, tenant: str | None) -> Iterator[_Beginning]:
+    """Yield the beginnings of `prompt`, without its last token, that rows hold; longest first.
+
+    They are whole blocks; where layers keep states, as long as a state at rest, or a live row's.
+    """
+    max_tokens = max(0, len(prompt) - 1)
+    matches = space.prefixes.matches(prompt, tenant, max_tokens)
+    if space.states is None:
+        for match in matches:
+            yield _Beginning(match.num_tokens, match.rows)
+        return
+    rows_of: dict[int, dict[int, None]] = {}
+    for match in matches:
+        matched, end = match.num_tokens, min(match.num_tokens + BLOCK_TOKENS - 1, max_tokens)
+        if max(rows_of, default=0) > end:
+            break  # Shorter matches end before.
+        for row in match.rows():
+            lengths = set(space.states.at_rest(row))
+            if row in space.live:
+                lengths.add(space.live[row].num_tokens)
+            for length in lengths:
+                if 0 < length <= matched or (
+                    matched < length <= end and space.prefixes.holds(row, prompt, matched, length)
+                ):
+                    rows_of.setdefault(length, {})[row] = None
+    for length in sorted(rows_of, reverse=True):
+        rows = rows_of[length]
+
+        def those(where: Where, rows: Iterable[int] = rows) -> Iterator[int]:
+            return (row for row in rows if (row in space.live) == (where is Where.LIVE))
+
+        yield _Beginning(length, those)
+
+
+def find_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> int:
+    """Return how many tokens of `prompt` a sequence opened now would begin with. Changes nothing.
+
+    Cost: about 5 ns per token, and a look at each row that holds a beginning.
+    """
+    with space.pool.lock:
+        for its in _beginnings(space, prompt, tenant):
+            for where in (Where.PARKED, Where.LIVE):
+                if any(space.keeps(row, its.num_tokens) for row in its.rows(where)):
+                    return its.num_tokens
+    return 0
+
+
 def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple[int, int] | None:
     """Take a row with the longest known beginning of `prompt`, without its last token. Locked.
 
     Returns the row, live now, and its token count; None without a match.
     """
     prefixes = space.prefixes
-    if space.states is not None:
-        return None
-    for match in prefixes.matches(prompt, tenant, max(0, len(prompt) - 1)):
+    for match in _beginnings(space, prompt, tenant):
         num_tokens = match.num_tokens
         parked = _holders(space, match.rows(Where.PARKED), num_tokens)
         # Adopting a row loses its later tokens, so there should be few of them.
@@ -562,6 +618,8 @@ def _holders(space: RowSpace, rows: Iterator[int], num_tokens: int) -> list[int]
 
 def _can_extend(space: RowSpace, row: int, num_tokens: int) -> bool:
     """Whether `row` can be written from `num_tokens` on without a copy."""
+    if space.states is not None and space.state_row(row, num_tokens) != row:
+        return False
     return not any(
         mapping.extent.is_shared
         for group in space.groups

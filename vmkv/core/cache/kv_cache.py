@@ -68,6 +68,7 @@ class KVCache(RowSpace):
     retire_behind_windows = growing.retire_behind_windows
     reorder = forking.reorder
     pages_to_fork = forking.pages_to_fork
+    find_prefix = forking.find_prefix
     stats = collect_stats
 
     # ---- sequences ------------------------------------------------------------------------
@@ -208,6 +209,8 @@ class KVCache(RowSpace):
             with self.pool.lock:
                 for row in list(self.rows.parked):
                     self.retire_parked(row, 0)
+                for row in self.live:
+                    self.drop_checkpoints(row)
                 growing.retire_surplus(self)
             self.pool.reclaimer.wait()
         elif num_bytes > (free_bytes := self.pool.stats().free_bytes):
@@ -225,6 +228,8 @@ class KVCache(RowSpace):
         for sequence in self.live_sequences():
             for group in self.groups:
                 group.check_row(sequence.row, sequence.num_tokens, self.overread_tokens)
+        if self.states is not None:
+            self.states.check_at_rest({row: its.num_tokens for row, its in self.live.items()})
 
     # ---- closing --------------------------------------------------------------------------
 

@@ -286,6 +286,13 @@ class LayerGroup:
         """The first token that starts in `page` of a row, or after it."""
         return div_ceil(page * self.geometry.page_bytes, self.geometry.token_bytes)
 
+    def to_give(self, row: int) -> list[tuple[int, Mapping]]:
+        """List the mappings of `row`, each with its first token, to which giving it up cuts it."""
+        page_bytes, token_bytes = self.geometry.page_bytes, self.geometry.token_bytes
+        # `token_at`, inlined: a plan under memory pressure looks at dozens of extents of many rows.
+        mappings = self.table.rows[row].mappings
+        return [(each.first_page * page_bytes // token_bytes, each) for each in mappings]
+
     def resident_bytes(self, row: int) -> int:
         """Bytes mapped in `row`."""
         return self.table.rows[row].num_pages * self.geometry.page_bytes

@@ -386,6 +386,12 @@ class PrefixIndex:
         """The rows with recorded tokens."""
         return self._contents.keys()  # Rows without tokens have no entry.
 
+    def holds(self, row: int, token_ids: Sequence[int], start: int, end: int) -> bool:
+        """Whether the tokens `[start, end)` of `row` are recorded, and those of `token_ids`."""
+        start_bytes, end_bytes = start * _TOKEN_BYTES, end * _TOKEN_BYTES
+        wanted = _as_bytes(token_ids)[start_bytes:end_bytes]
+        return self._held(self._contents[row], start_bytes, end_bytes) == wanted
+
     def token_ids(self, row: int) -> list[int]:
         """The recorded tokens of `row`."""
         content = self._contents.get(row)
@@ -434,6 +440,11 @@ class PrefixIndex:
                     break
             else:
                 break
+
+    def num_matched(self, token_ids: Sequence[int], tenant: str | None = None) -> int:
+        """Return how many of the tokens, in whole blocks and without the last, some row holds."""
+        match = next(self.matches(token_ids, tenant, max(0, len(token_ids) - 1)), None)
+        return 0 if match is None else match.num_tokens
 
     def beginnings(self, num_blocks: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """Yield `(length, last hash)` of beginnings on offer, for the ascending `num_blocks`.

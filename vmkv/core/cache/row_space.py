@@ -127,17 +127,9 @@ Gives = List_[tuple[int, Extent]]
 
 def ends_of(groups: List_[LayerGroup], row: int) -> Gives:
     """List the extents that a row can give up, last token first, but none up to a pinned one."""
-    ends: list[tuple[int, Extent]] = []
-    pinned_token = -1
-    for group in groups:
-        page_bytes, token_bytes = group.geometry.page_bytes, group.geometry.token_bytes
-        mappings = group.table.rows[row].mappings
-        # `token_at`, inlined: a plan under memory pressure looks at dozens of extents of many rows.
-        ends += [(each.first_page * page_bytes // token_bytes, each.extent) for each in mappings]
-        for pin in [each.first_page for each in mappings if each.num_pins]:
-            pinned_token = max(pinned_token, pin * page_bytes // token_bytes)
-    if pinned_token >= 0:
-        ends = [each for each in ends if each[0] > pinned_token]
+    found = [each for group in groups for each in group.to_give(row)]
+    pinned_token = max([first for first, mapping in found if mapping.num_pins], default=-1)
+    ends = [(first, mapping.extent) for first, mapping in found if first > pinned_token]
     ends.sort(key=itemgetter(0), reverse=True)
     return ends
 
@@ -149,14 +141,14 @@ def own_bytes(groups: List_[LayerGroup], row: int) -> int | None:
         pages = group.table.rows[row]
         if pages.shared_end_page:  # No host extents: see `drop_spilled`.
             return None
-        num_bytes += pages.num_pages * group.geometry.page_bytes
+        num_bytes += group.resident_bytes(row)
     return num_bytes
 
 
 def check_own_bytes(groups: List_[LayerGroup], row: int) -> None:
     """Raise `InternalError` if `own_bytes` of a parked row differs from a count of its extents."""
     told = own_bytes(groups, row)
-    mapped = [each.extent for group in groups for each in group.table.rows[row].mappings]
+    mapped = [mapping.extent for group in groups for _, mapping in group.to_give(row)]
     counted = sum(extent.num_bytes for extent in mapped if extent.is_freeable)
     if told is not None and told != counted:
         raise InternalError(f"row {row} tells {told} bytes of its own, its extents {counted}")
@@ -334,8 +326,17 @@ class RowSpace:
 
     # ---- contents -------------------------------------------------------------------------
 
+    def state_row(self, row: int, num_tokens: int) -> int | None:
+        """The row of `states`, if any, with the state of `row` after `num_tokens` tokens."""
+        assert self.states is not None
+        if row in self.live and self.live[row].num_tokens == num_tokens:
+            return row
+        return self.states.at_rest(row).get(num_tokens)
+
     def keeps(self, row: int, num_tokens: int) -> bool:
         """Whether `row` holds all that a query after `num_tokens` tokens sees."""
+        if num_tokens and self.states is not None and self.state_row(row, num_tokens) is None:
+            return False
         for each in self.groups:
             if not (each.keeps(row, num_tokens) and each.reaches(row, num_tokens)):
                 return False
@@ -343,13 +344,12 @@ class RowSpace:
 
     def check_keeps(self, row: int, num_tokens: int, doing: str) -> None:
         """Raise `ConfigError`, which names `doing`, unless `keeps` or there are no tokens."""
-        if self.states is not None and row in self.live:
-            length = self.live[row].num_tokens
-            if num_tokens not in (0, length):
-                raise ConfigError(
-                    f"cannot {doing} {num_tokens} tokens: layers keep a state of all {length} "
-                    "tokens of the sequence, and none of fewer"
-                )
+        if num_tokens and self.states is not None and self.state_row(row, num_tokens) is None:
+            lengths = [*sorted(self.states.at_rest(row)), self.live[row].num_tokens]
+            raise ConfigError(
+                f"cannot {doing} {num_tokens} tokens: layers keep a state of the sequence after "
+                f"{' and '.join(map(str, lengths))} tokens only"
+            )
         if num_tokens and not self.keeps(row, num_tokens):
             raise ConfigError(
                 f"cannot {doing} {num_tokens} tokens: a sliding-window layer no longer holds what "
@@ -415,11 +415,18 @@ class RowSpace:
         its = (mapping for group in self.groups for mapping in group.table.rows[row].mappings)
         return pinned(self.pool, its)
 
-    def submitting(self, writes: Iterable[tuple[int, int, int]]) -> AbstractContextManager[None]:
-        """Submit a step in this block; with checks on, check `(row, start, end)` writes (I10)."""
+    def submitting(
+        self, writes: Iterable[tuple[int, int, int]], checkpoints: Iterable[int] = ()
+    ) -> AbstractContextManager[None]:
+        """Submit a step in this block; with checks on, check what it writes (I10).
+
+        `writes` are `(row, start, end)`, and `checkpoints` rows of `states`.
+        """
         if self.pool.submitted is None:
             return nullcontext()
         ranges = [group.write_range(*each) for each in writes for group in self.groups]
+        if self.states is not None:
+            ranges += [self.states.write_range(at, 0, 1) for at in checkpoints]
         return self.pool.submitted.submitting(ranges)
 
     # ---- row states -----------------------------------------------------------------------
@@ -433,13 +440,16 @@ class RowSpace:
         if not num_tokens:
             self.begin_anew(row)
         self.prefixes.truncate(row, num_tokens)  # First, because scrubbing overwrites the rest.
+        stream = self.current_stream()
         is_scrubbed = True  # Also if scrubbing fails half-way.
         try:
-            stream = self.current_stream()
             is_scrubbed = any([it.scrub(row, num_tokens, tenant, stream) for it in self.groups])
         finally:
             if is_scrubbed:
                 self.note_used(row)
+        if self.states is not None:
+            fence = partial(self.pool.reclaimer.fence_since, self.rows.idle_since(row))
+            self.states.go_back(row, num_tokens, stream, fence)
         self.prefixes.move(row, Where.LIVE)
         self.rows.take(row)
 
@@ -482,6 +492,8 @@ class RowSpace:
         """Park the row of a sequence that ends. Locked."""
         if not self.prefixes.num_recorded(row):
             self.begin_anew(row)
+        if self.states is not None:
+            self.states.park(row, self.live[row].num_tokens)
         del self.live[row]
         self.rows.park(row, self.pool.pressure.tick(), idle_since)
         self.prefixes.move(row, Where.PARKED)
@@ -504,9 +516,19 @@ class RowSpace:
         self.prefixes.truncate(row, num_tokens)
 
     def victims(self) -> Iterable[Victim]:
-        """Yield the victims of this cache: sequences moving to the host, then parked rows."""
+        """Yield the victims of this cache.
+
+        They are sequences moving to the host, checkpoints of live rows, and parked rows.
+        """
         for victim in tuple(self.moving.values()):
             yield victim()
+        if self.states is not None:
+            for row in {row for row, _, _ in self.states.checkpoints() if row in self.live}:
+                yield victim_of(
+                    partial(ends_of, [self.states], row),
+                    partial(self.drop_checkpoints, row),
+                    last_used=self.rows.idle_since(row),
+                )
         for row, last_used in tuple(self.rows.parked.items()):
             yield victim_of(
                 partial(ends_of, self.groups, row),
@@ -514,3 +536,8 @@ class RowSpace:
                 freeable_bytes=own_bytes(self.groups, row),
                 last_used=last_used,
             )
+
+    def drop_checkpoints(self, row: int, num_tokens: int = 0) -> None:
+        """Retire the checkpoints of a live row after more than `num_tokens` tokens. Locked."""
+        if self.states is not None and self.states.at_rest(row):
+            self.states.drop_after(row, num_tokens, self.pool.reclaimer.new_fence())

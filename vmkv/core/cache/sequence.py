@@ -64,8 +64,9 @@ class Sequence:
     def truncate(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` tokens; their memory stays for new ones.
 
-        Raises `ConfigError` if it holds fewer, or they have left a sliding window. Later work on
-        the current stream waits for all work submitted so far.
+        Raises `ConfigError` if it holds fewer, they have left a sliding window, or layers keep
+        states and none after so many tokens (see `checkpoint`). Later work on the current stream
+        waits for all work submitted so far.
         """
         self.cache.check_open()
         self.check_open()
@@ -82,8 +83,40 @@ class Sequence:
             self.cache.begin_anew(self.row)
             self.cache.note_used(self.row)
         with self.cache.pool.lock:
+            if self.cache.states is not None and num_tokens < self.num_tokens:
+                stream, fence = self.cache.current_stream(), self.cache.pool.reclaimer.new_fence
+                self.cache.states.go_back(self.row, num_tokens, stream, fence)
             self.cache.prefixes.truncate(self.row, num_tokens)
         self.num_tokens = num_tokens
+
+    @uninterrupted
+    def checkpoint(self) -> None:
+        """Keep a copy of the layers' states after the present tokens; nothing without such layers.
+
+        `truncate` and `fork` go back to it, and prompts that begin with the recorded tokens begin
+        there. A sequence has two: its first and its latest. They end with their tokens, or when
+        memory is short.
+
+        Raises:
+            OutOfPagesError: The pool cannot supply the pages.
+
+        Cost: a mapping of the states and a copy.
+        Ordering: after work submitted so far on the current stream.
+        """
+        self.check_open()
+        cache, states = self.cache, self.cache.states
+        if states is None or not self.num_tokens:
+            return
+        at = begin_checkpoint(self, self.num_tokens)
+        if at is not None:
+            try:
+                states.copy(self.row, at, cache.current_stream())
+            except BaseException:
+                with cache.pool.lock:
+                    states.drop_after(
+                        self.row, self.num_tokens - 1, cache.pool.reclaimer.new_fence()
+                    )
+                raise
 
     @uninterrupted
     def fork(self, num_tokens: int | None = None) -> Sequence:
@@ -93,8 +126,8 @@ class Sequence:
         end, on their own; both stay contiguous. Recorded tokens are recorded for the fork, too.
 
         Raises:
-            ConfigError: There are fewer tokens, or a sliding-window layer no longer holds the
-                window there.
+            ConfigError: There are fewer tokens, a sliding-window layer no longer holds the window
+                there, or layers keep no states after so many tokens.
             OutOfPagesError, OutOfAddressSpaceError: No memory for the tail, or no row.
 
         Cost: one mapping per shared extent (35 µs on an H200), and a copy of at most an extent.
@@ -316,6 +349,23 @@ def close_idle(sequence: Sequence, idle_since: int | None) -> None:
             drop_spilled(sequence.cache, sequence.row)
             sequence.cache.park(sequence.row, idle_since)
         sequence.is_closed = True
+
+
+@uninterrupted
+def begin_checkpoint(sequence: Sequence, num_tokens: int) -> int | None:
+    """Map memory for the states of `sequence` after `num_tokens`, for its next step to write.
+
+    Returns the row of the cache's `states`; None if there is such a checkpoint, or nothing to keep.
+    A step that fails must be followed by `truncate` or `close`. Raises as `Sequence.checkpoint`.
+    """
+    cache = sequence.cache
+    if cache.states is None:
+        return None
+    cache.note_stream()
+    stream = cache.current_stream()
+    at = cache.states.begin_checkpoint(sequence.row, num_tokens, sequence.tenant, stream)
+    cache.note_used(sequence.row)
+    return at
 
 
 def _checked(num_tokens: int) -> int:

@@ -6,26 +6,32 @@ same pool. All layers lie side by side in it, so only the last page is filled in
     row r   | layer 0: recurrent, convolution | layer 2: recurrent, convolution | ... | padding |
 
 A row is mapped with the sequence's first token and copied in a fork, because every step overwrites
-it. It holds the state after the last token and none before, so a sequence cannot be cut or shared
-at an earlier one: `RowSpace.check_keeps`.
+it. It holds the state after the last token and none before. To go back to an earlier one, or share
+it, takes a checkpoint: a copy in a further row, which belongs to the sequence's row until that is
+cut before it, begins anew or is evicted. The own state of a parked row is one without a copy.
 
 See DESIGN.md, Note [States beside rows].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from ...errors import InternalError
 from ...units import align_up
-from ..memory import ExtentPool
+from ..backend import Fence
+from ..memory import Change, ExtentPool, RowChange, size_classes
+from ..memory import Mapping as Placed
 from .geometry import StateGeometry
 from .layer_group import LayerGroup, bytes_over
 
 #: Tensors start where kernels load whole vectors.
 _ALIGNMENT_BYTES = 128
+#: Checkpoints of a row: where its prompt parts from others', and the latest one.
+_CHECKPOINTS_MAX = 2
 
 
 class StateShape(NamedTuple):
@@ -41,7 +47,11 @@ class StateShape(NamedTuple):
 
 
 class StateGroup(LayerGroup):
-    """The states of some layers; `shapes` has the tensors of each layer, in any order."""
+    """The states of some layers; `shapes` has the tensors of each layer, in any order.
+
+    Its table has further rows behind those of sequences, for checkpoints. Books of states at rest
+    are guarded by the pool's lock.
+    """
 
     def __init__(self, pool: ExtentPool, shapes: Mapping[int, Sequence[StateShape]], num_rows: int):
         self.shapes = {layer: tuple(its) for layer, its in shapes.items()}
@@ -51,16 +61,20 @@ class StateGroup(LayerGroup):
             for each in its:
                 self._offsets.append((layer, end, each))
                 end = align_up(end + each.num_bytes, _ALIGNMENT_BYTES)
-        geometry = StateGeometry.of(end, pool.page_bytes, num_rows)
+        geometry = StateGeometry.of(end, pool.page_bytes, num_rows * (1 + _CHECKPOINTS_MAX))
         super().__init__(pool, geometry, torch.float32)
         self._tensors: dict[int, list[torch.Tensor]] = {}
         # One mapped page means the whole state, which suffices for any length.
         self.books = (self.table.rows, 1, geometry.row_tokens, geometry.row_tokens)
+        self._free = list(range(num_rows, geometry.num_rows))
+        # By row and number of tokens, the table's row with the state after them: a checkpoint's,
+        # or the row itself if it is parked.
+        self._at_rest: dict[int, dict[int, int]] = {}
 
     def tensors(self, layer: int) -> list[torch.Tensor]:
         """Return the tensors of a layer, `[rows, *shape]` each, in the order of its shapes.
 
-        Only rows of live sequences with tokens are mapped.
+        Only rows of live sequences with tokens, and of checkpoints, are mapped.
         """
         if not self._tensors:
             geometry, its = self.geometry, (self.table.address, self.geometry.reserved_bytes)
@@ -85,6 +99,143 @@ class StateGroup(LayerGroup):
     def used_bytes(self, num_tokens: int) -> int:
         """Bytes that a sequence of `num_tokens` needs here."""
         return self.geometry.bytes_for(num_tokens)
+
+    # ---- states at rest -------------------------------------------------------------------
+
+    def at_rest(self, row: int) -> Mapping[int, int]:
+        """Return, by number of tokens, the table's row with the state of `row` after them."""
+        return self._at_rest.get(row, {})
+
+    def checkpoints(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the row of each checkpoint, its number of tokens, and its own row in the table."""
+        for row, its in self._at_rest.items():
+            for num_tokens, at in its.items():
+                if at != row:
+                    yield row, num_tokens, at
+
+    def begin_checkpoint(
+        self, row: int, num_tokens: int, tenant: object, stream: int
+    ) -> int | None:
+        """Map memory for the state of a live `row` after `num_tokens`; returns its table's row.
+
+        The caller's next work writes it, or drops it. A row's third checkpoint takes the place of
+        the longest. None if there is a state of `num_tokens` already. Raises `OutOfPagesError` and
+        `DriverError`; then, as ever, other checkpoints may have been evicted.
+        """
+        if num_tokens in self.at_rest(row):
+            return None
+        with self.pool.lock:
+            its = self._at_rest.get(row, {})
+            if len(its) == _CHECKPOINTS_MAX:
+                self.pool.backend.join_streams(stream)  # A fork may still read it.
+                at = its[num_tokens] = its.pop(max(its))
+                return at
+            at = self._free.pop(0)  # Freed longest ago: its old memory is unmapped by now.
+        classes = size_classes(self.geometry.row_pages, self.largest_class)
+        try:
+            with Change(self.pool, [RowChange(self.table, at, 0, classes, tenant)]) as made:
+                made.map(stream)
+                made.fill(stream)
+        except BaseException:
+            self._free.append(at)
+            raise
+        with self.pool.lock:
+            self._at_rest.setdefault(row, {})[num_tokens] = at
+        return at
+
+    def copy(self, source: int, target: int, stream: int) -> None:
+        """Copy the state in a row of the table to another one."""
+        to, start = (self.table.page_address(at, 0) for at in (target, source))
+        self.pool.backend.copy(to, start, self.geometry.bytes_for(1), stream)
+
+    def go_back(self, row: int, num_tokens: int, stream: int, fence: Callable[[], Fence]) -> None:
+        """Make the state after `num_tokens` the live or taken row's; drop later checkpoints.
+
+        It is at rest, unless `num_tokens` is 0. Locked. After an error nothing has changed.
+        """
+        its = dict(self.at_rest(row))
+        is_later = any(length > num_tokens and at != row for length, at in its.items())
+        behind = fence() if is_later else None  # First, because it may fail.
+        source = its.get(num_tokens, row)
+        if source != row:
+            self.copy(source, row, stream)
+        for length, at in its.items():
+            if at == row:
+                self._forget(row, length)  # Its memory stays, and will be overwritten.
+        if behind is not None:
+            self.drop_after(row, num_tokens, behind)
+
+    def park(self, row: int, num_tokens: int) -> None:
+        """Note that a row is parked with a state after `num_tokens`. Locked."""
+        if self.table.rows[row].mappings:
+            if num_tokens in self.at_rest(row):
+                self.drop_after(row, num_tokens - 1, self.pool.reclaimer.new_fence())
+            self._at_rest.setdefault(row, {})[num_tokens] = row
+
+    def drop_after(self, row: int, num_tokens: int, fence: Fence) -> None:
+        """Retire states at rest of more than `num_tokens` tokens of `row`. Locked."""
+        for length in [each for each in self.at_rest(row) if each > num_tokens]:
+            at = self._forget(row, length)
+            self.table.retire_back(at, 0, fence)
+            if at != row:
+                self._free.append(at)
+
+    def _forget(self, row: int, num_tokens: int) -> int:
+        its = self._at_rest[row]
+        at = its.pop(num_tokens)
+        if not its:
+            del self._at_rest[row]
+        return at
+
+    def retire_from(self, row: int, num_tokens: int, fence: Fence) -> None:
+        """Retire states at rest of more than `num_tokens` tokens of `row`; with 0 all memory."""
+        self.drop_after(row, num_tokens, fence)
+        if not num_tokens:
+            if row in self.at_rest(row).values():
+                self._forget(row, 0)
+            self.table.retire_back(row, 0, fence)
+
+    def reaches(self, row: int, num_tokens: int) -> bool:
+        """Return True: `RowSpace.keeps` looks for a state after `num_tokens`."""
+        return True
+
+    def to_give(self, row: int) -> list[tuple[int, Placed]]:
+        """List the mappings of states at rest, each with the tokens to cut the row to."""
+        return [
+            (max(0, length - 1), mapping)
+            for length, at in self.at_rest(row).items()
+            for mapping in self.table.rows[at].mappings
+        ]
+
+    def resident_bytes(self, row: int) -> int:
+        """Bytes mapped for `row`, with its checkpoints."""
+        rows = {row, *self.at_rest(row).values()}
+        return sum(self.table.rows[at].num_pages for at in rows) * self.geometry.page_bytes
+
+    def check_at_rest(self, live: Mapping[int, int]) -> None:
+        """Check the states at rest against the table; `live` has the length of each live row.
+
+        Raises `InternalError` unless each checkpoint, and each parked row's own state, is mapped
+        whole and booked once, and none is longer than its live row.
+        """
+        checkpoints = list(self.checkpoints())
+        used = [at for _, _, at in checkpoints]
+        num_rows = self.geometry.num_rows // (1 + _CHECKPOINTS_MAX)
+        if sorted(used + self._free) != list(range(num_rows, self.geometry.num_rows)):
+            raise InternalError(f"checkpoints {used} and free rows {self._free} overlap, or lack")
+        for at in range(self.geometry.num_rows):
+            is_mapped, rests = bool(self.table.rows[at].mappings), at in self.at_rest(at).values()
+            if self.table.rows[at].num_pages != is_mapped * self.geometry.row_pages:
+                raise InternalError(f"row {at} of states is mapped in part")
+            if at >= num_rows and is_mapped != (at in used):
+                raise InternalError(f"row {at} of states is mapped: {is_mapped}, not as booked")
+            if at < num_rows and rests != (is_mapped and at not in live):
+                raise InternalError(f"row {at} has a state at rest: {rests}, mapped: {is_mapped}")
+        for row, num_tokens, _ in checkpoints:
+            if num_tokens > live.get(row, num_tokens):
+                raise InternalError(f"row {row} has a checkpoint after {num_tokens} tokens")
+
+    # ---- end ------------------------------------------------------------------------------
 
     def has_outside_views(self) -> bool:
         """Whether tensors other than this group's own point into the range. Drops its own."""

@@ -48,7 +48,7 @@ class CacheStats:
         reserved_bytes: Virtual addresses; they cost nothing.
         resident_bytes: Physical memory mapped by this cache, parked rows included.
         used_bytes: Memory that the tokens of live sequences need.
-        parked_bytes: The part of `resident_bytes` that only parked rows hold.
+        parked_bytes: The part of `resident_bytes` that only parked rows and checkpoints hold.
         shared_bytes: Saved by sharing: bytes mapped in excess of the physical memory behind them.
         host_bytes: Host memory of the pool that holds swapped sequences.
         free_bytes: Physical memory of the pool that is mapped nowhere.
@@ -95,6 +95,9 @@ def collect_stats(space: RowSpace) -> CacheStats:
         live_extents = _extents(space, space.live)
         live_bytes = sum(extent.num_bytes for extent in set(live_extents))
         all_extents = live_extents + _extents(space, space.rows.parked)
+        if space.states is not None:
+            for _, _, at in space.states.checkpoints():
+                all_extents += [each.extent for each in space.states.table.rows[at].mappings]
         resident_bytes = sum(extent.num_bytes for extent in set(all_extents))
         return CacheStats(
             num_sequences=len(space.live),
