@@ -54,14 +54,11 @@ def test_requests_get_the_tokens_that_they_get_alone(make_engine: MakeEngine, na
 def test_what_is_not_done_is_said_once(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No prefix is found, and no step captured, whatever the options say."""
+    """No step is captured, whatever the options say."""
     with caplog.at_level(logging.INFO, "vmkv"):
-        engine = make_engine(_model(NAME), prefix_caching=True, runner="graphs")
+        engine = make_engine(_model(NAME), runner="graphs")
         assert [_expected(NAME, PROMPTS[0])] * 2 == _said(engine, [PROMPTS[0]] * 2)
-        assert [_expected(NAME, PROMPTS[0])] == _said(engine, [PROMPTS[0]])
-    assert 1 == caplog.text.count("prefixes are not cached, and steps are not captured")
-    stats = engine.cache.stats()
-    assert 0 == stats.num_prefix_hits == stats.num_prefix_misses
+    assert 1 == caplog.text.count("layers keep states: steps are not captured")
 
 
 def test_a_paused_engine_leaves_the_layers_as_they_were(make_engine: MakeEngine) -> None:
@@ -193,3 +190,185 @@ def test_a_model_with_another_module_is_served_after_a_pause(make_engine: MakeEn
     with engine.paused():
         model.lm_head = copy.deepcopy(model.lm_head)
     assert [_expected(NAME, each) for each in PROMPTS] == _said(engine, PROMPTS)
+
+
+# ---- prefixes ------------------------------------------------------------------------------------
+
+
+def _converse(
+    engine: Engine, name: str, begins: list[list[int]], num_turns: int
+) -> tuple[int, int]:
+    """Hold conversations beside each other; return tokens found, and those of the turns before."""
+    num_found = num_known = 0
+    texts, knowns = begins, [0] * len(begins)
+    for turn in range(num_turns):
+        handles = [engine.add(text, GREEDY) for text in texts]
+        while engine.has_unfinished:
+            engine.step()
+        engine.cache.check()
+        for at, handle in enumerate(handles):
+            output, text = handle.output(), texts[at]
+            said = list(output.outputs[0].token_ids)
+            assert _expected(name, text) == said
+            num_found += output.num_cached_tokens if turn else 0
+            num_known += knowns[at]
+            knowns[at] = len(text) + len(said)
+            texts = [*texts[:at], [*text, *said, *random_prompts(5 + turn)[0]], *texts[at + 1 :]]
+    return num_found, num_known
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_conversation_goes_on_from_its_last_state(make_engine: MakeEngine, name: str) -> None:
+    """Six turns each: nearly all of the turn before is found, and answers are those without."""
+    engine = make_engine(_model(name), max_num_batched_tokens=64)
+    num_found, num_known = _converse(engine, name, random_prompts(21, 34, 40), 6)
+    assert num_found > 0.9 * num_known
+    assert num_found == engine.cache.stats().num_prefix_hit_tokens
+
+
+@pytest.mark.slow
+def test_conversations_where_memory_is_short(make_engine: MakeEngine) -> None:
+    """Rows, states and checkpoints are evicted and swapped; answers stay the same."""
+    pages = make_engine(_model(NAME))._view.peak_pages(130)
+    engine = make_engine(_model(NAME), budget_bytes=2 * pages * 4 * KiB, host_budget_bytes=MiB)
+    num_found, _ = _converse(engine, NAME, random_prompts(21, 34, 40), 5)
+    assert num_found
+
+
+def test_prompts_part_where_a_checkpoint_is_made(make_engine: MakeEngine) -> None:
+    """The second prompt with a common beginning marks its end, from where the third goes on."""
+    [common] = random_prompts(50)
+    engine = make_engine(_model(NAME))
+    found = []
+    for tail in random_prompts(20, 21, 22, 9):
+        (output,) = engine.generate([common + tail], GREEDY)
+        assert _expected(NAME, common + tail) == list(output.outputs[0].token_ids)
+        found.append(output.num_cached_tokens)
+        engine.cache.check()
+    assert [0, 0, 48, 48] == found
+
+
+def test_the_same_prompt_again(make_engine: MakeEngine) -> None:
+    """Found up to its last whole block; not by another tenant, nor where its scores are wanted."""
+    [prompt] = random_prompts(37)
+    engine = make_engine(_model(NAME))
+    scored = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, prompt_logprobs=0)
+    found = []
+    for params, tenant in ((GREEDY, None), (GREEDY, None), (GREEDY, "other"), (scored, None)):
+        (output,) = engine.generate([prompt], params, tenant=tenant)
+        assert _expected(NAME, prompt) == list(output.outputs[0].token_ids)
+        found.append(output.num_cached_tokens)
+    assert [0, 32, 0, 0] == found
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix_caching"), [(NAME, True), *((name, False) for name in HYBRIDS)]
+)
+def test_samples_fork_the_prompt(make_engine: MakeEngine, name: str, prefix_caching: bool) -> None:
+    """They compute its last token only, from a checkpoint before it."""
+    engine = make_engine(_model(name), prefix_caching=prefix_caching)
+    params = SamplingParams(n=3, temperature=0, max_tokens=NUM_TOKENS)
+    num_computed = 0
+    submit = engine._runner.submit
+
+    def count(pieces: Any) -> Any:
+        nonlocal num_computed
+        num_computed += sum(piece.num_new_tokens for piece in pieces)
+        return submit(pieces)
+
+    engine._runner.submit = count
+    handle = engine.add(PROMPTS[0], params)
+    while engine.has_unfinished:
+        engine.step()
+        engine.cache.check()
+    for output in handle.output().outputs:
+        assert _expected(name, PROMPTS[0]) == list(output.token_ids)
+    assert 2 == engine.cache.stats().sharing.num_forks
+    assert len(PROMPTS[0]) + 2 + 3 * (NUM_TOKENS - 1) == num_computed
+
+
+def test_samples_whose_checkpoint_was_evicted(make_engine: MakeEngine) -> None:
+    """They compute the prompt."""
+    engine = make_engine(_model(NAME), prefix_caching=False, max_num_batched_tokens=64)
+    handle = engine.add(PROMPTS[0], SamplingParams(n=3, temperature=0, max_tokens=NUM_TOKENS))
+    engine.step()
+    assert 1 == len(list(engine.cache.states.checkpoints()))
+    engine.cache.trim()
+    while engine.has_unfinished:
+        engine.step()
+    assert 0 == engine.cache.stats().sharing.num_forks
+    for output in handle.output().outputs:
+        assert _expected(NAME, PROMPTS[0]) == list(output.token_ids)
+
+
+def test_a_failed_step_goes_back_to_a_checkpoint(make_engine: MakeEngine) -> None:
+    """What came before it is not computed again, although idle memory is given back."""
+    prompts = random_prompts(60, 39)
+    model = _model(NAME)
+    engine = make_engine(model, max_num_batched_tokens=128)
+    handles = [engine.add(prompt, GREEDY) for prompt in prompts]
+    sizes: list[int] = []
+
+    def note(_: object, __: object, options: Any) -> None:
+        sizes.append(options["input_ids"].shape[1])
+
+    def fail(*_: object) -> None:
+        if len(sizes) == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    hooks = [model.register_forward_pre_hook(note, with_kwargs=True)]
+    hooks.append(model.lm_head.register_forward_pre_hook(fail))
+    while engine.has_unfinished:
+        engine.step()
+        engine.cache.check()
+    for hook in hooks:
+        hook.remove()
+    for prompt, handle in zip(prompts, handles, strict=True):
+        assert _expected(NAME, prompt) == list(handle.output().outputs[0].token_ids)
+    assert [60 + 39, 2, 2, 2, 2] == sizes[:5]
+    ends = 2 * (NUM_TOKENS - 5)
+    assert (60 - 48) + (39 - 32) + 2 * 4 + ends == sum(sizes[5:])
+
+
+def test_a_checkpoint_within_decoding_steps(make_engine: MakeEngine) -> None:
+    """A prompt of which each step computes one token, in the batch of those that decode."""
+    [prompt] = random_prompts(37)
+    engine = make_engine(_model(NAME), max_num_batched_tokens=3, max_num_seqs=3)
+    long = SamplingParams(temperature=0, max_tokens=LONG)
+    handles = [engine.add(each, long) for each in PROMPTS[4:]]
+    for _ in range(12):
+        engine.step()
+    handles.append(engine.add(prompt, GREEDY))
+    while engine.has_unfinished:
+        engine.step()
+    assert _expected(NAME, prompt) == list(handles[-1].output().outputs[0].token_ids)
+    (output,) = engine.generate([prompt], GREEDY)
+    assert 32 == output.num_cached_tokens
+    assert _expected(NAME, prompt) == list(output.outputs[0].token_ids)
+
+
+def test_checkpoints_that_evict_each_other(make_engine: MakeEngine) -> None:
+    """Where memory is short, a step's second one may take the memory of its first."""
+    [common] = random_prompts(50)
+    prompts = [common + tail for tail in random_prompts(20, 21)]
+    view = make_engine(_model(NAME))._view
+    least_pages = view.peak_pages(len(prompts[1]) + NUM_TOKENS + 1)
+    for num_pages in range(least_pages, least_pages + 2 * view.peak_pages(1) + 1):
+        engine = make_engine(
+            _model(NAME), budget_bytes=num_pages * 4 * KiB, max_num_batched_tokens=128
+        )
+        for prompt in prompts:
+            assert [_expected(NAME, prompt)] == _said(engine, [prompt])
+            engine.cache.check()
+        engine.close()
+
+
+def test_prefixes_are_forgotten_with_the_weights(make_engine: MakeEngine) -> None:
+    [prompt] = random_prompts(37)
+    engine = make_engine(_model(NAME))
+    _said(engine, [prompt])
+    engine.weights_changed()
+    (output,) = engine.generate([prompt], GREEDY)
+    assert 0 == output.num_cached_tokens
+    engine.cache.check()

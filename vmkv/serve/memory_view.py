@@ -14,11 +14,19 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.backend import Backend, MemoryLocation
-from ..core.cache import KVCache, LayerGroup, close_idle, grow_ahead, make_ready
+from ..core.cache import (
+    KVCache,
+    LayerGroup,
+    begin_checkpoint,
+    close_idle,
+    grow_ahead,
+    make_ready,
+)
 from ..core.cache import Sequence as CacheSequence
 from ..core.cache.device_memory import free_bytes, open_pool
 from ..core.cache.growing import lacking_room, retire_surplus, surplus_bytes
 from ..core.cache.layer_group import UNDERREAD_TOKENS
+from ..core.cache.prefix import BLOCK_TOKENS
 from ..core.cache.swap import MovedPrefixes, move_prefixes
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ConfigError, DriverError
@@ -80,7 +88,7 @@ def open_rows(model: Any, pool: ExtentPool, options: EngineOptions) -> ServedRow
             raise
         if calls.states:
             _LOG.info(
-                "%d layers keep states: prefixes are not cached, and steps are not captured",
+                "%d layers keep states: steps are not captured",
                 len(calls.states),
             )
         return ServedRows(store.cores[0], calls, store.close, signatures)
@@ -196,8 +204,8 @@ class MemoryView:
         self.cache = cache
         self.page_bytes = cache.pool.page_bytes
         self._max_chunk_tokens = max_chunk_tokens
-        self._prefix_caching = prefix_caching and cache.states is None
-        self._forks = forks and cache.states is None
+        self._prefix_caching = prefix_caching
+        self._forks = forks
         self._num_reserved_rows = num_reserved_rows
         self._requests = requests
         #: Ended sequences that are still open, and since which submission they are idle.
@@ -213,18 +221,71 @@ class MemoryView:
     def begin(self, request: Request) -> int:
         """Open a sequence and return its number of cached tokens; on errors, open none."""
         self.end(request)  # Left by an incomplete preemption.
-        leader = self._leader(request)
+        leader, num_matched = self._leader(request), 0
         if leader is not None:
             sequence = leader.fork(len(request.prompt_token_ids) - 1)
         else:
             tokens = request.tokens(0, request.num_known)
             prompt = tokens if self._may_hit(request) else None
+            if prompt is not None and self.cache.states is not None:
+                num_matched = self.cache.prefixes.num_matched(prompt, request.tenant)
             sequence = self.cache.open(len(tokens) + 1, prompt=prompt, tenant=request.tenant)
         if request.leader is None and not request.num_preemptions:
             request.num_cached_tokens = sequence.num_tokens
         request.sequence, request.last_step = sequence, None
         request.num_submitted = sequence.num_tokens
+        if self.cache.states is not None:
+            request.checkpoints = self._checkpoints(request, num_matched)
         return request.num_submitted
+
+    def _checkpoints(self, request: Request, num_matched: int) -> list[int]:
+        """Lengths of the prompt after which states are worth a copy; `num_matched` are in a row.
+
+        Other prompts may part from it where it parts from others, begin with its last block, or be
+        samples of the same one.
+        """
+        num_prompt, past = len(request.prompt_token_ids), request.num_submitted
+        wanted = []
+        if self._prefix_caching:
+            wanted = [num_matched, (num_prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS]
+        if self._forks and any([each.leader is request for each in self._requests.values()]):
+            wanted = [num_matched, num_prompt - 1]
+        found = []
+        for each in sorted(wanted):
+            least = BLOCK_TOKENS if each < num_prompt - 1 else 1
+            if past + least <= each < num_prompt:
+                found.append(each)
+                past = each
+        return found
+
+    def begin_checkpoints(
+        self, chunks: Iterable[PlannedChunk]
+    ) -> dict[Request, list[tuple[int, int]]]:
+        """Take memory for the checkpoints of a step, where there is some.
+
+        Returns each request's `Piece.checkpoints`. Call it after the growth of all `chunks`; it
+        evicts what was not used for longest. Without memory there are fewer.
+        """
+        states = self.cache.states
+        wanted = [
+            (request, num_tokens)
+            for request, past, new, _, _ in (chunks if states is not None else ())
+            for num_tokens in request.checkpoints
+            if past < num_tokens <= past + new
+        ]
+        found: dict[Request, list[tuple[int, int]]] = {}
+        if states is None or not wanted:
+            return found
+        try:
+            for request, num_tokens in wanted:
+                begin_checkpoint(request.sequence, num_tokens)
+        except (CapacityError, DriverError):
+            _LOG.debug("no memory for a checkpoint", exc_info=True)
+        for request, num_tokens in wanted:  # Where memory is short, one evicts another.
+            at = states.at_rest(request.sequence.row).get(num_tokens)
+            if at is not None:
+                found.setdefault(request, []).append((num_tokens, at))
+        return found
 
     def grow(self, chunks: Iterable[PlannedChunk]) -> None:
         """Grow sequences for `chunks`, all of them or, on errors, none."""
@@ -233,6 +294,19 @@ class MemoryView:
             request.last_step = step  # First: a failed growth may have submitted copies.
             wanted.append((request.sequence, past + new))
         self.cache.grow(wanted)
+
+    def go_back(self, request: Request, num_tokens: int) -> None:
+        """Truncate a request's sequence to what a step that failed has not spoilt.
+
+        That is `num_tokens`, or up to the last checkpoint before. `ConfigError` if it is nothing,
+        or a window has moved on.
+        """
+        sequence = request.sequence
+        if self.cache.states is not None and num_tokens:
+            at_rest = self.cache.states.at_rest(sequence.row)
+            num_tokens = max([each for each in at_rest if each <= num_tokens], default=num_tokens)
+        sequence.truncate(num_tokens)
+        request.num_computed = request.num_submitted = num_tokens
 
     def make_ready(
         self,
@@ -368,8 +442,10 @@ class MemoryView:
             return None
         # Windows of the leader may have moved on.
         has_windows = any(group.window_tokens is not None for group in self.cache.groups)
-        has_prompt = leader.num_submitted >= num_prompt > 1
-        return leader.sequence if has_prompt and not has_windows else None
+        if has_windows or not leader.num_submitted >= num_prompt > 1:
+            return None
+        # Its checkpoint may have been evicted.
+        return leader.sequence if self.cache.keeps(leader.sequence.row, num_prompt - 1) else None
 
     # ---- host memory ----------------------------------------------------------------------
 
@@ -498,10 +574,8 @@ class MemoryView:
             return len(request.prompt_token_ids) - 1
         if not self._may_hit(request):
             return 0
-        tokens = request.tokens(0, request.num_known - 1)
-        with self.cache.pool.lock:
-            match = next(self.cache.prefixes.matches(tokens, request.tenant), None)
-        return 0 if match is None else match.num_tokens
+        tokens = request.tokens(0, request.num_known)
+        return self.cache.find_prefix(tokens, request.tenant)
 
     def fitting_tokens(self) -> int:
         """Length of the longest request that fits the budget alone, at most a row."""

@@ -150,7 +150,8 @@ class Request:
     is the number of the step that it was last grown for; None if other work on it was submitted
     since, such as copies: a request that ends by length is not in the step that runs when its last
     token is read. `num_sent` output tokens and `num_prompt_sent` entries of `prompt_logprobs` were
-    sent to a client.
+    sent to a client. `checkpoints` are the lengths of its prompt after which layers' states are
+    kept.
     """
 
     request_id: int
@@ -186,6 +187,7 @@ class Request:
     last_step: int | None = None
     num_sent: int = 0
     num_prompt_sent: int = 0
+    checkpoints: Sequence[int] = ()
 
     @property
     def num_known(self) -> int:

@@ -420,6 +420,8 @@ class StepLoop:
         num_tokens = 0
         needs_host = False  # Whether a token depends on the last one by way of the host.
         try:
+            checkpoints = self._view.begin_checkpoints(chunks)
+            kept_rows = [at for its in checkpoints.values() for _, at in its]
             for request, past, new, from_device, samples in chunks:
                 tokens = None
                 if not from_device:
@@ -427,13 +429,14 @@ class StepLoop:
                         self._set_slot(request)
                     tokens = request.tokens(past, past + new)
                 row = request.sequence.row
-                pieces.append(Piece(request.slot, row, past, new, tokens, samples))
+                kept = checkpoints.get(request, ())
+                pieces.append(Piece(request.slot, row, past, new, tokens, samples, kept))
                 writes.append((row, past, past + new))
                 num_tokens += new
                 if request.matcher is not None or request.params.logits_processors:
                     needs_host |= samples
             submit: Callable[[Sequence[Piece]], Any] = self.runner.submit
-            with self._view.cache.submitting(writes):
+            with self._view.cache.submitting(writes, kept_rows):
                 pending = interruptible(self.runner.launch if needs_host else submit, pieces)
         except BaseException as error:  # noqa: BLE001  # fails requests, or is raised again
             self._recover(chunks, error)
@@ -494,7 +497,7 @@ class StepLoop:
             request.num_submitted = min(request.num_submitted, num_past)
             try:
                 if request.sequence is not None and request.sequence.num_tokens > num_past:
-                    request.sequence.truncate(num_past)
+                    self._view.go_back(request, num_past)
             except (ConfigError, DriverError):  # For instance, a window has moved on: recompute.
                 self._view.end(request, keep=False)
                 self._scheduler.requeue(request, PreemptionMethod.RECOMPUTE)

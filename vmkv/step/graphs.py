@@ -307,7 +307,7 @@ class DecodeGraphs(StepGraphs[Bucket]):
         host, flat = pinned(_LINES * width, self.space.device)
         columns = [
             (slot, row, past, past + 1, -1 if token_ids is None else token_ids[0])
-            for slot, row, past, _, token_ids, _ in pieces
+            for slot, row, past, _, token_ids, *_ in pieces
         ]
         columns += [(*self.space.scratch, 0, 1, 0)] * (width - count)
         flat.reshape(_LINES, width)[:] = np.array(columns, np.int32).T

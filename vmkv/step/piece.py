@@ -31,6 +31,8 @@ class Piece(NamedTuple):
         token_ids: The new tokens, on the host; None for the one token in the slot.
         samples: Whether the logits of the last token are needed: not for a prompt's early chunks,
             nor for recomputed tokens.
+        checkpoints: Tokens in the row after which the layers' states are kept, ascending, each with
+            the row of the cache's `states` for a copy; after past tokens there are none.
     """
 
     slot: int
@@ -39,6 +41,7 @@ class Piece(NamedTuple):
     num_new_tokens: int
     token_ids: Sequence[int] | None
     samples: bool = True
+    checkpoints: Sequence[tuple[int, int]] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -53,7 +56,7 @@ class Piece(NamedTuple):
 
 def packing_order(pieces: Sequence[Piece]) -> list[int]:
     """Return the indices of pieces by kind: decodes, beginnings, continued prompts."""
-    kinds = [0 if new == 1 else 2 if past else 1 for _, _, past, new, _, _ in pieces]
+    kinds = [0 if new == 1 else 2 if past else 1 for _, _, past, new, *_ in pieces]
     return sorted(range(len(pieces)), key=kinds.__getitem__)
 
 
@@ -73,7 +76,9 @@ def cut_at_chunks(
             if ids is not None:
                 ids = ids[past - piece.num_past_tokens : stop - piece.num_past_tokens]
             samples = piece.samples and stop == end
-            found.append((index, Piece(piece.slot, piece.row, past, stop - past, ids, samples)))
+            kept = tuple(each for each in piece.checkpoints if past < each[0] <= stop)
+            part = Piece(piece.slot, piece.row, past, stop - past, ids, samples, kept)
+            found.append((index, part))
             past = stop
     return [index for index, _ in found], [part for _, part in found]
 

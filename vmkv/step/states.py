@@ -8,8 +8,10 @@ one, with caches over their states:
     the layer       [a, b, c]   [d d d d]   [e e e]
 
 `splitting` replaces the `forward` of such layers, not all of which get the keywords of the model's
-call. Outside `PackedStates.step` they compute as before. Steps overwrite states: a step that fails
-midway has spoilt those of its sequences, which then begin anew.
+call. Outside `PackedStates.step` they compute as before. A layer stops where a piece wants a
+checkpoint, copies its state and goes on, so prompts are not cut for checkpoints. Steps overwrite
+states: a step that fails midway has spoilt those of its sequences, which then go back to a
+checkpoint or begin anew.
 
 See DESIGN.md, Note [States beside rows].
 """
@@ -132,17 +134,7 @@ class PackedStates:
         start = count
         for piece in self._pieces[count:]:
             end = start + piece.num_new_tokens
-            of_row = slice(piece.row, piece.row + 1)
-            rows = [each[of_row] for each in self._rows[layer]]
-            given = rows if piece.num_past_tokens else None
-            one_by_one = given is not None and not self.layers[layer].is_chunkable
-            size = 1 if one_by_one else end - start
-            for part in torch.split(hidden[:, start:end], size, 1):
-                made, states = self._run_on(layer, forward, part, given)
-                for row, state in zip(rows, states, strict=True):
-                    if state is not row:
-                        row.copy_(state)
-                outputs.append(made)
+            outputs += self._run_piece(layer, forward, hidden[:, start:end], piece)
             start = end
         if len(outputs) == 1:
             return outputs[0]
@@ -160,7 +152,38 @@ class PackedStates:
         made, states = self._run_on(layer, forward, hidden, given)
         for each, state in zip(self._rows[layer], states, strict=True):
             each.index_copy_(0, at, state)
+        for piece in self._pieces[: self._num_batched]:
+            for _, kept_row in piece.checkpoints:
+                self._keep(layer, piece.row, kept_row)
         return made
+
+    def _run_piece(
+        self, layer: int, forward: Callable[..., Any], hidden: torch.Tensor, piece: Piece
+    ) -> list[Any]:
+        """Run a piece, `[1, T, D]`, on its row's states; returns the outputs of its parts."""
+        rows = [each[piece.row : piece.row + 1] for each in self._rows[layer]]
+        past, outputs = piece.num_past_tokens, []
+        for stop, kept_row in (*piece.checkpoints, (piece.num_tokens, None)):
+            start, end = past - piece.num_past_tokens, stop - piece.num_past_tokens
+            one_by_one = past > 0 and not self.layers[layer].is_chunkable
+            size = 1 if one_by_one else max(1, end - start)
+            for part in torch.split(hidden[:, start:end], size, 1):
+                if not part.shape[1]:
+                    continue  # The last checkpoint is the piece's end.
+                made, states = self._run_on(layer, forward, part, rows if past else None)
+                for row, state in zip(rows, states, strict=True):
+                    if state is not row:
+                        row.copy_(state)
+                outputs.append(made)
+                past += part.shape[1]
+            if kept_row is not None:
+                self._keep(layer, piece.row, kept_row)
+        return outputs
+
+    def _keep(self, layer: int, row: int, kept_row: int) -> None:
+        """Copy a layer's state to the row of a checkpoint."""
+        for each in self._rows[layer]:
+            each[kept_row].copy_(each[row])
 
     def _run_on(
         self,

@@ -186,7 +186,7 @@ class Stepper:
             OutOfPagesError: No memory for the kernel's over-read.
             Exception: Any error of the model. Keys and values of the new tokens may have been
                 written; the same step again writes the same. States are spoilt: sequences of models
-                with states begin anew.
+                with states go back to a checkpoint, or begin anew.
         """
         for cache in self.caches:
             cache.note_stream()
