@@ -50,7 +50,7 @@ class _Rows:
     def __init__(self, prompts: Prompts, window: int | None = None):
         self.prompts = prompts
         self.window = window
-        self.has_windows = window is not None
+        self.forks_at_ends = window is not None
         self.computed: dict[int, int] = {}
         self.cached: dict[int, int] = {}
 

@@ -40,15 +40,37 @@ def test_prompts_beside_each_other_give_what_each_gives_alone(name: str, chunk: 
 
 
 def test_a_cache_of_several_calls_begins_each_sequence_anew() -> None:
-    """Rows are adopted with the states of ended sequences; no prefix is found."""
+    """Rows are adopted with the states of ended sequences, which are prefixes if wanted."""
     model = hybrid(HYBRIDS[0])
     with vmkv.RaggedCache(model.config, budget_bytes=BUDGET_BYTES) as cache:
         for _ in range(2):
-            assert _expected(model) == vmkv.generate(model, PROMPTS, cache=cache, **GREEDY)
+            said = vmkv.generate(model, PROMPTS, cache=cache, prefix_caching=False, **GREEDY)
+            assert _expected(model) == said
             cache.check()
         stats = cache.stats()
         assert 0 == stats.num_prefix_hits == stats.num_sequences
         assert stats.parked_bytes
+
+
+@pytest.mark.parametrize(("name", "chunk"), [(HYBRIDS[0], 16), *((name, 8192) for name in HYBRIDS)])
+def test_prompts_begin_where_others_of_their_call_and_of_earlier_ones_ended(
+    name: str, chunk: int
+) -> None:
+    """A common beginning is computed once; a conversation goes on from its own state."""
+    model = hybrid(name)
+    [common] = random_prompts(150)
+    prompts = [common + tail for tail in random_prompts(20, 3, 9)]
+    options = {**GREEDY, "max_num_batched_tokens": chunk}
+    with vmkv.RaggedCache(model.config, budget_bytes=BUDGET_BYTES) as cache:
+        said = vmkv.generate(model, prompts, cache=cache, **options)
+        assert [alone(model, prompt, **GREEDY) for prompt in prompts] == said
+        assert 2 * 144 == cache.stats().num_prefix_hit_tokens
+        turns = [[*text, 7, 8] for text in said]
+        again = vmkv.generate(model, turns, cache=cache, **options)
+        assert [alone(model, turn, **GREEDY) for turn in turns] == again
+        found = cache.stats().num_prefix_hit_tokens - 2 * 144
+        assert sum(len(text) - 1 for text in said) == found
+        cache.check()
 
 
 def test_padded_batches_of_transformers_are_served() -> None:

@@ -212,7 +212,6 @@ def _generate(
         stack.enter_context(cache.serving(model, proof, len(prompts), tenant))
         cores = cache.store.cores
         has_states = bool(proof.calls.states)
-        prefix_caching = prefix_caching and not has_states
         layers = compiled_layers_of(model) if len(cores) == 1 and not has_states else None
         stepper = Stepper(
             model, cores, len(prompts), attention_backend=backend, layers=layers, calls=proof.calls
@@ -261,7 +260,7 @@ def prefill_passes(
             if at not in past and past.get(leader, 0) < shared_tokens
         ]
         stops: dict[int, int] = {}
-        for leader, shared_tokens in [leaders[at] for at in waiting if cache.has_windows]:
+        for leader, shared_tokens in [leaders[at] for at in waiting if cache.forks_at_ends]:
             stops[leader] = min(shared_tokens, stops.get(leader, shared_tokens))
         pieces = []
         room = max_num_batched_tokens
@@ -429,6 +428,11 @@ class RaggedCache(StoreOwner):
         """Whether some layers have a sliding window."""
         return any([window is not None for window in self.store.windows.values()])
 
+    @property
+    def forks_at_ends(self) -> bool:
+        """Whether sequences begin like others at their present ends only, as windows move on."""
+        return self.has_windows or self.store.cores[0].states is not None
+
     # ---- a call ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -504,12 +508,7 @@ class RaggedCache(StoreOwner):
 
         Cost: about 5 ns per token, and one look per row that holds the last one found.
         """
-        core = self.store.cores[0]
-        with core.pool.lock:
-            for match in core.prefixes.matches(prompt, self._tenant, len(prompt) - 1):
-                if any(core.keeps(row, match.num_tokens) for row in match.rows()):
-                    return match.num_tokens
-        return 0
+        return self.store.cores[0].find_prefix(prompt, self._tenant)
 
     def begin(self, sequence_id: int, num_tokens: int, prompt: Sequence[int] | None = None) -> int:
         """Begin a sequence of about `num_tokens`; returns how many of its tokens are cached.
