@@ -17,7 +17,7 @@ import torch
 from helpers.device import Device
 from helpers.pool_play import PAGE, UNDERREAD_TOKENS, Guest, PoolPlay, add_layers, cost_model, noted
 from helpers.stamp_runner import VOCABULARY, Mishap, StampRunner, answer
-from helpers.stamped_rows import History, StampedRows
+from helpers.stamped_rows import STATES, History, StampedRows
 
 from vmkv import ExtentPool, KVCache, SamplingParams
 from vmkv import Sequence as Sequence_
@@ -56,6 +56,7 @@ class Shape:
         overread_tokens: Over-read of the kernels.
         is_late: As of `Device`.
         watermark_pages: As of `Engine`.
+        has_states: Whether layers keep states.
     """
 
     windows: tuple[int | None, ...] = (None,)
@@ -74,6 +75,7 @@ class Shape:
     overread_tokens: int = 0
     is_late: bool = False
     watermark_pages: int | None = None
+    has_states: bool = False
 
 
 @dataclass(eq=False)
@@ -128,6 +130,8 @@ def stamped_engine(
         for at, window in enumerate(shape.windows):
             first = at * shape.layers_per_group
             add_layers(cache, first, shape.layers_per_group, shape.head_dim, window)
+        if shape.has_states:
+            cache.add_states(STATES)
         cache.keep_resident(shape.overread_tokens)
         cache.current_stream = device.current_stream
         made["rows"] = StampedRows(cache, device, UNDERREAD_TOKENS)
@@ -243,6 +247,7 @@ class EnginePlay(PoolPlay):
                 self.check(is_deep=False)
             else:
                 raise AssertionError(f"the engine does not come to an end: {self.engine!r}")
+            self.engine._view.close_ended()  # A fault may have kept some open.
         assert not self.asked
         assert len(self.guests) == self.cache.stats().num_sequences
         assert not self.engine._scheduler.requests
@@ -268,7 +273,9 @@ class EnginePlay(PoolPlay):
             if is_ready:
                 grow_ahead(self.cache, wanted)
                 assert before <= self._live_pages(), "a live sequence lost memory"
-            assert num_done == self.device.num_done, "it waited for the device"
+            # Where the device is never late, zeroing memory that changes its type is work done.
+            is_zeroed = self.shape.has_states and not self.shape.is_late
+            assert is_zeroed or num_done == self.device.num_done, "it waited for the device"
 
     # ---- guests: other sequences in the engine's cache ------------------------------------
 
@@ -301,7 +308,7 @@ class EnginePlay(PoolPlay):
                 try:
                     guest.sequence.truncate(num_tokens)
                 except ConfigError:
-                    return  # The window has passed this length.
+                    return  # The window has passed this length, or no state is kept after it.
                 guest.history = History(guest.history.tokens[:num_tokens])
 
     def guest_fork(self, pick: int, num_tokens: int) -> None:
@@ -315,6 +322,16 @@ class EnginePlay(PoolPlay):
                 except (CapacityError, ConfigError):
                     return
                 self.guests.append(Guest(fork, History(tokens), stream))
+
+    def guest_checkpoint(self, pick: int) -> None:
+        """Keep the states of a guest."""
+        guest = self._guest(pick)
+        if guest is not None and guest.sequence.is_resident:
+            with self._doing(f"guest_checkpoint({pick})", guest.stream):
+                try:
+                    guest.sequence.checkpoint()
+                except CapacityError:
+                    pass
 
     def guest_swap(self, pick: int, wait: bool) -> None:
         """Swap a guest out, on stream 0, or in; without `wait` a transfer may stay unfinished."""
@@ -465,7 +482,10 @@ class EnginePlay(PoolPlay):
 
         Evicted parts are left out: an eviction need not wait for this check.
         """
-        tables = [group.table.rows[row] for group in self.cache.groups]
+        if self.cache.states is not None:
+            self._check_states_at_rest(row, tokens, stream)
+        groups = [group for group in self.cache.groups if not group.is_fixed]
+        tables = [group.table.rows[row] for group in groups]
         before = [tuple(pages.mappings) for pages in tables]
         firsts = self.rows.firsts_mapped(row, len(tokens))
 
@@ -475,7 +495,7 @@ class EnginePlay(PoolPlay):
                 return
             now = [set(map(id, pages.mappings)) for pages in tables]
             ends, starts = [len(tokens)], [0]
-            for group, held, left in zip(self.cache.groups, before, now, strict=True):
+            for group, held, left in zip(groups, before, now, strict=True):
                 kept = [mapping for mapping in held if id(mapping) in left]
                 if held and not kept:
                     return
@@ -488,6 +508,21 @@ class EnginePlay(PoolPlay):
 
         with noted():
             self.device.submit(compare, stream)
+
+    def _check_states_at_rest(self, row: int, tokens: list[int], stream: int) -> None:
+        """Check those of recorded tokens, unless they are evicted before the check runs."""
+        states, history = self.cache.states, History(tokens)
+
+        def compare(num_tokens: int, at: int, before: object) -> None:
+            is_there = states.at_rest(row).get(num_tokens) == at
+            if is_there and states.table.rows[at].mappings[0] is before:
+                self.rows.compare_state("a prefix", at, history, num_tokens)
+
+        with noted():
+            for num_tokens, at in states.at_rest(row).items():
+                if 0 < num_tokens <= len(tokens):
+                    mapping = states.table.rows[at].mappings[0]
+                    self.device.submit(partial(compare, num_tokens, at, mapping), stream)
 
     def _note_available(self) -> None:
         """Update the pages that were available to each request without other requests."""

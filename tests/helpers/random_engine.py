@@ -40,6 +40,7 @@ def _random_shape(draw: random.Random) -> Shape:
         overread_tokens=draw.choice([0, 0, 3, 9]),
         is_late=draw.random() < 0.5,
         watermark_pages=draw.choice([None, None, 0, 10]),
+        has_states=draw.random() < 0.4,
     )
 
 
@@ -98,6 +99,8 @@ def _guest_once(draw: random.Random, play: EnginePlay) -> None:
             lambda: play.guest_swap(pick, draw.random() < 0.5),
             lambda: play.guest_swap(pick, draw.random() < 0.5),
             lambda: play.guest_spill(pick, draw.randint(0, 5)),
+            lambda: play.guest_checkpoint(pick),
+            lambda: play.guest_checkpoint(pick),
             lambda: play.guest_close(pick),
         ]
     )()
@@ -207,16 +210,27 @@ class RandomEngine(RandomPlay):
         return EnginePlay(_random_shape(draw))
 
 
+#: Models whose layers keep states.
+HYBRIDS = () if unsupported_because("qwen3_next") else ("qwen3_next",)
+
+
 class RandomModelEngine(RandomEngine):
     """An episode with a real model."""
+
+    names: ClassVar[tuple[str, ...]] = ("llama", "mistral", "gemma3", *SERVED_LATELY, *HYBRIDS)
 
     def __init__(self, draw: random.Random, without: Collection[str] = ()):
         super().__init__(draw, {*without, "guest", "mishap", "catch_up"})
 
     def _make(self, draw: random.Random) -> ModelPlay:
         shape = dataclasses.asdict(_random_shape(draw))
-        hybrids = () if unsupported_because("qwen3_next") else ("qwen3_next",)
-        name = draw.choice(["llama", "mistral", "gemma3", *SERVED_LATELY, *hybrids])
+        name = draw.choice(self.names)
         # Each layer is a group, with an eighth of the bytes per token of a stamped layer.
         shape |= {"is_late": False, "budget_pages": draw.choice([20, 30, 50, 100]), "name": name}
         return ModelPlay(ModelShape(**shape))
+
+
+class RandomHybridEngine(RandomModelEngine):
+    """An episode with a real model whose layers keep states."""
+
+    names = HYBRIDS

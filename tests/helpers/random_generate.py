@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable
 
 from helpers.generate_play import GeneratePlay, GenerateShape
-from helpers.random_engine import RandomPlay
+from helpers.random_engine import HYBRIDS, RandomPlay
 from helpers.tiny_models import SERVED_LATELY
 
-_MODELS = ("llama", "mistral", "gemma3", *SERVED_LATELY)
+_MODELS = ("llama", "mistral", "gemma3", *SERVED_LATELY, *HYBRIDS)
 
 
 def _random_shape(draw: random.Random) -> GenerateShape:

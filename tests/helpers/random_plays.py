@@ -6,7 +6,13 @@ import random
 from collections.abc import Collection
 
 from helpers.engines_play import RandomEngines
-from helpers.random_engine import RandomEngine, RandomModelEngine, RandomPlay
+from helpers.random_engine import (
+    HYBRIDS,
+    RandomEngine,
+    RandomHybridEngine,
+    RandomModelEngine,
+    RandomPlay,
+)
 from helpers.random_generate import RandomGenerate
 from helpers.shared_model_play import RandomSharedModel
 
@@ -15,6 +21,7 @@ from vmkv.errors import CapacityError, ConfigError
 PLAYS: dict[str, type[RandomPlay]] = {
     "engine": RandomEngine,
     "model": RandomModelEngine,
+    **({"hybrid": RandomHybridEngine} if HYBRIDS else {}),
     "generate": RandomGenerate,
     "shared": RandomSharedModel,
     "engines": RandomEngines,

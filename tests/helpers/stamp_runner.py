@@ -153,7 +153,13 @@ class StampRunner:
             (
                 self._slots[chunk.slot],
                 chunk,
-                self.rows.claim(_name(chunk), chunk.row, chunk.num_past_tokens, chunk.num_tokens),
+                self.rows.claim(
+                    _name(chunk),
+                    chunk.row,
+                    chunk.num_past_tokens,
+                    chunk.num_tokens,
+                    chunk.checkpoints,
+                ),
             )
             for chunk in chunks
         ]
@@ -197,12 +203,13 @@ class StampRunner:
         known = history
         if end < len(history):
             known = History(history.tokens[:end])
-        self.rows.write(name, chunk.row, known, start, claim)
+        self.rows.write(name, chunk.row, known, start, claim, chunk.checkpoints)
 
     def _write_only(self, claimed: Sequence[tuple[_Slot, Piece, Claim]]) -> None:
         for slot, chunk, claim in claimed:
             known = History(slot.history.tokens[: chunk.num_tokens])
-            self.rows.write(_name(chunk), chunk.row, known, chunk.num_past_tokens, claim)
+            past = chunk.num_past_tokens
+            self.rows.write(_name(chunk), chunk.row, known, past, claim, chunk.checkpoints)
 
 
 def _name(chunk: Piece) -> str:

@@ -16,8 +16,11 @@ from helpers.device import Device
 
 from vmkv import KVCache
 from vmkv.core.backend import Access
-from vmkv.core.cache import LayerGroup
+from vmkv.core.cache import LayerGroup, StateGroup, StateShape
 from vmkv.core.memory import Mapping
+
+#: As `vmkv.step.Piece.checkpoints`.
+Checkpoints = Sequence[tuple[int, int]]
 
 _LONGEST = 4096
 _BITS = (1 << 64) - 1
@@ -84,6 +87,21 @@ class _Layer:
         return 0 if self.window_tokens is None else max(0, num_past - self.window_tokens + 1)
 
 
+class _States:
+    """States as integers, `[rows, width]`: a stamp of all tokens of a sequence."""
+
+    def __init__(self, group: StateGroup):
+        [layer] = group.shapes
+        [self.tensor] = (each.numpy() for each in group.tensors(layer))
+        width = self.tensor.shape[1]
+        self._lanes = np.array([_mixed(5000 + lane) for lane in range(width)], np.uint64)
+
+    def stamp(self, history: History, num_tokens: int) -> np.ndarray:
+        """The state after `num_tokens`, int64 `[width]`."""
+        [digest] = history.hashes(num_tokens - 1, num_tokens)
+        return (digest ^ self._lanes).view(np.int64)
+
+
 class Claim:
     """The memory that a submitted step will write: ranges, with their handles at submission."""
 
@@ -105,16 +123,20 @@ class StampedRows:
         self.device = device
         self._underread_tokens = underread_tokens
         self._layers = [_Layer(cache, layer) for layer in cache.layers]
+        self._states = None if cache.states is None else _States(cache.states)
 
     def close(self) -> None:
         """Drop the views of the rows, and close the cache."""
         self._layers.clear()
+        self._states = None
         self.cache.close()
 
     # ---- at submission --------------------------------------------------------------------
 
-    def claim(self, what: str, row: int, start: int, end: int) -> Claim:
-        """Check that tokens `[start, end)` are in memory that only this row may write.
+    def claim(
+        self, what: str, row: int, start: int, end: int, checkpoints: Checkpoints = ()
+    ) -> Claim:
+        """Check that tokens `[start, end)`, and checkpoints, are in memory only for them to write.
 
         It reads the page table directly, without the code under test.
 
@@ -122,9 +144,13 @@ class StampedRows:
             IllegalAccessError: They are not.
         """
         ranges = []
-        for group in self.cache.groups:
+        places = [(group, row) for group in self.cache.groups]
+        places += [(self.cache.states, at) for _, at in checkpoints]
+        for group, row in places:
             page_bytes, token_bytes = group.geometry.page_bytes, group.geometry.token_bytes
             page, end_page = start * token_bytes // page_bytes, -(-end * token_bytes // page_bytes)
+            if group is self.cache.states:
+                page, end_page = 0, token_bytes // page_bytes
             address, first_page = group.table.page_address(row, page), page
             why = "not mapped"
             for mapping in group.table.overlapping(row, page, end_page):
@@ -147,8 +173,16 @@ class StampedRows:
 
     # ---- at execution ---------------------------------------------------------------------
 
-    def write(self, what: str, row: int, history: History, start: int, claim: Claim) -> None:
-        """Write the tokens of `history` from `start` on.
+    def write(
+        self,
+        what: str,
+        row: int,
+        history: History,
+        start: int,
+        claim: Claim,
+        checkpoints: Checkpoints = (),
+    ) -> None:
+        """Write the tokens of `history` from `start` on, and its checkpoints.
 
         Raises:
             IllegalAccessError: The range is not mapped to the memory of the claim.
@@ -161,6 +195,9 @@ class StampedRows:
         for layer in self._layers:
             for at, tensor in enumerate(layer.tensors):
                 tensor[row, start : len(history)] = layer.stamps(at, hashes)
+        if self._states is not None:
+            for num_tokens, at in (*checkpoints, (len(history), row)):
+                self._states.tensor[at] = self._states.stamp(history, num_tokens)
 
     def read(self, what: str, row: int, history: History, num_past: int, end: int) -> None:
         """Read as a kernel for queries at `[num_past, end)` does, and check the visible tokens.
@@ -172,6 +209,23 @@ class StampedRows:
             self._check_readable(what, group, row, num_past, end)
         for layer in self._layers:
             self._compare(what, layer, row, history, layer.first_seen(num_past), num_past)
+        if num_past:
+            self.compare_state(what, row, history, num_past)
+
+    def compare_state(self, what: str, at: int, history: History, num_tokens: int) -> None:
+        """Check that a row of the states has that after `num_tokens`, if there are states.
+
+        Raises:
+            IllegalAccessError: It has not.
+        """
+        if self._states is not None:
+            group = self.cache.states
+            address, num_bytes = group.table.page_address(at, 0), group.geometry.token_bytes
+            self.device.check_access(f"{what} reads", address, num_bytes, Access.READ)
+            if (self._states.tensor[at] != self._states.stamp(history, num_tokens)).any():
+                self.device.fail(
+                    f"{what} reads a state in row {at} that is not that after {num_tokens} tokens"
+                )
 
     def compare(self, what: str, row: int, history: History, firsts: Sequence[int]) -> None:
         """Check that `row` holds `history`, in each layer from its entry of `firsts` on.
@@ -193,6 +247,8 @@ class StampedRows:
         self, what: str, group: LayerGroup, row: int, num_past: int, end: int
     ) -> None:
         first = 0
+        if group is self.cache.states:
+            return  # See `compare_state`.
         if group.window_tokens is not None:
             first = max(0, num_past - group.window_tokens + 1 - self._underread_tokens)
         last = min(end + self.cache.overread_tokens, group.geometry.row_tokens)
@@ -247,3 +303,5 @@ def mixed(number: int) -> int:
 
 #: Dtype of the layers of a stamped cache.
 DTYPE = torch.int64
+#: States of 5 KiB, in an extra layer.
+STATES = {1000: [StateShape((640,), DTYPE)]}

@@ -10,7 +10,7 @@ has read, or the output of transformers, and must be the same as without other r
 from __future__ import annotations
 
 import pytest
-from helpers.random_plays import play_episode
+from helpers.random_plays import PLAYS, play_episode
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,6 +24,7 @@ pytestmark = [
     [
         ("engine", 40, 100),
         ("model", 2, 50),
+        *[("hybrid", 4, 50)] * ("hybrid" in PLAYS),
         ("generate", 3, 25),
         ("shared", 6, 40),
         ("engines", 4, 60),
