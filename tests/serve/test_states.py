@@ -227,6 +227,16 @@ def test_a_conversation_goes_on_from_its_last_state(make_engine: MakeEngine, nam
     assert num_found == engine.cache.stats().num_prefix_hit_tokens
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_conversation_on_a_gpu(name: str) -> None:
+    """The copies of states are in the order of the stream."""
+    options: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_tokens": 256}
+    with Engine(_model(name).to("cuda"), budget_bytes=256 * MiB, seed=0, **options) as engine:
+        num_found, num_known = _converse(engine, name, random_prompts(21, 34, 40), 6)
+    assert num_found > 0.9 * num_known
+
+
 @pytest.mark.slow
 def test_conversations_where_memory_is_short(make_engine: MakeEngine) -> None:
     """Rows, states and checkpoints are evicted and swapped; answers stay the same."""
