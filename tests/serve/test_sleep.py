@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.hybrids import HYBRIDS, hybrid
 from helpers.requests import check_said, prompts
 from helpers.tiny_models import tiny_model
 
@@ -266,6 +267,28 @@ def test_a_request_finds_weights_at_their_addresses(
     assert not {*where} & {*addresses(model)}
     for name, each in model.state_dict().items():
         assert torch.equal(expected[name], each)
+
+
+@pytest.mark.parametrize("name", HYBRIDS[:1])
+def test_states_of_prefixes_sleep_with_their_rows(
+    make_engine: Callable[..., Engine], name: str
+) -> None:
+    """Those of ended rows, and checkpoints within them."""
+    engine = make_engine(copy.deepcopy(hybrid(name)), **SLEEPY, **EAGER)
+    at_start, (prompt,) = held_bytes(engine), prompts(1, shortest=40, longest=40, seed=1)
+    found = []
+    for sleeps in (False, True):
+        first = engine.generate([prompt], GREEDY)[0].outputs[0].token_ids
+        if sleeps:
+            engine.sleep(weights=True, prefixes=True)
+            assert at_start == held_bytes(engine)
+        later = [[*prompt, *first, 5, 6], [*prompt[:36], 9, 8, 7]]
+        outputs = engine.generate(later, GREEDY)
+        check_books(engine)
+        found.append((cached(outputs), [each.outputs[0].token_ids for each in outputs]))
+        engine.weights_changed()  # Forgets prefixes.
+    assert found[0] == found[1]
+    assert min(found[0][0]) >= 32, "a row's own state and a checkpoint are found"
 
 
 def test_prefixes_that_the_host_does_not_hold_are_dropped(

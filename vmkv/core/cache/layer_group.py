@@ -6,7 +6,7 @@ a group of their own, whose front pages are retired as the window moves on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -293,9 +293,14 @@ class LayerGroup:
         mappings = self.table.rows[row].mappings
         return [(each.first_page * page_bytes // token_bytes, each) for each in mappings]
 
+    def rows_of(self, row: int) -> Collection[int]:
+        """Return the table's rows that hold memory of a sequence's `row`."""
+        return (row,)
+
     def resident_bytes(self, row: int) -> int:
-        """Bytes mapped in `row`."""
-        return self.table.rows[row].num_pages * self.geometry.page_bytes
+        """Bytes mapped for `row`."""
+        pages = self.table.rows
+        return sum(pages[at].num_pages for at in self.rows_of(row)) * self.geometry.page_bytes
 
     def used_bytes(self, num_tokens: int) -> int:
         """Bytes that a sequence of `num_tokens` needs here."""

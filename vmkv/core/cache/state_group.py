@@ -15,7 +15,7 @@ See DESIGN.md, Note [States beside rows].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -207,10 +207,9 @@ class StateGroup(LayerGroup):
             for mapping in self.table.rows[at].mappings
         ]
 
-    def resident_bytes(self, row: int) -> int:
-        """Bytes mapped for `row`, with its checkpoints."""
-        rows = {row, *self.at_rest(row).values()}
-        return sum(self.table.rows[at].num_pages for at in rows) * self.geometry.page_bytes
+    def rows_of(self, row: int) -> Collection[int]:
+        """Return the table's rows that hold memory of a sequence's `row`: its checkpoints' too."""
+        return {row, *self.at_rest(row).values()}
 
     def check_at_rest(self, live: Mapping[int, int]) -> None:
         """Check the states at rest against the table; `live` has the length of each live row.

@@ -283,19 +283,20 @@ def move_prefixes(space: RowSpace) -> MovedPrefixes | None:
     Other parked rows are emptied. The caller waits for the fence and gives the memory back. Returns
     None where nothing moved. Raises as `HostCopy`; the chosen rows are then as before.
     """
-    pool, chosen = space.pool, set[int]()
+    pool, chosen = space.pool, dict[int, List_[tuple[PageTable, int]]]()
     host = pool.stats(MemoryLocation.HOST)
     left_bytes = host.budget_bytes - host.resident_bytes - host.retired_bytes
     space.note_stream()
     with pool.lock:
         held: set[Extent] = set()
         for row in reversed(space.rows.parked):
-            mappings = [each for group in space.groups for each in group.table.rows[row].mappings]
+            held_in = [(each.table, at) for each in space.groups for at in each.rows_of(row)]
+            mappings = [each for table, at in held_in for each in table.rows[at].mappings]
             new = {each.extent for each in mappings} - held
             num_bytes = sum(extent.num_bytes for extent in new)
             is_pinned = any(each.num_pins for each in mappings)
             if space.prefixes.num_recorded(row) and num_bytes <= left_bytes and not is_pinned:
-                chosen.add(row)
+                chosen[row] = held_in
                 held |= new
                 left_bytes -= num_bytes
         for row in tuple(space.rows.parked):
@@ -305,7 +306,7 @@ def move_prefixes(space: RowSpace) -> MovedPrefixes | None:
             return None
         side, rows = space.side_stream(), sorted(chosen)
         pool.backend.join_streams(side)
-        tables = [(group.table, row) for row in rows for group in space.groups]
+        tables = [each for row in rows for each in chosen[row]]
         return MovedPrefixes(space, rows, HostCopy(pool, tables, side))
 
 
