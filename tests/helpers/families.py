@@ -150,6 +150,13 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
     },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
+        "num_key_value_heads": _HEADS,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -166,6 +173,17 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 256,
             "num_kv_shared_layers": 1,
             "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4_text (no shared layers, keys as values, wide global heads)": (
+        "gemma4_text",
+        {
+            **_NONE_SHARED,
+            "attention_k_eq_v": True,
+            "global_head_dim": 512,
+            "head_dim": 256,
+            "hidden_size_per_layer_input": 0,
+            "num_global_key_value_heads": 1,
         },
     ),
     "gemma4_text (no shared layers, keys as values, experts)": (

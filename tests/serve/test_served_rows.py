@@ -91,8 +91,8 @@ def test_the_config_sets_the_end_without_a_generation_config() -> None:
         assert end == _said(engine)[-1]
 
 
-def test_a_model_that_attends_twice_is_refused() -> None:
-    config = families.tiny_config("diffllama")
+def test_a_model_with_a_mask_of_its_own_is_refused() -> None:
+    config = families.tiny_config("doge")
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(ConfigError, match=r"attends more than once in a pass.*VMKVCache"):
+    with pytest.raises(ConfigError, match=r"a mask of the model's own.*VMKVCache"):
         Engine(model, max_num_seqs=2, budget_bytes=16 * MiB)

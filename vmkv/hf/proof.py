@@ -142,7 +142,7 @@ def _check_passes(
     differences: list[_Difference] = []
     layers: Proof | None = None
     for attempt in range(_NUM_ATTEMPTS):
-        plain = _plain_pass(model, _token_ids(model, attempt))
+        plain = _plain_pass(model, _token_ids(model, attempt), has_states=bool(states))
         layers = layers or _layers_of(model, windows, states, plain.token_ids[:2])
         proof, differences = _packed_passes(model, windows, layers, attention_backend, plain)
         if not differences:
@@ -164,8 +164,29 @@ class _PlainPass(NamedTuple):
     logits: torch.Tensor
 
 
-def _plain_pass(model: Any, token_ids: torch.Tensor) -> _PlainPass:
-    """Run the model as it is over `[n, T]` tokens."""
+def _plain_pass(model: Any, token_ids: torch.Tensor, *, has_states: bool) -> _PlainPass:
+    """Run the model as it is over `[n, T]` tokens.
+
+    Some layers with states compute a token after others by itself otherwise (Zamba 2 bounds time
+    steps only where tokens are several), so tokens that decode get what the model's cache gives.
+    """
+    found = _heard_pass(model, token_ids)
+    for piece in _PASSES[1] if has_states else ():
+        if piece.decodes:
+            past = piece.num_past_tokens
+            row = token_ids[piece.row, None, : past + 1]
+            alone = _heard_pass(model, row[:, past:], row[:, :past])
+            at = piece.row * token_ids.shape[1] + past
+            found.logits[at] = alone.logits[0]
+            for inputs, its in zip(found.inputs, alone.inputs, strict=True):
+                inputs[at] = its[0]
+    return found
+
+
+def _heard_pass(
+    model: Any, token_ids: torch.Tensor, after: torch.Tensor | None = None
+) -> _PlainPass:
+    """Run the model over `[n, T]` tokens, `after` others in its own cache."""
     inputs: list[torch.Tensor] = []
 
     def keep(hidden: torch.Tensor) -> None:
@@ -175,8 +196,17 @@ def _plain_pass(model: Any, token_ids: torch.Tensor) -> _PlainPass:
     chosen = chosen_attention(model)
     # A model that attends through "vmkv" already is compared with eager attention.
     reference = "eager" if chosen == PACKED else chosen
-    with attending_through(model, reference), _before_layers(model, keep):
-        output = _run(model, token_ids, _NOT_PLAIN)
+    given: dict[str, Any] = {}
+    with attending_through(model, reference):
+        if after is not None:
+            given["past_key_values"] = compat.default_cache(model.config)
+            _run(model, after, _NOT_PLAIN, **given)
+            # As `generate` passes them: the first layer, of a state, need not count tokens.
+            given["position_ids"] = torch.arange(
+                after.shape[1], after.shape[1] + token_ids.shape[1], device=after.device
+            )[None]
+        with _before_layers(model, keep):
+            output = _run(model, token_ids, _NOT_PLAIN, **given)
     if not isinstance(getattr(output, "logits", None), torch.Tensor):
         raise UnservableError("it returns no logits")
     return _PlainPass(token_ids.flatten(), inputs, output.logits.flatten(0, 1))
@@ -458,22 +488,47 @@ def _layers_of(
     token_ids: torch.Tensor,
 ) -> Proof:
     """Return all layers that attend, from a packed pass over `[T]` tokens; nothing is proven."""
+    try:
+        return _layers_by(model, windows, states, token_ids, is_named=False)
+    except UnservableError:
+        with contextlib.suppress(UnservableError):
+            return _layers_by(model, windows, states, token_ids, is_named=True)
+        raise
+
+
+def _layers_by(
+    model: Any,
+    windows: Mapping[int, int | None],
+    states: Mapping[int, StateLayer],
+    token_ids: torch.Tensor,
+    *,
+    is_named: bool,
+) -> Proof:
+    """Return layers by what their modules say, or by what the model names to its cache."""
     signatures: dict[int, Signature] = {}
     sources: dict[int, int] = {}
     handed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    regrouped: dict[int, list[list[int]]] = {}
+    named = _Named(model.config)
 
     def hear(module: torch.nn.Module, asked: LayerCall) -> torch.Tensor:
-        index: Any = getattr(module, "layer_idx", None)
+        index: Any = named.layer if is_named else getattr(module, "layer_idx", None)
         if index is None:
             raise UnservableError(f"{type(module).__name__} does not say which layer it is")
         index = int(index)
-        if index in signatures or index in sources:
+        if is_named and index in signatures and asked.key is handed[index][0]:
+            known = regrouped.setdefault(index, [_heads_in(named.value, handed[index][1])])
+            known.append(_heads_in(named.value, asked.value))
+            signatures[index] = Signature.of(asked.key, named.value)
+        elif index in signatures or index in sources:
             raise UnservableError(f"its layer {index} attends more than once in a pass")
         if asked.mask is not None and not getattr(asked.mask, "_vmkv_placeholder", False):
             raise UnservableError(f"its layer {index} attends with a mask of the model's own")
         if asked.bias is not None:
             raise UnservableError(f"its layer {index} adds a bias of the model's own to scores")
-        if index in windows:
+        if index in regrouped:
+            pass
+        elif index in windows:
             signatures[index] = Signature.of(asked.key, asked.value)
             handed[index] = asked.key, asked.value
         else:
@@ -495,6 +550,8 @@ def _layers_of(
     positions = torch.arange(len(token_ids), device=token_ids.device)
     given: dict[str, Any] = {"position_ids": positions[None], "logits_to_keep": positions}
     given |= {"attention_mask": placeholder, "vmkv_batch": hear}
+    if is_named:
+        given["past_key_values"] = named.cache
     with attending_through(model, PACKED):
         _run(model, token_ids[None], "it does not run on packed tokens", **given)
     missing = windows.keys() - signatures.keys()
@@ -502,8 +559,34 @@ def _layers_of(
         raise UnservableError(
             f"its layers {sorted(missing)} do not attend through transformers' attention interface"
         )
-    calls = AttentionCalls((), sources, layer_chunks(model.config), states)
+    chunks = layer_chunks(model.config)
+    calls = AttentionCalls((), sources, chunks, states, is_named, regrouped)
     return Proof(signatures, calls, never_waits=False)
+
+
+class _Named:
+    """The layer that a model named to its cache last, and the values that it handed over."""
+
+    def __init__(self, config: Any):
+        self.layer: int | None = None
+        self.value = torch.empty(0)
+        self.cache = compat.default_cache(config)
+        self._update = self.cache.update
+        self.cache.update = self._note
+
+    def _note(self, keys: Any, values: Any, layer_idx: int, *more: Any, **options: Any) -> Any:
+        self.layer, self.value = layer_idx, values
+        return self._update(keys, values, layer_idx, *more, **options)
+
+
+def _heads_in(known: torch.Tensor, asked: torch.Tensor) -> list[int]:
+    """Return for each head of `asked` the head of `known` that it equals; `[1, H, T, D]` both."""
+    if known.shape[2:] != asked.shape[2:]:
+        raise UnservableError("it attends several times in a layer, to values of its own")
+    is_same = (asked[0][:, None] == known[0][None]).flatten(2).all(2)
+    if not bool(is_same.any(1).all()):
+        raise UnservableError("it attends several times in a layer, to values of its own")
+    return [int(each) for each in is_same.int().argmax(1)]
 
 
 def _check_windows(
@@ -512,18 +595,22 @@ def _check_windows(
     """Refuse a model whose masks have windows of other lengths than the rows that are read."""
     heard: dict[int, tuple[int | None, int | None]] = {}
     chunks: dict[int, int | None] = {}
+    named = _Named(model.config)
+    options: dict[str, Any] = {"past_key_values": named.cache} if proof.calls.is_named else {}
 
     def hear(module: torch.nn.Module, asked: LayerCall) -> torch.Tensor:
         recipe = getattr(asked.mask, "_vmkv_recipe", None)
         if recipe is not None:
-            heard[int(vars(module)["layer_idx"])] = (asked.window, recipe.window)
-            chunks[int(vars(module)["layer_idx"])] = recipe.chunk
+            layer: Any = named.layer if proof.calls.is_named else vars(module)["layer_idx"]
+            heard[int(layer)] = (asked.window, recipe.window)
+            chunks[int(layer)] = recipe.chunk
         return attend_to_tensors(asked, causal=getattr(module, "is_causal", True))
 
     with attending_through(model, PACKED):
         # Some models cut the masks of their last layers to the tokens whose logits are wanted.
         keep = torch.arange(len(token_ids), device=token_ids.device)
-        _run(model, token_ids[None], _NOT_PLAIN, vmkv_batch=hear, logits_to_keep=keep)
+        options |= {"vmkv_batch": hear, "logits_to_keep": keep}
+        _run(model, token_ids[None], _NOT_PLAIN, **options)
     read = {layer: windows[source] for layer, source in proof.calls.sources.items()}
     for index, window in (*windows.items(), *read.items()):
         chunk = proof.calls.chunks.get(index)

@@ -83,26 +83,6 @@ def cut_at_chunks(
     return [index for index, _ in found], [part for _, part in found]
 
 
-@dataclass(frozen=True)
-class PackedPast:
-    """The past of packed tokens, for models that count positions from a cache; it keeps no keys.
-
-    `offsets` is `[T] int64`, each token's position less its index in the pass.
-    """
-
-    offsets: torch.Tensor
-
-    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
-        """Return the offsets, which a model adds to the tokens' indices."""
-        return self.offsets
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return new keys and values as they are: attention appends them."""
-        return keys, values
-
-
 #: FlashAttention-2 refuses to append to views with fewer tokens than query heads per key head.
 _SHORTEST_VIEW_TOKENS = 256
 

@@ -90,12 +90,44 @@ class AttentionCalls(NamedTuple):
     with one. `sources` maps a layer without keys of its
     own to the one whose rows it reads, which comes before it in a pass. `chunks` maps a layer whose
     queries see no token before their chunk of the sequence to the chunk's tokens.
+
+    Modules of some models do not tell which layer they are, because layers share them: with
+    `is_named`, a call is of the layer that the model has named to its cache last. `regrouped` has
+    layers that attend several times to their keys: for each time, the head of the layer's values
+    that a head of keys goes with.
     """
 
     layers: tuple[int, ...]
     sources: Mapping[int, int] = {}
     chunks: Mapping[int, int] = {}
     states: Mapping[int, StateLayer] = {}
+    is_named: bool = False
+    regrouped: Mapping[int, Sequence[Sequence[int]]] = {}
+
+
+@dataclass
+class PackedPast:
+    """Past of packed tokens, for models that count positions from a cache or name layers to it.
+
+    No keys are kept. `offsets` is `[T] int64`, each token's position less its index in the pass.
+    `layer` is the one named last, with the keys and values handed over.
+    """
+
+    offsets: torch.Tensor
+    layer: int = -1
+    new: tuple[torch.Tensor, torch.Tensor] | None = None
+    is_initialized: bool = True
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """Return the offsets, which a model adds to the tokens' indices."""
+        return self.offsets
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return new keys and values as they are: attention appends them."""
+        self.layer, self.new = layer_idx, (keys, values)
+        return keys, values
 
 
 class LayerCall(NamedTuple):
@@ -175,7 +207,8 @@ class RowAttention:
             for cache in caches
             for layer in cache.layers
         }
-        _, self._sources, self._chunks, _ = calls or AttentionCalls(())
+        self._calls = calls = calls or AttentionCalls(())
+        self._sources, self._chunks = calls.sources, calls.chunks
         # The last step by device and tokens of a chunk, and the same as layers with chunks see it.
         self._in_chunks: dict[tuple[torch.device, int], tuple[StepParts, StepParts]] = {}
         self._layers.update((layer, self._layers[its]) for layer, its in self._sources.items())
@@ -184,10 +217,41 @@ class RowAttention:
         # The next forward pass's step by device; None between steps.
         self.steps: Mapping[torch.device, StepParts] | None = None
         self.called: list[int] = []  # Layers that attended, in order; the caller clears it.
+        self.past: PackedPast | None = None  # The pass's, if the model gets one.
 
     def attend_in(self, module: Any, asked: LayerCall) -> torch.Tensor:
         """Attend for a layer by its module; the model was proven to have no masks and biases."""
-        return self.attend(int(module.layer_idx), asked)
+        past = self.past
+        if past is None or not self._calls.is_named:
+            return self.attend(int(module.layer_idx), asked)
+        if past.layer in self._calls.regrouped:
+            return self._attend_regrouped(past, asked)
+        return self.attend(past.layer, asked)
+
+    def _attend_regrouped(self, past: PackedPast, asked: LayerCall) -> torch.Tensor:
+        """Attend with other pairs of keys and values, in runs of heads that lie side by side."""
+        assert past.new is not None  # Set with the layer.
+        layer, its = past.layer, self._layers[past.layer]
+        heads = self._calls.regrouped[layer][self.called.count(layer)]
+        step = self._step_of(layer, its.cache.device)
+        if layer not in self.called:
+            append(_call(its, asked, step), _packed(*in_autocast(*past.new)))
+        self.called.append(layer)
+        group, outputs, start = asked.query.shape[1] // len(heads), [], 0
+        while start < len(heads):
+            first, end = heads[start], start + 1
+            while end < len(heads) and heads[end] == first + end - start:
+                end += 1
+            of_keys, of_values = slice(start, end), slice(first, first + end - start)
+            part = its._replace(
+                keys=its.keys[:, :, of_keys],
+                values=its.values[:, :, of_values],
+                scales=its.scales and its.scales.of_heads(of_keys, of_values),
+            )
+            query = asked.query[:, start * group : end * group]
+            outputs.append(self._attend(part, asked._replace(query=query), step, appends=False))
+            start = end
+        return torch.cat(outputs, 2)
 
     def attend(self, layer: int, asked: LayerCall) -> torch.Tensor:
         """Append a layer's new keys and values, and attend from its rows: `[1, T, Hq, Dv]`.
@@ -199,23 +263,17 @@ class RowAttention:
         self.called.append(layer)
         its = self._layers[layer]
         step = self._step_of(layer, its.cache.device)
+        return self._attend(its, asked, step, appends=layer not in self._sources)
+
+    def _attend(
+        self, its: _Layer, asked: LayerCall, step: StepParts, *, appends: bool
+    ) -> torch.Tensor:
         capacity = its.keys.shape[1]
-        new = asked.key[0].transpose(0, 1), asked.value[0].transpose(0, 1)
-        call = Call(
-            asked.query[0].transpose(0, 1),
-            its.keys,
-            its.values,
-            step.everything[capacity],
-            asked.scale,
-            its.window if asked.window is None else asked.window,
-            asked.softcap,
-            asked.sinks,
-            its.scales,
-        )
+        new = _packed(asked.key, asked.value)
+        call = _call(its, asked, step)
         kernels = self._kernels_for(its.cache, call)
         rows = kernels.rows
         is_whole = step.is_decode is None and step.num_decode_tokens == call.query.shape[0]
-        appends = layer not in self._sources
         # Attention kernels that append cannot rotate by angles.
         is_plain = asked.angles is None and call.batch.left_pad is None
         if is_whole and is_plain and appends and rows.appends:
@@ -300,7 +358,27 @@ class RowAttention:
         """Drop the caches' tensors, which keep addresses reserved. Idempotent."""
         self._layers.clear()
         self._in_chunks.clear()
-        self.steps = None
+        self.steps = self.past = None
+
+
+def _packed(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values `[1, H, T, D]` as `[T, H, D]`."""
+    return key[0].transpose(0, 1), value[0].transpose(0, 1)
+
+
+def _call(its: _Layer, asked: LayerCall, step: StepParts) -> Call:
+    """Return a layer's call as one of a kernel, over all of a step's tokens."""
+    return Call(
+        asked.query[0].transpose(0, 1),
+        its.keys,
+        its.values,
+        step.everything[its.keys.shape[1]],
+        asked.scale,
+        its.window if asked.window is None else asked.window,
+        asked.softcap,
+        asked.sinks,
+        its.scales,
+    )
 
 
 def _append(

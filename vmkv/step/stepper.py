@@ -28,8 +28,8 @@ from .compiled_layers import CompiledLayers
 from .graphs import BatchGraphs, DecodeGraphs, GraphSpace, Scratch
 from .mixed_graphs import MixedGraphs
 from .model_guard import PACKED, ModelGuard, attending_through, has_users
-from .piece import HeadInParts, PackedPast, Piece, StepLogits, cut_at_chunks, pack, packing_order
-from .row_attention import AttentionCalls, RowAttention, StepParts, row_capacities
+from .piece import HeadInParts, Piece, StepLogits, cut_at_chunks, pack, packing_order
+from .row_attention import AttentionCalls, PackedPast, RowAttention, StepParts, row_capacities
 from .states import PackedStates, StateLayer, splitting
 
 
@@ -91,6 +91,7 @@ class Stepper:
             calls = AttentionCalls(tuple(sorted(at for each in caches for at in each.layers)))
         self.calls: tuple[int, ...] | None = calls.layers
         self._chunks = {*calls.chunks.values()}
+        self._needs_past = bool(self._chunks) or calls.is_named
         self.attention = RowAttention(caches, attention_backend, preferred_backend, calls)
         self._states = _packed_states(caches, calls.states, self.attention.called)
         # transformers passes a 4-D mask on unchanged, and vmkv's attention ignores it.
@@ -119,6 +120,8 @@ class Stepper:
             elif compile_with is not None:
                 if self._chunks:
                     raise ConfigError("layers of models that attend in chunks cannot be compiled")
+                if calls.is_named:
+                    raise ConfigError("layers that do not say which they are cannot be compiled")
                 if has_users(model):
                     raise ConfigError(
                         "this model is served already, and its layers cannot be compiled "
@@ -270,9 +273,10 @@ class Stepper:
         called = self.attention.called
         called.clear()
         self.attention.steps = steps
-        if self._chunks:  # Such models count positions from the cache (Llama 4).
+        if self._needs_past:  # Models with chunks count positions from it (Llama 4).
             places = torch.arange(len(positions), device=self.device)
-            self._keywords["past_key_values"] = PackedPast(positions - places)
+            self.attention.past = PackedPast(positions - places)
+            self._keywords["past_key_values"] = self.attention.past
         try:
             with self._computing():
                 output = self.model(
@@ -292,7 +296,8 @@ class Stepper:
                 raise
             raise ConfigError(change) from error
         finally:
-            self.attention.steps = None
+            self.attention.steps = self.attention.past = None
+            self._keywords.pop("past_key_values", None)
         calls = tuple(sorted(called))
         if self.calls is None:
             self.calls = calls

@@ -69,6 +69,13 @@ class Scales(NamedTuple):
             # Inverted on the CPU, so that every device multiplies by the same numbers.
             return cls(*(each.to(device) for each in (keys, values, 1 / keys, 1 / values)))
 
+    def of_heads(self, of_keys: slice, of_values: slice) -> Scales:
+        """Return the scales of some heads of keys, and of some of values."""
+        keys, values, inverse_keys, inverse_values = self
+        return Scales(
+            keys[of_keys], values[of_values], inverse_keys[of_keys], inverse_values[of_values]
+        )
+
 
 def check_layer_scales(
     scales: Sequence[LayerScales], layers: Sequence[int], shape: LayerShape, dtype: torch.dtype
