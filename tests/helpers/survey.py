@@ -49,7 +49,7 @@ with keys as values and with experts. Qwen3-VL is
 served for text prompts, loaded by `AutoModelForImageTextToText`, as `vmkv serve` loads it.
 
 Models whose layers keep states (linear attention, state spaces, short convolutions: Qwen3-Next,
-Qwen3.5, Granite 4, Nemotron-H, LFM2, …) are served without captured steps.
+Qwen3.5, Granite 4, Nemotron-H, LFM2, …) are served with captured steps for decoding only.
 
 {counts}
 

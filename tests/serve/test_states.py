@@ -15,6 +15,7 @@ from helpers.ragged import alone, random_prompts
 from vmkv import ConfigError, OutOfPagesError
 from vmkv.core.backend import MemoryLocation
 from vmkv.serve import Engine, FinishReason, SamplingParams
+from vmkv.serve.runner import RunnerOptions
 from vmkv.serve.scheduler import PreemptionCosts
 from vmkv.units import KiB, MiB
 
@@ -51,14 +52,27 @@ def test_requests_get_the_tokens_that_they_get_alone(make_engine: MakeEngine, na
         assert [_expected(name, each) for each in PROMPTS] == _said(engine, PROMPTS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_decode_steps_as_for_graphs(make_engine: MakeEngine, name: str) -> None:
+    """Padded, over a row of their own; a prompt of one token begins anew in a row of others."""
+    options = RunnerOptions(capture=True, show_progress=False)
+    engine = make_engine(_model(name), runner="graphs", runner_options=options)
+    stepper = engine._runner.stepper
+    assert {1, 2, 4} == {width for width, _ in stepper.decode_graphs.captured}
+    assert stepper.mixed_graphs is None
+    for prompts in (PROMPTS, PROMPTS[1:2]):
+        assert [_expected(name, each) for each in prompts] == _said(engine, prompts)
+
+
 def test_what_is_not_done_is_said_once(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No step is captured, whatever the options say."""
+    """No step with prompts is captured, whatever the options say."""
     with caplog.at_level(logging.INFO, "vmkv"):
         engine = make_engine(_model(NAME), runner="graphs")
         assert [_expected(NAME, PROMPTS[0])] * 2 == _said(engine, [PROMPTS[0]] * 2)
-    assert 1 == caplog.text.count("layers keep states: steps are not captured")
+    assert 1 == caplog.text.count("layers keep states: steps with prompts are not captured")
 
 
 def test_a_paused_engine_leaves_the_layers_as_they_were(make_engine: MakeEngine) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hybrids import HYBRIDS, hybrid
+from helpers.ragged import alone
 from helpers.tiny_models import SERVED_LATELY, VOCABULARY, tiny_model
 
 import vmkv
@@ -24,6 +26,7 @@ from vmkv.hf.configuration import layer_windows
 from vmkv.hf.proof import prove
 from vmkv.hf.store import CacheOptions, Store
 from vmkv.step import Piece, Stepper
+from vmkv.step.graphs import GraphSpace
 from vmkv.step.model_guard import PACKED, attending_through
 from vmkv.step.piece import packing_order
 
@@ -291,12 +294,14 @@ def test_without_a_row_for_padding_nothing_is_captured(
     assert place.stepper.decode_graphs is None
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss", *SERVED_LATELY])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gemma3", "gpt_oss", *SERVED_LATELY, *HYBRIDS]
+)
 def test_generation_through_captured_steps_gives_the_same_tokens(
     name: str, can_capture: None
 ) -> None:
     """Rows end at different times, so the batch shrinks."""
-    model = copy.deepcopy(tiny_model(name))  # A copy that is not proven yet.
+    model = copy.deepcopy(hybrid(name) if name in HYBRIDS else tiny_model(name))  # Not proven yet.
     prompts = [_tokens(count, seed) for seed, count in enumerate((13, 1, 30, 4, 9))]
     options: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}
     expected = []
@@ -318,6 +323,32 @@ def test_generation_through_captured_steps_gives_the_same_tokens(
             )
             assert 0 == cache.stats().num_sequences
             cache.check()
+
+
+@pytest.mark.skipif(not HYBRIDS, reason="this release has no layers with states in its cache")
+@pytest.mark.parametrize("failing", [1, 3])
+def test_a_capture_that_fails_leaves_states_alone(
+    failing: int, can_capture: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step of padding before a first or second run tells, behind layers with states."""
+    model = copy.deepcopy(hybrid(HYBRIDS[0]))
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+    prompts = [_tokens(count, seed) for seed, count in enumerate((13, 4))]
+    expected = [alone(model, prompt, **options) for prompt in prompts]
+    forward, num_runs = GraphSpace.forward, 0
+
+    def fail(self: GraphSpace, *arguments: Any) -> torch.Tensor:
+        nonlocal num_runs
+        logits = forward(self, *arguments)
+        num_runs += 1
+        if num_runs == failing:
+            raise ConfigError("no kernel for this layer")
+        return logits
+
+    monkeypatch.setattr(GraphSpace, "forward", fail)
+    with vmkv.RaggedCache(model.config, max_batch_size=len(prompts) + 1) as cache:
+        assert expected == vmkv.generate(model, prompts, cache=cache, **options)
+    assert failing == num_runs
 
 
 # ---- refusals, and the order of pieces ----------------------------------------------------------

@@ -88,7 +88,7 @@ def open_rows(model: Any, pool: ExtentPool, options: EngineOptions) -> ServedRow
             raise
         if calls.states:
             _LOG.info(
-                "%d layers keep states: steps are not captured",
+                "%d layers keep states: steps with prompts are not captured",
                 len(calls.states),
             )
         return ServedRows(store.cores[0], calls, store.close, signatures)

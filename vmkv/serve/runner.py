@@ -493,8 +493,8 @@ def make_runner(
 ) -> ModelRunner:
     """Make an engine's runner and warm it up; before, `weights` hold those of the model.
 
-    `deterministic` needs an "eager" one, and models whose layers keep states get one. `ConfigError`
-    if the runner is unknown or cannot do what is asked.
+    `deterministic` needs an "eager" one; layers of models that keep states are not compiled.
+    `ConfigError` if the runner is unknown or cannot do what is asked.
     """
     kind, deterministic = given.runner, given.deterministic
     if kind == "auto":
@@ -503,9 +503,9 @@ def make_runner(
         raise ConfigError(f'runner={kind!r} is none of "auto", "eager" and "graphs"')
     if deterministic and kind != "eager":
         raise ConfigError('deterministic needs runner="eager": leave the runner out')
-    if rows.calls.states:  # Steps of such models are not captured.
-        kind = "eager"
     options = given.runner_options or RunnerOptions()
+    if rows.calls.states:
+        options = replace(options, compile_layers=False)
     if kind == "eager":
         options = replace(options, compile_layers=False, capture=False)
     if weights is not None:

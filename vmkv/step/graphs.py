@@ -66,8 +66,9 @@ class GraphSpace:
         self.agree = agree
         self.head = head
         self.vocab_size = vocab_size
-        self._forward = stepper.forward
+        self._forward = stepper.forward_padded
         self.is_compiled = stepper.uses_operator
+        self.has_states = stepper.has_states
         self.last_tokens = stepper.last_tokens
         self.max_num_seqs = stepper.num_slots
         self.max_tokens = stepper.caches[0].max_tokens
@@ -83,7 +84,8 @@ class GraphSpace:
         self._pool: Any = None
         self._stream = stream
         # A sequence occupies a processor per key head; kernels split if under 0.8 are occupied.
-        heads = min(group.geometry.shape.num_k_heads for group in stepper.caches[0].groups)
+        groups = [group for group in stepper.caches[0].groups if not group.is_fixed]
+        heads = min(group.geometry.shape.num_k_heads for group in groups)
         self._split_below = int(0.8 * stepper.num_processors / heads) + 1
 
     def bounds(self, batch_size: int) -> list[int]:
@@ -192,7 +194,8 @@ class StepGraphs(abc.ABC, Generic[Key]):
 
         The first run is plain, so that kernels are loaded and tuned. The second is plain too, while
         torch refuses to wait for the device, because a failed capture leaves torch's allocator in
-        the state of a capture. The third is captured.
+        the state of a capture. The third is captured. Where layers keep states, a step of padding
+        is run before each plain one, and tells whether it fails.
 
         Returns False for a size that cannot be captured, then and from then on: the caller computes
         the step otherwise, over the same rows. Errors of plain runs are raised, but for
@@ -208,9 +211,12 @@ class StepGraphs(abc.ABC, Generic[Key]):
         is_cuda, count = self.space.device.type == "cuda", self._num_runs[key]
         is_trial = is_cuda and count == 2
         is_plain = (count < 3 and not is_trial) or key in self._graphs
+        is_rehearsed = self.space.has_states and count < 3
         try:
             with context(), refusing_waits() if is_trial else contextlib.nullcontext():
-                if is_plain or is_trial:
+                if is_rehearsed:
+                    self.run(key, self.empty(key))
+                elif is_plain or is_trial:
                     self.run(key, integers)
                 else:
                     if is_cuda and not self._graphs:
@@ -223,6 +229,8 @@ class StepGraphs(abc.ABC, Generic[Key]):
             self._refused.add(key)
             _LOG.warning("%s cannot be captured for %s: %s", self.name, key, one_line(error))
             return False
+        if is_rehearsed:
+            self.run(key, integers)
         return True
 
     def capture(self, key: Key) -> None:
@@ -294,10 +302,14 @@ class DecodeGraphs(StepGraphs[Bucket]):
         A graph that cannot be captured raises `RuntimeError` or `ConfigError`; earlier ones are
         kept.
         """
+        is_plain, is_cuda = self.space.has_states, self.space.device.type == "cuda"
         for key in self.keys():
-            # Layers are compiled and tuned separately for one sequence.
-            if not self.captured or key[0] == 1:
+            # Layers are compiled and tuned separately for one sequence, and others for each size.
+            if not self.captured or key[0] == 1 or is_plain:
                 self.run(key, self.empty(key))
+            if is_plain and is_cuda and not self.captured:
+                with refusing_waits():  # A capture that fails is not undone as a whole.
+                    self.run(key, self.empty(key))
             self.capture(key)
             captured()
 

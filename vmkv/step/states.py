@@ -117,6 +117,23 @@ class PackedStates:
         with _running(self):
             yield
 
+    @contextlib.contextmanager
+    def decoding(self, rows: torch.Tensor) -> Iterator[None]:
+        """Context in which this thread's passes are of one more token for each of `rows [n]`.
+
+        Nothing on the host depends on the rows, so passes may be captured. Rows may come twice if
+        nobody reads their states.
+        """
+        self._pieces, self._num_batched, self._batched_rows = (), len(rows), rows.long()
+        with _running(self):
+            yield
+
+    def clear(self, row: int) -> None:
+        """Zero a mapped row."""
+        for its in self._rows.values():
+            for each in its:
+                each[row].zero_()
+
     def close(self) -> None:
         """Drop the tensors, which keep addresses reserved."""
         self._rows.clear()
@@ -127,7 +144,9 @@ class PackedStates:
         `forward` takes hidden states `[B, T, D]` and a cache.
         """
         self._called.append(layer)
-        count = self._num_batched if self._num_batched > 1 else 0
+        count = self._num_batched
+        if count == 1 and self._pieces:  # Its state needs no copy.
+            count = 0
         outputs = []
         if count:
             outputs.append(_transposed(self._run_batch(layer, forward, hidden[0, :count, None])))

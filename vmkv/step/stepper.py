@@ -203,7 +203,8 @@ class Stepper:
         packed = [pieces[at] for at in order]
         sampling = [whole[at] for at in order if pieces[at].samples]
         if packed[-1].decodes:  # Then all do, by their order.
-            if self._ran_captured_decode(packed):
+            begins = self._states is not None and not all([each.num_past_tokens for each in packed])
+            if not begins and self._ran_captured_decode(packed):
                 return self._replayed(
                     [at for at, each in enumerate(packed) if each.samples], sampling
                 )
@@ -305,6 +306,23 @@ class Stepper:
             raise ConfigError(self.guard.change() or _other_calls(calls, self.calls))
         return kept_logits(output, keep)
 
+    def forward_padded(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        keep: torch.Tensor | None,
+        steps: Mapping[torch.device, StepParts],
+    ) -> torch.Tensor:
+        """Run `forward` for a step whose rows are known on the device only, to be captured.
+
+        Where layers keep states, each token is one more of its row.
+        """
+        if self._states is None:
+            return self.forward(token_ids, positions, keep, steps)
+        batch = next(iter(steps[self.device].everything.values()))
+        with self._states.decoding(batch.row_indices):
+            return self.forward(token_ids, positions, keep, steps)
+
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         """Context of the autocast, or of none, in which the stepper was made."""
@@ -339,13 +357,15 @@ class Stepper:
         """Prepare captured steps; on the host the same padded steps run eagerly.
 
         Logits are `dtype` with `vocab_size` columns; steps with prompts are captured up to
-        `max_mixed_tokens`; `few` uses few sizes of decode steps, for captures on demand; `agree`
-        and `head` as in `GraphSpace`. Raises `CapacityError` if no row or page is left for padding.
+        `max_mixed_tokens`, unless layers keep states; `few` uses few sizes of decode steps, for
+        captures on demand; `agree` and `head` as in `GraphSpace`. Raises `CapacityError` if no row
+        or page is left for padding.
         """
         scratch = self.open_scratch()
         space = self._space = GraphSpace(self, vocab_size, dtype, scratch, agree=agree, head=head)
         self.decode_graphs = DecodeGraphs(space, few=few)
-        if max_mixed_tokens > 1 and not self._chunks:  # Tiles may span chunks.
+        # Tiles may span chunks; prompts are a call each to layers with states.
+        if max_mixed_tokens > 1 and not self._chunks and not self.has_states:
             self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self.num_processors)
 
     def make_batch_graphs(
@@ -361,6 +381,11 @@ class Stepper:
         return BatchGraphs(space)
 
     @property
+    def has_states(self) -> bool:
+        """Whether layers keep states, which a step that fails midway spoils."""
+        return self._states is not None
+
+    @property
     def num_processors(self) -> int:
         """Multiprocessors of the device; 1 on the host."""
         if not self._is_cuda:
@@ -374,6 +399,8 @@ class Stepper:
             sequence = cache.open(1)
             self._undo.callback(sequence.close)
             cache.grow([(sequence, 1)])
+            if self._states is not None:
+                self._states.clear(sequence.row)
             self.scratch = Scratch(self.num_slots, sequence.row)
         return self.scratch
 
@@ -382,7 +409,6 @@ class Stepper:
         """Whether steps may be captured, before trying: CUDA, one device, no autocast, no hooks."""
         return (
             self._is_cuda
-            and self._states is None
             and [cache.device for cache in self.caches] == [self.device]
             and not torch.is_autocast_enabled("cuda")
             and not has_hooks(self.model)
