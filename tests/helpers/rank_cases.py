@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from helpers import tiny_models
+from helpers.hybrids import hybrid
 from helpers.serving import tiny_llama, tiny_tokenizer
 from helpers.tiny_models import kernel_model, tiny_model
 
@@ -199,6 +200,22 @@ def serves(name: str, runner: str, host_bytes: int, group: TensorParallel) -> No
         other = engine.generate([TRAFFIC[3]], params[0], tenant="other")
         assert not other[0].num_cached_tokens
         assert said(other) == said(again[1:])
+
+
+def serves_states(name: str, runner: str, group: TensorParallel) -> None:
+    """A model whose layers keep states gives the tokens of one process, in several requests."""
+    model, prompts = copy.deepcopy(hybrid(name)), [*TRAFFIC[2:], [7]]
+    params = [PARAMS[0], PARAMS[1], GREEDY, GREEDY]
+    options: dict[str, Any] = {**ROOMY, "budget_bytes": 32 * MiB, "runner": runner}
+    if runner == "graphs":
+        options["runner_options"] = RunnerOptions(capture=True, show_progress=False)
+    expected = None
+    if not group.rank:
+        with Engine(copy.deepcopy(model), **options) as engine:
+            expected = said(engine.generate(prompts, params))
+    with engine_on(group, model, **options) as parallel:
+        if parallel is not None:
+            assert expected == said(parallel.generate(prompts, params))
 
 
 def scores_prompts(name: str, runner: str, group: TensorParallel) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import rank_cases as cases
+from helpers.hybrids import HYBRIDS
 from helpers.tiny_models import VERSION, tiny_model
 
 from vmkv import ConfigError
@@ -35,6 +36,11 @@ CASES = [
     partial(cases.serves, "llama", "eager", 1 * MiB),
     partial(cases.serves, "gemma2", "graphs", 0),
     partial(cases.serves, "mixtral", "graphs", 1 * MiB),
+    *(
+        partial(cases.serves_states, name, runner)
+        for name, runner in (("qwen3_next", "graphs"), ("granitemoehybrid", "eager"))
+        if name in HYBRIDS
+    ),
     partial(cases.scores_prompts, "llama", "eager"),
     partial(cases.scores_prompts, "mixtral", "graphs"),
     partial(cases.compiles, "eager"),
