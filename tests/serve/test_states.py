@@ -355,10 +355,13 @@ def test_a_failed_step_goes_back_to_a_checkpoint(make_engine: MakeEngine) -> Non
     assert (60 - 48) + (39 - 32) + 2 * 4 + ends == sum(sizes[5:])
 
 
-def test_a_checkpoint_within_decoding_steps(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("runner", ["eager", "graphs"])
+def test_a_checkpoint_within_decoding_steps(make_engine: MakeEngine, runner: str) -> None:
     """A prompt of which each step computes one token, in the batch of those that decode."""
     [prompt] = random_prompts(37)
-    engine = make_engine(_model(NAME), max_num_batched_tokens=3, max_num_seqs=3)
+    its = RunnerOptions(capture=True, show_progress=False)
+    sizes = {"max_num_batched_tokens": 3, "max_num_seqs": 3}
+    engine = make_engine(_model(NAME), runner=runner, runner_options=its, **sizes)
     long = SamplingParams(temperature=0, max_tokens=LONG)
     handles = [engine.add(each, long) for each in PROMPTS[4:]]
     for _ in range(12):

@@ -203,8 +203,11 @@ class Stepper:
         packed = [pieces[at] for at in order]
         sampling = [whole[at] for at in order if pieces[at].samples]
         if packed[-1].decodes:  # Then all do, by their order.
-            begins = self._states is not None and not all([each.num_past_tokens for each in packed])
-            if not begins and self._ran_captured_decode(packed):
+            # Captured, a layer neither begins a state nor copies one.
+            goes_on = self._states is None or all(
+                [each.num_past_tokens and not each.checkpoints for each in packed]
+            )
+            if goes_on and self._ran_captured_decode(packed):
                 return self._replayed(
                     [at for at, each in enumerate(packed) if each.samples], sampling
                 )
