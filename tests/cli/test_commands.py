@@ -135,7 +135,7 @@ def test_help_imports_no_large_packages() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
     assert 0 == child.returncode, child.stderr
-    for command in ("doctor", "plan", "serve", "top"):
+    for command in ("doctor", "plan", "pool", "serve", "top"):
         assert command in child.stdout
 
 

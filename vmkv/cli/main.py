@@ -12,7 +12,7 @@ from typing import TextIO
 import vmkv
 
 from ..errors import ConfigError, InternalError, VMKVError, one_line
-from . import doctor, plan, serve, top
+from . import doctor, plan, pool, serve, top
 
 #: Exit statuses.
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -26,7 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"vmkv {vmkv.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (doctor, plan, serve, top):
+    for module in (doctor, plan, pool, serve, top):
         module.add_parser(commands)
     return parser
 

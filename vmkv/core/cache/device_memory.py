@@ -6,14 +6,16 @@ raises `torch.OutOfMemoryError`, so `call_with_room` frees pool memory and calls
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from ...errors import ConfigError
 from ..backend import Backend, open_backend
-from ..memory import ExtentPool
+from ..memory import ExtentPool, PoolMember
 from .layer_group import torch_device
 
 Arguments = ParamSpec("Arguments")
@@ -35,22 +37,58 @@ def open_pool(
         if budget_bytes is not None or host_budget_bytes is not None:
             raise ConfigError("a shared pool has its own budgets; leave budget_bytes out")
         return memory
-    backend = open_backend(memory) if isinstance(memory, str) else memory
-    try:
+    with _opened(memory) as backend:
         if budget_bytes is None:
             free_bytes = backend.free_memory_bytes() + _idle_bytes(backend)
             budget_bytes = max(backend.granularity_bytes, free_bytes)
-        return ExtentPool(
-            backend,
-            budget_bytes,
-            host_budget_bytes=host_budget_bytes or 0,
-            close_when_unused=True,
-            on_pressure=lambda: _release_idle(backend),
-        )
+        return _made(backend, budget_bytes, host_budget_bytes)
+
+
+def open_member_pool(
+    memory: str | Backend,
+    socket_path: str | os.PathLike[str],
+    *,
+    host_budget_bytes: int | None = None,
+    **figures: Any,
+) -> ExtentPool:
+    """Make a pool that joins a broker; it closes, and leaves, with its last user.
+
+    `figures` are those of `PoolMember.join`, which says what it raises: the name, floor, limit and
+    weight.
+    """
+    with _opened(memory) as backend:
+        free_bytes = backend.free_memory_bytes() + _idle_bytes(backend)
+        device = backend.name
+        member = PoolMember.join(socket_path, device=device, free_bytes=free_bytes, **figures)
+        try:
+            pool = _made(backend, member.budget_bytes, host_budget_bytes)
+        except BaseException:
+            member.leave()
+            raise
+        member.bind(pool)
+        return pool
+
+
+@contextlib.contextmanager
+def _opened(memory: str | Backend) -> Iterator[Backend]:
+    """Open a backend by its name; closed again if the block fails."""
+    backend = open_backend(memory) if isinstance(memory, str) else memory
+    try:
+        yield backend
     except BaseException:
         if isinstance(memory, str):
             backend.close()
         raise
+
+
+def _made(backend: Backend, budget_bytes: int, host_budget_bytes: int | None) -> ExtentPool:
+    return ExtentPool(
+        backend,
+        budget_bytes,
+        host_budget_bytes=host_budget_bytes or 0,
+        close_when_unused=True,
+        on_pressure=lambda: _release_idle(backend),
+    )
 
 
 def call_with_room(

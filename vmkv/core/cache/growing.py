@@ -40,7 +40,7 @@ def grow(space: RowSpace, wanted: Iterable[tuple[Sequence, int]]) -> None:
 
     Longer sequences stay as they are. Missing memory is mapped, and shared extents that will be
     written are copied. Where the pool is short, parked rows, free memory and live rows' memory
-    beyond their length are evicted first.
+    beyond their length are evicted first; then a pool that has joined a broker asks for more.
 
     Raises:
         OutOfPagesError: The pool cannot supply all pages.
@@ -65,10 +65,17 @@ def grow(space: RowSpace, wanted: Iterable[tuple[Sequence, int]]) -> None:
             )
     space.note_stream()
     short = lacking_room(space, targets)
-    if short:
-        _map_and_lengthen(space, short, targets)
-    else:
-        _lengthen(space, targets)
+    while short:
+        try:
+            _map_and_lengthen(space, short, targets)
+        except OutOfPagesError as error:
+            member = space.pool.member
+            lacking_bytes = error.needed_bytes - error.free_bytes
+            if member is None or lacking_bytes <= 0 or not member.grow(lacking_bytes):
+                raise
+        else:
+            return
+    _lengthen(space, targets)
 
 
 def lacking_room(

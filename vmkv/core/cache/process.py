@@ -30,13 +30,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ClosedError, ConfigError, VMKVError
 from ...interrupts import interruptible, uninterrupted
 from ..backend import Access, MemoryLocation
 from ..memory import Change, Extent, ExtentPool, RowChange, placed, protect
+from ..memory.unix_sockets import listen, peer_of
 from .disk import check_fits, describe_groups
 from .growing import Target, map_rows
 from .row_space import RowSpace
@@ -47,10 +47,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _MAGIC, _VERSION = b"vmkv", 2
 _PREFIX = struct.Struct("<4sII")
-_CREDENTIALS = struct.Struct("3i")
 #: Descriptors in flight count against their sender's limit on open files, by default 1,024.
 _BATCH = 64
-_QUEUE = 64
 #: Pause after a failure, so that an importer that retries does not keep a core busy.
 _PAUSE_S = 0.1
 
@@ -68,16 +66,7 @@ class _Channel:
         self._connection = connection
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        credentials = connection.getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-        )
-        pid, uid, _ = _CREDENTIALS.unpack(credentials)
-        self._peer = f"process {pid} of user {uid}"
-        if uid != os.geteuid():
-            raise ConfigError(
-                f"{self._peer} is not allowed: this process is of user {os.geteuid()}, and memory "
-                "is shared between processes of one user"
-            )
+        _, self._peer = peer_of(connection)
 
     def send(self, message: object) -> None:
         """Send a message as a frame of JSON."""
@@ -294,7 +283,7 @@ class PrefixExporter:
         self.num_failed = 0
         self._timeout_s = timeout_s
         self._pool = space.pool
-        self._listener = _listen(self.socket_path)
+        self._listener = listen(self.socket_path)
         try:
             space.note_stream()
             with self._pool.lock:
@@ -430,34 +419,6 @@ class PrefixExporter:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _listen(path: str) -> socket.socket:
-    """Listen on a socket at `path`; the socket of a dead exporter is replaced."""
-    if _is_abandoned(path):
-        os.unlink(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(path)
-        os.chmod(path, 0o600)  # Before `listen`, so that no connection precedes the mode.
-        listener.listen(_QUEUE)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"{path} exists already; choose another socket_path") from error
-        if error.errno is None:  # Python's own check, before the kernel's.
-            raise ConfigError(f"socket_path {path!r} cannot be used: {error}") from error
-        raise
-    return listener
-
-
-def _is_abandoned(path: str) -> bool:
-    """Whether `path` is a socket that nobody listens on."""
-    if not Path(path).is_socket():
-        return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1)
-        return probe.connect_ex(path) == errno.ECONNREFUSED
 
 
 # ---- importing -----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ...errors import ClosedError, ConfigError, DriverError, OutOfPagesError
 from ...interrupts import uninterrupted
@@ -28,6 +29,9 @@ from .pressure import Pressure, Victim
 from .reclaim import Reclaimer
 from .shelf import PoolStats, Shelf
 from .submitted import SubmittedWrites
+
+if TYPE_CHECKING:
+    from .member import PoolMember
 
 # ---- scrub ---------------------------------------------------------------------------------------
 
@@ -123,6 +127,7 @@ class ExtentPool:
         arbiter: Preemption between engines over this pool.
         reclaimer: Unmaps retired mappings, and closes objects that were dropped without `close`.
         submitted: The writes of submitted steps, if checks are on; else None.
+        member: Its membership in a broker, which decides on the budget; None without one.
 
     Raises:
         ConfigError: A size is impossible.
@@ -175,6 +180,7 @@ class ExtentPool:
         if checks is None:
             checks = os.environ.get("VMKV_CHECKS") == "1"
         self.submitted = SubmittedWrites(self.reclaimer) if checks else None
+        self.member: PoolMember | None = None
         self._close_when_unused = close_when_unused
         self._num_users = 0
         self._is_closed = False
@@ -385,10 +391,38 @@ class ExtentPool:
         with self.lock:
             self._shelf(location).set_budget(budget_bytes)
 
+    @uninterrupted
+    def lower_budget(self, budget_bytes: int) -> None:
+        """Lower the budget to this, or as far as live sequences allow.
+
+        Evicts parked rows and waits for fences; free memory above the budget returns at once.
+        Raises `DriverError` if the driver refuses; some may be left to another call.
+        """
+        self._check_budget(budget_bytes)
+        shelf = self._device
+        with self.lock:
+            self._check_open()
+            excess_bytes = shelf.created_bytes - shelf.free_bytes - budget_bytes
+        if excess_bytes > 0:
+            self.make_room(excess_bytes)
+        with self.lock, suppress(ConfigError):  # Other threads may have taken what was free.
+            used_bytes = shelf.created_bytes - shelf.free_bytes
+            shelf.set_budget(min(shelf.budget_bytes, max(budget_bytes, used_bytes)))
+
     @property
     def budget_bytes(self) -> int:
         """Upper bound on the device memory that the pool creates."""
         return self._device.budget_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that the budget may become: what it is, unless a broker decides."""
+        return self.budget_bytes if self.member is None else self.member.most_bytes
+
+    @property
+    def withheld_bytes(self) -> int:
+        """Part of the budget that a broker wants back as soon as live rows allow."""
+        return 0 if self.member is None else self.member.withheld_bytes
 
     @property
     def available_bytes(self) -> int:
@@ -466,3 +500,5 @@ class ExtentPool:
                 shelf.release_free(shelf.free_bytes)
             self._is_closed = True
             self.backend.close()
+            if self.member is not None:
+                self.member.leave()

@@ -1,0 +1,324 @@
+"""A broker and its members: pools of this process, and of others that are stopped and killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from vmkv import ConfigError, ExtentPool, HostBackend
+from vmkv.core.memory import Broker, PoolMember, default_socket_path, shares
+from vmkv.core.memory.shares import Report
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+BUDGET = 64 * PAGE
+PATIENCE_S = 60.0
+Spawn = Callable[[Broker, str, int], "subprocess.Popen[str]"]
+
+#: A member in another process: grows to so many pages, says so, and waits for its end.
+CHILD = """
+import sys
+from vmkv import ExtentPool, HostBackend
+from vmkv.core.memory import PoolMember
+path, name, pages = sys.argv[1], sys.argv[2], int(sys.argv[3])
+backend = HostBackend(4096)
+member = PoolMember.join(path, name=name, device=backend.name, free_bytes=0, floor_bytes=4096)
+pool = ExtentPool(backend, member.budget_bytes)
+member.bind(pool)
+held = []
+while len(held) < pages:
+    if pool.available_bytes < 4096:
+        assert member.grow((pages - len(held)) * 4096), "no memory"
+    held += pool.acquire([0])
+if name == "idle":
+    pool.disown(held)
+    held = []
+print("full", flush=True)
+sys.stdin.readline()
+pool.disown(held)
+pool.close()
+print("closed", flush=True)
+"""
+
+
+def until(claim: Callable[[], bool]) -> None:
+    """Wait until a claim holds."""
+    never = threading.Event()
+    for _ in range(int(PATIENCE_S / 0.01)):
+        if claim():
+            return
+        never.wait(0.01)
+    raise AssertionError("it has not come true")
+
+
+def stop(child: subprocess.Popen[str]) -> None:
+    """Stop a process, and wait until all of its threads are stopped."""
+    child.send_signal(signal.SIGSTOP)
+    threads = Path(f"/proc/{child.pid}/task")
+    until(
+        lambda: all(
+            (each / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+            for each in threads.iterdir()
+        )
+    )
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    """Open a broker of 64 pages."""
+    with Broker(tmp_path / "pool.sock", BUDGET, page_bytes=PAGE) as made:
+        yield made
+
+
+@pytest.fixture
+def join(broker: Broker) -> Iterator[Callable[..., ExtentPool]]:
+    """Make pools that join the broker; closed at the end, which leaves no member."""
+    pools: list[ExtentPool] = []
+
+    def make(name: str, floor_pages: int = 1, **options: float) -> ExtentPool:
+        backend = HostBackend(PAGE)
+        member = PoolMember.join(
+            broker.socket_path,
+            name=name,
+            device=backend.name,
+            free_bytes=0,
+            floor_bytes=floor_pages * PAGE,
+            **options,  # type: ignore[arg-type]
+        )
+        pools.append(ExtentPool(backend, member.budget_bytes))
+        member.bind(pools[-1])
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.disown([each for each in pool.extents() if each.num_owners])
+        pool.close()
+    until(lambda: not broker.members())
+
+
+@pytest.fixture
+def spawn() -> Iterator[Spawn]:
+    """Start members of a broker in other processes, each full of so many pages."""
+    children: list[subprocess.Popen[str]] = []
+
+    def start(broker: Broker, name: str, num_pages: int) -> subprocess.Popen[str]:
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, broker.socket_path, name, str(num_pages)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        children.append(child)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "full\n"
+        return child
+
+    yield start
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+def filled(pool: ExtentPool, num_pages: int) -> list[object]:
+    """Take pages of a pool one by one, with more from the broker where it has none."""
+    taken: list[object] = []
+    assert pool.member is not None
+    while len(taken) < num_pages:
+        if pool.available_bytes < PAGE:
+            assert pool.member.grow((num_pages - len(taken)) * PAGE)
+        taken += pool.acquire([0])
+    return taken
+
+
+def budgets(broker: Broker) -> dict[str, int]:
+    """Return the pages that each member may have."""
+    return {each.name: each.given_bytes // PAGE for each in broker.members()}
+
+
+def test_free_memory_moves_to_who_asks(broker: Broker, join: Callable[..., ExtentPool]) -> None:
+    """It is released to the driver first: together the pools never hold more than the budget."""
+    first, second = join("first"), join("second", floor_pages=4)
+    assert budgets(broker) == {"first": 1, "second": 4}
+    extents = filled(first, 50)
+    assert first.stats().created_bytes == 50 * PAGE
+    first.disown(extents)  # type: ignore[arg-type]
+    held = filled(second, 40)
+    assert first.stats().created_bytes + second.stats().created_bytes <= BUDGET
+    assert first.stats().created_bytes <= 24 * PAGE
+    second.disown(held)  # type: ignore[arg-type]
+    assert filled(first, 60)
+
+
+def test_live_memory_stays_with_its_member(broker: Broker, join: Callable[..., ExtentPool]) -> None:
+    """A pool without an engine gives up nothing that is in use; the others get the rest."""
+    first, second = join("first"), join("second")
+    filled(first, 40)
+    filled(second, 24)
+    assert second.member is not None
+    second.member._grow_timeout_s = 0.0
+    assert not second.member.grow(PAGE)
+    assert first.budget_bytes >= 40 * PAGE
+
+
+def test_an_idle_pool_keeps_its_floor_only(broker: Broker, join: Callable[..., ExtentPool]) -> None:
+    """What nobody uses goes back to the driver, although nobody has asked for it."""
+    pool = join("idle", floor_pages=3)
+    pool.disown(filled(pool, 30))  # type: ignore[arg-type]
+    until(lambda: pool.stats().created_bytes <= 3 * PAGE)
+    until(lambda: budgets(broker) == {"idle": 3})
+    assert broker.members()[0].report.created_bytes <= 3 * PAGE
+
+
+def test_a_killed_process_has_given_all_back(
+    broker: Broker, join: Callable[..., ExtentPool], spawn: Spawn
+) -> None:
+    """Its memory is counted as free once the kernel reports its end."""
+    pool, child = join("pool"), spawn(broker, "child", 50)
+    assert pool.member is not None
+    child.kill()
+    assert filled(pool, 60)
+
+
+def test_a_process_that_closes_its_pool_has_given_all_back(broker: Broker, spawn: Spawn) -> None:
+    """It leaves while it still lives."""
+    child = spawn(broker, "child", 50)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write("\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == "closed\n"
+    until(lambda: not broker.members())
+
+
+def test_memory_of_a_stopped_process_counts_until_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+    broker: Broker,
+    join: Callable[..., ExtentPool],
+    spawn: Spawn,
+) -> None:
+    """It is mapped whether the process runs or not; others go on with the rest meanwhile."""
+    monkeypatch.setattr(shares, "HANG_S", 0.2)
+    pool, child = join("pool"), spawn(broker, "child", 40)
+    stop(child)
+    filled(pool, 24)
+    assert pool.member is not None
+    pool.member._grow_timeout_s = 1.0
+    assert not pool.member.grow(PAGE)
+    child.kill()
+    pool.member._grow_timeout_s = PATIENCE_S
+    assert filled(pool, 30)
+
+
+def test_a_child_that_hangs_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spawn: Spawn
+) -> None:
+    """Only a process that this one has started, and only when its memory is wanted."""
+    monkeypatch.setattr(shares, "HANG_S", 0.7)
+    monkeypatch.setattr(shares, "IDLE_S", 1000.0)
+    backend = HostBackend(PAGE)
+    path = tmp_path / "pool.sock"
+    with Broker(path, BUDGET, page_bytes=PAGE, kills_after_s=0.3) as broker:
+        member = PoolMember.join(path, name="pool", device=backend.name, free_bytes=0)
+        pool = ExtentPool(backend, member.budget_bytes)
+        member.bind(pool)
+        child = spawn(broker, "idle", 40)
+        until(lambda: not broker.members()[-1].report.live_bytes)
+        stop(child)
+        extents = filled(pool, 60)
+        assert child.wait(PATIENCE_S) == -signal.SIGKILL
+        assert budgets(broker) == {"pool": 60}
+        pool.disown(extents)  # type: ignore[arg-type]
+        pool.close()
+
+
+def test_a_broker_that_ends_leaves_members_what_they_have(tmp_path: Path) -> None:
+    """They go on within it, and ask nobody for more."""
+    backend = HostBackend(PAGE)
+    with Broker(tmp_path / "pool.sock", BUDGET, page_bytes=PAGE) as broker:
+        member = PoolMember.join(broker.socket_path, name="pool", device=backend.name, free_bytes=0)
+        with closing(ExtentPool(backend, member.budget_bytes)) as pool:
+            member.bind(pool)
+            extents = filled(pool, 20)
+            broker.close()
+            until(lambda: not member.may_grow)
+            assert not member.grow(PAGE)
+            pool.disown(extents)  # type: ignore[arg-type]
+            pool.disown(pool.acquire([0] * 20))
+
+
+def test_the_budget_follows_what_the_device_has(tmp_path: Path) -> None:
+    """Without a given one it is nine tenths of what is free when members join, or less."""
+    backend = HostBackend(PAGE)
+    path = tmp_path / "pool.sock"
+    with Broker(path, page_bytes=PAGE) as broker:
+        assert broker.budget_bytes is None
+        its = {"device": backend.name, "floor_bytes": 10 * PAGE}
+        first = PoolMember.join(path, name="first", free_bytes=100 * PAGE, **its)  # type: ignore[arg-type]
+        assert broker.budget_bytes == 90 * PAGE
+        with closing(ExtentPool(backend, first.budget_bytes)) as pool:
+            first.bind(pool)
+            pool.disown(pool.acquire([0] * 10))
+            first.fit(40 * PAGE)
+            until(lambda: broker.budget_bytes == 50 * PAGE)
+            second = PoolMember.join(path, name="second", free_bytes=200 * PAGE, **its)  # type: ignore[arg-type]
+            assert broker.budget_bytes == 50 * PAGE
+            assert second.most_bytes == 40 * PAGE
+            second.leave()
+
+
+def test_who_cannot_join_is_told_why(
+    broker: Broker, join: Callable[..., ExtentPool], tmp_path: Path
+) -> None:
+    """No broker, floors that do not fit, another device, another version, a broken message."""
+    join("first", floor_pages=40)
+    path = broker.socket_path
+    its = {"name": "late", "device": HostBackend(PAGE).name, "free_bytes": 0}
+    with pytest.raises(ConfigError, match="start `vmkv pool`"):
+        PoolMember.join(tmp_path / "none.sock", **its)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="refuses: late wants a floor of"):
+        PoolMember.join(path, **its, floor_bytes=30 * PAGE)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="late runs on cuda:7, and the broker"):
+        PoolMember.join(path, **its | {"device": "cuda:7"})  # type: ignore[arg-type]
+    for message in (["join", {**its, "version": 0}], ["report", *Report()], 7, ["join"]):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(PATIENCE_S)
+            connection.connect(path)
+            connection.send(json.dumps(message).encode())
+            with suppress(ConnectionResetError):
+                assert b'"order"' not in connection.recv(1 << 16)
+    assert budgets(broker) == {"first": 40}
+
+
+def test_a_member_waits_for_its_floor_no_longer_than_it_says(
+    broker: Broker, join: Callable[..., ExtentPool]
+) -> None:
+    """Live rows of a pool without an engine hold it."""
+    filled(join("first"), 60)
+    with pytest.raises(TimeoutError, match="other members hold the memory"):
+        PoolMember.join(
+            broker.socket_path,
+            name="late",
+            device=HostBackend(PAGE).name,
+            free_bytes=0,
+            floor_bytes=20 * PAGE,
+            timeout_s=0.3,
+        )
+    assert budgets(broker) == {"first": 60}
+
+
+def test_the_socket_has_a_place_for_each_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable names another one."""
+    monkeypatch.setenv("VMKV_POOL", "/somewhere/else.sock")
+    assert default_socket_path() == "/somewhere/else.sock"
+    monkeypatch.delenv("VMKV_POOL")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert default_socket_path() == "/run/user/7/vmkv-pool.sock"

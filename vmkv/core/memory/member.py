@@ -1,0 +1,329 @@
+"""A pool's membership in a broker: its budget follows the broker's orders.
+
+    member = PoolMember.join(path, name="llama", device="cuda:0", free_bytes=…)
+    member.bind(ExtentPool(backend, member.budget_bytes))
+
+A thread carries orders out: it raises the pool's budget, or evicts parked rows, releases memory and
+lowers the budget slice by slice, telling the broker after each. Live rows are their owner's: an
+engine is told by `excess_bytes` how much to preempt, and to plan without `withheld_bytes`.
+
+See DESIGN.md, Note [One budget for many processes].
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ClosedError, ConfigError, DriverError
+from ...interrupts import interruptible
+from ...units import GiB, MiB, format_bytes
+from .broker import MESSAGE_BYTES_MAX, VERSION
+from .shares import Order, Report
+from .unix_sockets import peer_of
+
+if TYPE_CHECKING:
+    from .pool import ExtentPool
+
+_LOG = logging.getLogger(__name__)
+#: Interval of reports while rows change.
+_TICK_S = 0.25
+#: Memory that is released between two reports: some 3 ms.
+_SLICE_BYTES = 1 * GiB
+#: Growth that is asked for where nobody asks ahead: a share of the budget, within bounds.
+_GROWTH_SHARE, _GROWTH_MAX_BYTES = 16, 256 * MiB
+
+
+class PoolMember:
+    """A member of a broker, which an `ExtentPool` follows once it is bound.
+
+    Attributes:
+        budget_bytes: The first budget, for the pool to be made with.
+        most_bytes: The most that the budget could ever be.
+        withheld_bytes: Part of the budget that is to go back; nothing new should be planned on it.
+        excess_bytes: Memory of live rows that is to be given up.
+    """
+
+    def __init__(self, connection: socket.socket, order: Order, grow_timeout_s: float):
+        self._socket = connection
+        self.budget_bytes = order.budget_bytes
+        self.most_bytes = order.most_bytes
+        self.withheld_bytes = self.excess_bytes = 0
+        self._order = order
+        self._grow_timeout_s = grow_timeout_s
+        self._changed = threading.Condition()  # Guards what is told, and its order.
+        self._told = Report()
+        self._live_bytes = self._kept_bytes = 0
+        # Of an engine: what it wants beyond live rows, and what its first request takes.
+        self._more_bytes = self._first_bytes = 0
+        self._is_busy = self._asks_ahead = self._is_awaited = False
+        self._is_left = False
+        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._pool: ExtentPool | None = None
+
+    @classmethod
+    def join(
+        cls,
+        socket_path: str | os.PathLike[str],
+        *,
+        name: str,
+        device: str,
+        free_bytes: int,
+        floor_bytes: int = 0,
+        limit_bytes: int | None = None,
+        weight: float = 1.0,
+        timeout_s: float = 60.0,
+    ) -> PoolMember:
+        """Join a broker, and wait until it has given the floor.
+
+        Args:
+            socket_path: The broker's socket.
+            name: For people.
+            device: The backend's name; all members of a broker are on one device.
+            free_bytes: What the device has free now.
+            floor_bytes: Budget below which it is never taken back; at least one page.
+            limit_bytes: Budget at most; by default all that the floors of others leave.
+            weight: Share relative to the other members, where live rows must be given up.
+            timeout_s: Time for the floor to be given, and for later growth that is waited for.
+
+        Raises:
+            ConfigError: There is no broker, it is another user's, or it refuses.
+            TimeoutError: The floor is held by members that cannot give it back.
+        """
+        where = os.fspath(socket_path)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(timeout_s)
+            try:
+                interruptible(connection.connect, where)
+            except OSError as error:
+                raise ConfigError(
+                    f"there is no broker at {where} ({error.strerror}): start `vmkv pool`, or name "
+                    "its socket"
+                ) from error
+            peer_of(connection)
+            figures = {"free_bytes": free_bytes, "floor_bytes": floor_bytes}
+            figures |= {"limit_bytes": limit_bytes, "weight": weight}  # type: ignore[dict-item]
+            facts = {"version": VERSION, "name": name, "device": device, **figures}
+            connection.send(json.dumps(["join", facts]).encode())
+            try:
+                data = interruptible(connection.recv, MESSAGE_BYTES_MAX)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"the broker at {where} could not give {format_bytes(floor_bytes)} within "
+                    f"{timeout_s:g} s: other members hold the memory and do not give it back"
+                ) from None
+            kind, *values = json.loads(data) if data else ("refused", f"{where} has closed")
+            if kind != "order":
+                raise ConfigError(f"the broker refuses: {values[0]}")
+            connection.settimeout(None)
+            return cls(connection, Order(*values), timeout_s)
+        except BaseException:
+            with suppress(OSError):  # The order may be on its way.
+                connection.send(b'["leave"]')
+            connection.close()
+            raise
+
+    def bind(self, pool: ExtentPool) -> None:
+        """Have a pool, whose budget is `budget_bytes`, follow orders until it is closed."""
+        self._pool, pool.member = pool, self
+        thread = threading.Thread(target=self._run, args=(pool,), name="vmkv-member", daemon=True)
+        thread.start()
+
+    def leave(self) -> None:
+        """Tell the broker that all memory is released, and end. Idempotent."""
+        with self._changed:
+            if not self._is_left:
+                self._is_left = True
+                self._send("leave")
+                self._changed.notify_all()
+        if self._pool is None:
+            self._close()
+        self._poke()
+
+    # ---- for the pool's users -------------------------------------------------------------
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether the broker may still raise the budget."""
+        assert self._pool is not None
+        return not self._is_left and self._pool.budget_bytes < self.most_bytes
+
+    def ask(self, more_bytes: int, first_bytes: int, *, is_busy: bool) -> None:
+        """Tell ahead what will be wanted beyond live rows, and what the first request takes.
+
+        An engine calls it, whose requests then wait for memory instead of `grow`. Costs a look at
+        each parked row.
+        """
+        assert self._pool is not None
+        with self._changed:
+            self._asks_ahead = True
+            self._more_bytes, self._first_bytes, self._is_busy = more_bytes, first_bytes, is_busy
+        if not self._is_left:
+            self._look(self._pool)
+
+    def gave_up(self, num_bytes: int) -> None:
+        """Count memory of live rows that is parked or free now, of `excess_bytes`."""
+        self.excess_bytes = max(0, self.excess_bytes - num_bytes)
+        if not self.excess_bytes:
+            self._poke()
+
+    def wait(self, timeout_s: float, budget_bytes: int) -> None:
+        """Wait for the next order, unless the budget is no longer `budget_bytes`."""
+        with self._changed:
+            if self._pool is not None and self._pool.budget_bytes == budget_bytes:
+                self._changed.wait(timeout_s)
+
+    def grow(self, num_bytes: int) -> bool:
+        """Ask for so much more than the budget, and wait for some; false if none came in time.
+
+        Must not be called with the pool's lock held. An engine asks ahead, and never waits here.
+        """
+        pool = self._pool
+        if pool is None or self._asks_ahead or not self.may_grow:
+            return False
+        before_bytes = pool.budget_bytes
+        ahead_bytes = min(before_bytes // _GROWTH_SHARE, _GROWTH_MAX_BYTES)
+        with self._changed:
+            self._live_bytes = self._kept_bytes = before_bytes - self.withheld_bytes
+            self._more_bytes, self._is_busy = max(num_bytes, ahead_bytes), True
+            self._is_awaited = True
+            self._tell()
+
+            def has_grown() -> bool:
+                return self._is_left or pool.budget_bytes > before_bytes
+
+            try:
+                interruptible(self._changed.wait_for, has_grown, self._grow_timeout_s)
+            finally:
+                self._is_awaited = False
+        return pool.budget_bytes > before_bytes
+
+    def fit(self, free_bytes: int) -> None:
+        """Tell the broker what the device has free, which may lower the budget of all."""
+        assert self._pool is not None
+        created_bytes = self._pool.stats().created_bytes
+        with self._changed:
+            self._tell(created_bytes)
+            self._send("fit", free_bytes)
+
+    # ---- the thread -----------------------------------------------------------------------
+
+    def _run(self, pool: ExtentPool) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.register(self._waker, select.POLLIN)
+        try:
+            while not self._is_left:
+                self._come_down(pool)
+                self._look(pool)
+                is_quiet = self._asks_ahead and not self.withheld_bytes
+                poll.poll(None if is_quiet else 1000 * _TICK_S)
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._waker)
+                for order in self._orders():
+                    self._take(pool, order)
+        except ClosedError:
+            pass  # The pool has been closed, and this member has left.
+        except OSError as error:
+            if not self._is_left:
+                _LOG.warning("the broker is gone; the budget stays what it is: %s", error)
+        finally:
+            with self._changed:
+                self._is_left = True
+                self.withheld_bytes = self.excess_bytes = 0
+                self._changed.notify_all()
+                self._close()
+
+    def _close(self) -> None:
+        self._socket.close()
+        if self._waker >= 0:
+            os.close(self._waker)
+        self._waker = -1
+
+    def _orders(self) -> Iterator[Order]:
+        while True:
+            try:
+                data = self._socket.recv(MESSAGE_BYTES_MAX, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            if not data:
+                raise ConnectionResetError("it has closed the connection")
+            _, *values = json.loads(data)
+            yield Order(*values)
+
+    def _take(self, pool: ExtentPool, order: Order) -> None:
+        if order.budget_bytes > pool.budget_bytes:
+            pool.set_budget(order.budget_bytes)
+        with self._changed:
+            self._order, self.most_bytes = order, order.most_bytes
+            self.withheld_bytes = pool.budget_bytes - order.budget_bytes
+            self.excess_bytes = 0
+            self._changed.notify_all()
+
+    def _come_down(self, pool: ExtentPool) -> None:
+        """Lower the budget to the order's, as far as live rows allow."""
+        goal_bytes = self._order.budget_bytes
+        while self.withheld_bytes > 0:
+            before_bytes = pool.budget_bytes
+            try:
+                pool.lower_budget(max(goal_bytes, before_bytes - _SLICE_BYTES))
+            except DriverError:
+                _LOG.warning("memory could not be given back yet", exc_info=True)
+            with self._changed:
+                self.withheld_bytes = pool.budget_bytes - goal_bytes
+            if pool.budget_bytes == before_bytes:
+                break
+            self._look(pool)
+        self.excess_bytes = self.withheld_bytes if self._order.preempts else 0
+
+    def _look(self, pool: ExtentPool) -> None:
+        """Measure the memory of live rows, and report."""
+        with pool.lock:
+            stats = pool.stats()
+            parked_bytes = pool.pressure.freeable_bytes(stats.resident_bytes)
+        with self._changed:
+            before_bytes, self._live_bytes = self._live_bytes, stats.resident_bytes - parked_bytes
+            if not self._asks_ahead and not self._is_awaited:
+                self._is_busy = self._live_bytes != before_bytes
+                self._more_bytes = 0
+            if not self._asks_ahead or not self._is_busy:
+                self._kept_bytes = self._live_bytes
+            if self._report(stats.created_bytes) != self._told:
+                self._tell(stats.created_bytes)
+
+    def _report(self, created_bytes: int | None = None) -> Report:
+        assert self._pool is not None
+        if created_bytes is None:
+            created_bytes = self._told.created_bytes
+        live_bytes, kept_bytes = self._live_bytes, min(self._kept_bytes, self._live_bytes)
+        return Report(
+            self._order.serial,
+            self._pool.budget_bytes,
+            created_bytes,
+            live_bytes,
+            kept_bytes,
+            kept_bytes + self._first_bytes if self._asks_ahead else live_bytes + self._more_bytes,
+            live_bytes + self._more_bytes,
+            self._is_busy,
+        )
+
+    def _tell(self, created_bytes: int | None = None) -> None:
+        self._told = self._report(created_bytes)
+        self._send("report", *self._told)
+
+    def _send(self, *message: Any) -> None:
+        with suppress(OSError):  # Its thread finds that the broker is gone.
+            self._socket.send(json.dumps(message).encode())
+
+    def _poke(self) -> None:
+        with self._changed:
+            if self._waker >= 0:
+                os.eventfd_write(self._waker, 1)
