@@ -44,6 +44,10 @@ class EngineOptions:
         memory_fraction: Without `budget_bytes`, share of a GPU's whole memory for weights, graphs,
             keys and values; the rest stays free. Elsewhere, share of the free memory.
         host_budget_bytes: Host memory for swapping preempted requests; 0 to recompute them.
+        pool_socket: Socket of a broker (`vmkv pool`) that shares the device's memory between
+            processes; `budget_bytes` is then the most that this engine may have.
+        floor_bytes: Memory that a broker never takes back; at least a page.
+        pool_weight: Share relative to the broker's other members, where requests must be preempted.
         deterministic: Make a request's tokens independent of the rest of the batch, by forward
             passes of its own. This costs most of the throughput.
         prefix_caching: Reuse cached keys and values of prompts' prefixes. Samples of one request
@@ -83,6 +87,9 @@ class EngineOptions:
     budget_bytes: int | None = None
     memory_fraction: float | None = None
     host_budget_bytes: int = 0
+    pool_socket: str | None = None
+    floor_bytes: int = 0
+    pool_weight: float = 1.0
     deterministic: bool = False
     prefix_caching: bool = True
     attention_backend: str | None = None

@@ -143,9 +143,10 @@ class Engine:
             observer=observer,
         )
         spare = spare_bytes(self.cache.device, given)
-        self._own_budget = None if is_shared else OwnBudget(pool, spare)
+        self._own_budget = None if is_shared or pool.member else OwnBudget(pool, spare)
         self._is_stale = False  # The budget: others have had the device.
         self._is_closed = False
+        self.loop.rest()
 
     def _open_memory(self, pool: ExtentPool) -> Backend:
         """Open a further backend of a pool's device."""
@@ -396,6 +397,7 @@ class Engine:
 
     def _note_idle(self) -> None:
         self._is_idle = True
+        self.loop.rest()
         if self._observer is not None:
             self._observer.on(Idle(self.is_sleeping), self.cache)
 

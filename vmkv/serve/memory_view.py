@@ -23,7 +23,7 @@ from ..core.cache import (
     make_ready,
 )
 from ..core.cache import Sequence as CacheSequence
-from ..core.cache.device_memory import free_bytes, open_pool
+from ..core.cache.device_memory import free_bytes, open_member_pool, open_pool
 from ..core.cache.growing import lacking_room, retire_surplus, surplus_bytes
 from ..core.cache.layer_group import UNDERREAD_TOKENS
 from ..core.cache.prefix import BLOCK_TOKENS
@@ -125,11 +125,21 @@ def pool_beside(
     given with a shared pool.
     """
     if shared is not None:
-        if options.budget_bytes is not None or options.host_budget_bytes:
+        if options.budget_bytes is not None or options.host_budget_bytes or options.pool_socket:
             raise ConfigError("a shared pool has its own budgets; leave budget_bytes out")
         return shared
     device: torch.device = model.get_input_embeddings().weight.device
     name = "host" if device.type == "cpu" else str(device)
+    if options.pool_socket is not None:
+        return open_member_pool(
+            open_memory(name),
+            options.pool_socket,
+            host_budget_bytes=options.host_budget_bytes,
+            name=model.config.name_or_path or type(model).__name__,
+            floor_bytes=options.floor_bytes,
+            limit_bytes=options.budget_bytes,
+            weight=options.pool_weight,
+        )
     pool = open_pool(open_memory(name), options.budget_bytes, options.host_budget_bytes)
     if options.budget_bytes is None:
         page_bytes = pool.page_bytes
@@ -142,10 +152,14 @@ def pool_beside(
 def fit_budget(pool: ExtentPool, spare_bytes: int) -> None:
     """Lower a pool's budget to the memory that its device still has, less `spare_bytes`.
 
-    Call it after the model's graphs and activations have taken their memory.
+    Call it after the model's graphs and activations have taken their memory. Of a broker's budget
+    all members then have less.
     """
-    stats = pool.stats()
     left_bytes = max(0, pool.backend.free_memory_bytes() - spare_bytes)
+    if pool.member is not None:
+        pool.member.fit(left_bytes)
+        return
+    stats = pool.stats()
     fitting = stats.created_bytes + left_bytes
     fitting = max(pool.page_bytes, fitting // pool.page_bytes * pool.page_bytes)
     if fitting < stats.budget_bytes:
@@ -493,13 +507,15 @@ class MemoryView:
 
     @property
     def total_pages(self) -> int:
-        """Pages in the pool's budget."""
-        return self.cache.pool.budget_bytes // self.page_bytes
+        """Pages in the pool's budget, at the most that it may become."""
+        return self.cache.pool.most_bytes // self.page_bytes
 
     def free_pages(self) -> int:
-        """Pages of the budget that are not resident."""
-        stats = self.cache.pool.stats()
-        return (stats.budget_bytes - stats.resident_bytes) // self.page_bytes
+        """Pages of the budget that are not resident, without those that a broker wants back."""
+        pool = self.cache.pool
+        stats = pool.stats()
+        left_bytes = stats.budget_bytes - stats.resident_bytes - pool.withheld_bytes
+        return left_bytes // self.page_bytes
 
     def evictable_pages(self, enough_pages: int) -> int:
         """Pages that eviction can free; counting stops at `enough_pages`."""

@@ -132,6 +132,8 @@ _LAST = (sys.maxsize, 0)
 _HEADROOM_DIVISOR = 100
 #: Steps for which memory is made ready: memory retired in a step is free two steps later.
 _STEPS_AHEAD = 3
+#: Tokens of each running request for which a broker is asked ahead.
+_TOKENS_AHEAD = 64
 #: With more running requests than this, surplus pages are counted only every so many steps.
 _LOOK_STEPS = 8
 
@@ -375,6 +377,30 @@ class Scheduler:
         if num_new and first.state is RequestState.SWAPPED:
             num_new += first.num_computed
         return wanted, num_new, not first.num_computed
+
+    def pages_ahead(self, view: MemoryView) -> tuple[int, int]:
+        """Pages that requests will soon take beyond what they hold, and those of the first alone.
+
+        Counts waiting requests as far as there are slots, and the pages that admission keeps.
+        """
+
+        def length(request: Request) -> int:
+            return min(request.num_tokens + _TOKENS_AHEAD, request.max_total_tokens)
+
+        running = self.running
+        num_pages = sum(view.lacking([(each, length(each)) for each in running]).values())
+        num_pages += div_ceil(view.total_pages, _HEADROOM_DIVISOR) + len(running)
+        first = heapq.nsmallest(len(self.free_slots), self._waiting)
+        waiting = [self.requests[number] for _, number in first if number in self.requests]
+        for each in waiting:
+            is_swapped = each.state is RequestState.SWAPPED
+            num_pages += (
+                view.pages_to_resume(each)
+                if is_swapped
+                else view.pages_to_begin(each, length(each))
+            )
+        order = sorted((*running[:1], *waiting[:1]), key=attrgetter("rank"))
+        return num_pages, view.peak_pages(length(order[0])) if order else 0
 
     def run_first(self) -> None:
         """Give a free slot to the first waiting request; both must exist."""

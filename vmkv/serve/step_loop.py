@@ -44,6 +44,8 @@ from .scheduler import PlannedChunk, PreemptionMethod, Scheduler, StepPlan
 if TYPE_CHECKING:
     import torch
 
+    from ..core.memory import PoolMember
+
 # ---- pace ----------------------------------------------------------------------------------------
 
 #: Shortest step worth waiting in; the host's work takes most of shorter ones.
@@ -165,6 +167,8 @@ _ATTEMPTS_MAX = 12
 #: ready, that of a new request is tried only every so many steps, as counting evictable memory is
 #: slow.
 _TRIES_MAX = 8
+#: Interval of messages to a broker, and longest wait for one of its orders.
+_ASK_S, _ORDER_WAIT_S = 0.1, 0.02
 
 
 #: A request with its next token.
@@ -211,6 +215,8 @@ class StepLoop:
         # Pages counted as free that recently could not be mapped.
         self._withheld_pages = 0
         self._num_in_vain = 0  # Consecutive steps in which memory was not made ready.
+        # When a broker was asked last, for how many requests, and the budget of the last plan.
+        self._asked_s, self._num_asked, self._budget_bytes = -math.inf, 0, 0
         self._pace = Pace()
         self._arbiter = view.cache.pool.arbiter
         self._borrower = Borrower(self._arbiter, lambda: scheduler.last_rank, self._give_way)
@@ -275,6 +281,8 @@ class StepLoop:
             except DriverError:
                 self.num_failed_steps += 1
                 raise
+        if self._member is not None:
+            self._follow(self._member)
         submitted, plan = self._advance(record)
         has_unread = bool(self._pending)
         if submitted is not None:
@@ -290,6 +298,32 @@ class StepLoop:
             record.wait_s += time.perf_counter() - wait_start_s
             self._report(record, plan, self._observer)
         return bool(self._requests or self._pending)
+
+    @property
+    def _member(self) -> PoolMember | None:
+        return self._view.cache.pool.member
+
+    def rest(self) -> None:
+        """Tell a broker that no request is left; it takes back what is above the floor."""
+        if self._member is not None:
+            self._num_asked = 0
+            self._member.ask(0, 0, is_busy=False)
+
+    def _follow(self, member: PoolMember) -> None:
+        """Preempt requests whose memory a broker wants back, and ask it ahead of need."""
+        while member.excess_bytes > 0 and self._scheduler.last_rank is not None:
+            running = self._scheduler.running
+            num_pages = self._view.held_pages(running[-1]) if running else 0
+            self._give_way()
+            member.gave_up(max(1, num_pages) * self._view.page_bytes)
+        self._budget_bytes = self._view.cache.pool.budget_bytes
+        now_s, num_requests = time.perf_counter(), len(self._requests)
+        if num_requests > self._num_asked or now_s - self._asked_s >= _ASK_S:
+            more, first = self._scheduler.pages_ahead(self._view)
+            page_bytes = self._view.page_bytes
+            member.ask(more * page_bytes, first * page_bytes, is_busy=True)
+            self._asked_s = now_s
+        self._num_asked = num_requests
 
     def _advance(self, record: StepRecord) -> tuple[SubmittedStep | None, StepPlan]:
         """Plan, make room and submit; plan again while memory turns out to be short."""
@@ -521,12 +555,15 @@ class StepLoop:
     def _unblock(self) -> None:
         """Make room when nothing runs and nothing can begin; see `vmkv/core/memory/arbiter.py`.
 
-        Measures, one per call: restore the usual step size; preempt requests of other engines over
-        the pool; drop the last swapped request, which may hold shared pages; fail the first
-        request.
+        Measures, one per call: restore the usual step size; wait for a broker that may give more;
+        preempt requests of other engines over the pool; drop the last swapped request, which may
+        hold shared pages; fail the first request.
         """
         if self._token_limit is not None:
             self._token_limit = None
+            return
+        if self._member is not None and self._member.may_grow:
+            self._member.wait(_ORDER_WAIT_S, self._budget_bytes)
             return
         running = self._scheduler.running
         request = running[0] if running else self._scheduler.first_waiting

@@ -89,7 +89,8 @@ def renewed_runner(
     pool = rows.cache.pool
     budget_bytes = pool.budget_bytes
     runner = make_runner(model, rows, given, weights)
-    pool.set_budget(budget_bytes)  # `OwnBudget` follows what is free.
+    if pool.member is None:  # Else a broker decides.
+        pool.set_budget(budget_bytes)  # `OwnBudget` follows what is free.
     return runner
 
 

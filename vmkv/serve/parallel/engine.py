@@ -228,6 +228,11 @@ def checked_options(options: Mapping[str, Any]) -> EngineOptions:
     if "pool" in options:
         raise ConfigError("ranks cannot share a pool with others; leave pool out")
     given = EngineOptions(**options)
+    if given.pool_socket is not None:
+        raise ConfigError(
+            "a broker gives each process memory as it goes, and ranks must plan alike: leave "
+            "pool_socket out"
+        )
     if given.kv_scales is not None:
         raise ConfigError("kv_scales are of all heads, of which a rank has some; leave them out")
     return given

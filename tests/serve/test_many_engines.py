@@ -1,0 +1,203 @@
+"""Engines of different processes' kind, each with a pool of its own, under one broker.
+
+They run in this process, one after the other or by turns; the broker and the pools' threads are
+those of `vmkv serve`. Answers must be those of an engine alone, whatever memory does.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.tiny_models import tiny_model
+
+from vmkv import BackendUsage, ConfigError, ExtentPool, HostBackend
+from vmkv.core.memory import Broker, PoolMember, shares
+from vmkv.core.memory.arbiter import PATIENCE_STEPS
+from vmkv.serve import Engine, SamplingParams, memory_view, step_loop
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+PAGES = 100
+PROMPTS = [[1 + (7 * at + 3 * number) % 90 for at in range(60)] for number in range(12)]
+LONG = SamplingParams(temperature=0, max_tokens=40)
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    """Open a broker whose budget holds some of the prompts' requests at a time."""
+    with Broker(tmp_path / "pool.sock", PAGES * PAGE, page_bytes=PAGE) as made:
+        yield made
+
+
+@pytest.fixture
+def open_engine(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """Make engines that join the broker; their books are checked, and all is given back."""
+    made: list[tuple[Engine, HostBackend]] = []
+    opened = memory_view.open_member_pool
+
+    def make(**options: Any) -> Engine:
+        backend = HostBackend(PAGE)
+
+        def on_small_pages(memory: Any, *args: Any, **figures: Any) -> Any:
+            return opened(backend, *args, **figures)
+
+        monkeypatch.setattr(memory_view, "open_member_pool", on_small_pages)
+        defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_tokens": 128, "seed": 0}
+        its = {**defaults, "pool_socket": broker.socket_path, "floor_bytes": 8 * PAGE, **options}
+        engine = Engine(copy.deepcopy(tiny_model("llama")), **its)
+        made.append((engine, backend))
+        return engine
+
+    yield make
+    for engine, backend in made:
+        if not engine.cache.is_closed:
+            engine.cache.check()
+        engine.close()
+        assert backend.usage() == BackendUsage()
+    assert until(lambda: not broker.members())
+
+
+def until(claim: Callable[[], bool]) -> bool:
+    """Run idle until a claim holds."""
+    never = threading.Event()
+    for _ in range(3000):
+        if claim():
+            return True
+        never.wait(0.01)
+    raise AssertionError("it has not come true")
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    """Return the answers of an engine with memory for all."""
+    with Engine(copy.deepcopy(tiny_model("llama")), seed=0, max_tokens=128) as engine:
+        return [each.outputs[0].token_ids for each in engine.generate(PROMPTS, LONG)]
+
+
+def held(engine: Engine) -> int:
+    """Return the pages that an engine's pool has created."""
+    return engine.cache.pool.stats().created_bytes // PAGE
+
+
+def test_memory_follows_the_load(
+    broker: Broker, open_engine: Callable[..., Engine], alone: list[list[int]]
+) -> None:
+    """Each engine in its turn holds more than a fixed half would be, and answers as if alone."""
+    engines = [open_engine(), open_engine()]
+    most = [0, 0]
+    for _ in range(2):
+        for at, engine in enumerate(engines):
+            handles = [engine.add(prompt, LONG) for prompt in PROMPTS]
+            while engine.has_unfinished:
+                engine.step()
+                most[at] = max(most[at], held(engine))
+                assert sum(map(held, engines)) <= PAGES
+            answers = [each.output().outputs[0].token_ids for each in handles]
+            assert alone == answers
+            engine.step()  # Falls idle.
+    assert min(most) > 60
+
+
+def test_an_idle_engine_keeps_its_floor(broker: Broker, open_engine: Callable[..., Engine]) -> None:
+    """Its cached prefixes go back to the driver half a second after its last request."""
+    engine = open_engine(floor_bytes=10 * PAGE)
+    engine.generate(PROMPTS, LONG)
+    engine.step()
+    assert until(lambda: held(engine) <= 10)
+    assert until(lambda: broker.members()[0].given_bytes == 10 * PAGE)
+    engine.cache.check()
+
+
+def test_requests_are_preempted_where_all_have_too_little(
+    broker: Broker, open_engine: Callable[..., Engine], alone: list[list[int]]
+) -> None:
+    """Both engines are busy: the second takes its share from the first one's live rows."""
+    first, second = open_engine(), open_engine(pool_weight=3.0)
+    handles = [first.add(prompt, LONG) for prompt in PROMPTS]
+    while held(first) < 70:
+        first.step()
+    others = [second.add(prompt, LONG) for prompt in PROMPTS]
+    has_more = False
+    while first.has_unfinished or second.has_unfinished:
+        first.step()
+        second.step()
+        assert held(first) + held(second) <= PAGES
+        has_more |= held(second) > held(first)
+    assert has_more
+    for its in (handles, others):
+        assert alone == [each.output().outputs[0].token_ids for each in its]
+    assert any(each.num_preemptions for handle in handles for each in handle.requests)
+
+
+def test_requests_that_fit_no_fair_share_run_by_turns(
+    broker: Broker,
+    open_engine: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One request of each engine takes most of the budget; none waits for ever."""
+    monkeypatch.setattr(shares, "TURN_S", 0.3)
+    params = SamplingParams(temperature=0, max_tokens=100)
+    prompt = [1 + at % 90 for at in range(500)]
+    its = {"max_tokens": 1024, "max_num_batched_tokens": 256}
+    engines = [open_engine(**its), open_engine(**its)]
+    most = engines[0].cache.pool.most_bytes // PAGE
+    with Engine(copy.deepcopy(tiny_model("llama")), seed=0, **its) as plain:
+        expected = plain.generate(prompt, params)[0].outputs[0].token_ids
+        pages = plain._view.peak_pages(600) * plain.cache.pool.page_bytes // PAGE
+    assert most / 2 < pages <= most, pages
+    handles = [each.add(prompt, params) for each in engines]
+    while any(each.has_unfinished for each in engines):
+        for each in engines:
+            each.step()
+        assert sum(map(held, engines)) <= PAGES
+    for handle in handles:
+        assert expected == handle.output().outputs[0].token_ids
+
+
+def test_a_request_waits_for_memory_that_another_member_keeps(
+    broker: Broker,
+    open_engine: Callable[..., Engine],
+    alone: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For as long as it takes: the broker may give it at any time."""
+    monkeypatch.setattr(step_loop, "_ORDER_WAIT_S", 0.001)
+    engine = open_engine(floor_bytes=2 * PAGE)
+    its = {"name": "other", "device": engine.cache.pool.backend.name, "free_bytes": 0}
+    member = PoolMember.join(broker.socket_path, **its)  # type: ignore[arg-type]
+    with closing(ExtentPool(HostBackend(PAGE), member.budget_bytes)) as pool:
+        member.bind(pool)
+        assert until(lambda: held(engine) <= 2)
+        extents = []
+        while len(extents) < 96:  # A request takes more than the four pages that are left.
+            if pool.available_bytes < PAGE:
+                assert member.grow((96 - len(extents)) * PAGE)
+            extents += pool.acquire([0])
+        handle = engine.add(PROMPTS[0], LONG)
+        for _ in range(2 * PATIENCE_STEPS):
+            engine.step()
+        assert not handle.is_finished
+        pool.disown(extents)
+    while not handle.is_finished:
+        engine.step()
+    assert alone[0] == handle.output().outputs[0].token_ids
+
+
+def test_a_request_may_be_as_long_as_the_floors_of_others_leave(
+    broker: Broker, open_engine: Callable[..., Engine]
+) -> None:
+    """An engine's first budget is its floor, which says nothing about what it can serve."""
+    engine = open_engine(max_tokens=2048, floor_bytes=8 * PAGE)
+    alone_tokens = engine.max_tokens
+    other = open_engine(floor_bytes=80 * PAGE)
+    assert until(lambda: engine.max_tokens < alone_tokens)
+    assert engine.max_tokens < 2048
+    with pytest.raises(ConfigError, match="leaves no room for an answer"):
+        engine.add([1] * alone_tokens)
+    assert other.max_tokens == 128
