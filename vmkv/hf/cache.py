@@ -26,7 +26,7 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
 
     Args:
         config: The model's configuration.
-        options: `max_tokens`, `max_batch_size`, `budget_bytes`, `backend`, `pool`,
+        options: `max_tokens`, `max_batch_size`, `budget_bytes`, `backend`, `pool`, `memory`,
             `layers_per_group`, `attention_backend`, `kv_dtype`, `kv_scales` and `skip_layers`: see
             `vmkv.hf.store.CacheOptions`.
 

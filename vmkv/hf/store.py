@@ -32,10 +32,11 @@ from ..attention import get as get_attention_backend
 from ..attention.append import why_not_fp8
 from ..core.backend import Backend, open_backend
 from ..core.cache import CacheStats, KVCache
+from ..core.cache.device_memory import open_member_pool
 from ..core.cache.fp8 import FP8
 from ..core.cache.geometry import check_positive, fitting_rows
 from ..core.cache.stats import add_stats
-from ..core.memory import ExtentPool
+from ..core.memory import ExtentPool, default_socket_path
 from ..errors import CapacityError, ClosedError, ConfigError
 from ..step.states import StateLayer
 from . import compat
@@ -62,6 +63,9 @@ class CacheOptions:
         budget_bytes: Physical memory at most, per device; by default all that is free.
         backend: `"host"`, `"cuda:0"`, a backend, or None to follow the model's tensors.
         pool: Physical memory to share with other caches; excludes backend and budget_bytes.
+        memory: "pool" joins the broker of this user (`vmkv pool`), which shares a device's memory
+            between processes, and "pool:PATH" the one at a socket; `budget_bytes` is then the most
+            that this cache may have. Live rows are never taken back. Excludes pool.
         layers_per_group: See `KVCache`.
         attention_backend: The kernel for models that attend through `"vmkv"`: a name of
             `vmkv.attention.backend_names()`; by default the best that can serve.
@@ -80,6 +84,7 @@ class CacheOptions:
     budget_bytes: int | None = None
     backend: str | Backend | None = None
     pool: ExtentPool | None = None
+    memory: str | None = None
     layers_per_group: int | None = None
     attention_backend: str | None = None
     kv_dtype: str = "auto"
@@ -89,11 +94,37 @@ class CacheOptions:
     def __post_init__(self) -> None:
         if self.pool is not None and (self.backend is not None or self.budget_bytes is not None):
             raise ConfigError("a pool has its own budget and backend; leave those out")
+        if self.memory is not None and (self.pool is not None or self._broker is None):
+            raise ConfigError(
+                f'memory={self.memory!r} is neither "pool" nor "pool:PATH", the socket of a '
+                "`vmkv pool`"
+                if self._broker is None
+                else "pool and memory state the same: leave one out"
+            )
         for name in ("max_tokens", "max_batch_size", "budget_bytes", "layers_per_group"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
         if self.attention_backend is not None:
             get_attention_backend(self.attention_backend)  # Refuses an unknown name.
+
+    @property
+    def _broker(self) -> str | None:
+        """Socket of the broker that `memory` names; None if it names none."""
+        kind, colon, path = (self.memory or "").partition(":")
+        if kind != "pool" or bool(colon) != bool(path):
+            return None
+        return path or default_socket_path()
+
+    def open_pool(self, device: str) -> ExtentPool | None:
+        """Return the pool to make a cache over, if there is one; see `memory` and `pool`."""
+        if self.memory is None:
+            return self.pool
+        return open_member_pool(
+            self.backend or device,
+            self._broker or "",
+            name=f"a cache of process {os.getpid()}",
+            limit_bytes=self.budget_bytes,
+        )
 
 
 class Signature(NamedTuple):
@@ -275,8 +306,7 @@ class Store:
                     "DynamicCache there"
                 )
             options = self.options
-            memory = options.backend if options.pool is None else options.pool
-            if self.rows and memory is not None:
+            if self.rows and (options.backend or options.pool or options.memory):
                 raise ConfigError(
                     f"keys arrived on {device}, but this cache was given one device's memory "
                     f"({next(iter(self.rows))}); leave backend out for models spread over several"
@@ -289,13 +319,19 @@ class Store:
             if device.type == "cuda":
                 wanted_rows = num_rows + self._num_spare_rows
                 num_rows = max(num_rows, fitting_rows(token_bytes, max_tokens, wanted_rows))
-            core = KVCache(
-                memory if memory is not None else open_backend(str(device)),
-                max_tokens=max_tokens,
-                max_sequences=num_rows,
-                budget_bytes=options.budget_bytes,
-                layers_per_group=options.layers_per_group,
-            )
+            pool = options.open_pool(str(device))
+            try:
+                core = KVCache(
+                    pool or options.backend or open_backend(str(device)),
+                    max_tokens=max_tokens,
+                    max_sequences=num_rows,
+                    budget_bytes=options.budget_bytes if pool is None else None,
+                    layers_per_group=options.layers_per_group,
+                )
+            except BaseException:
+                if pool is not None and options.memory is not None:
+                    pool.close()
+                raise
             if core.device != device:
                 core.close()
                 raise ConfigError(
