@@ -10,13 +10,14 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from .. import kept
 from ..errors import CapacityError, ConfigError, VMKVError, one_line
@@ -28,10 +29,11 @@ from .folders import check_folder
 from .progress import Progress, handling
 
 if TYPE_CHECKING:
+    from ..core.memory import Broker
     from ..serve.engine import Engine
     from ..serve.observer import EngineObserver
     from ..serve.parallel import TensorParallel
-    from ..serve.server.service import ServerMetrics, StreamingEngine
+    from ..serve.server.service import ServerMetrics, Service, StreamingEngine
     from ..serve.start import StartedProcess
 
 _LOG = logging.getLogger(__name__)
@@ -43,6 +45,9 @@ _LENGTH_HELP = "prompt and answer of a request together; by default the model's 
 _WATERMARK_HELP = "device memory kept while no request runs; by default everything"
 _SLEEP_HELP = """seconds without requests after which the weights move to host memory, until
 the next request"""
+_POOL_HELP = """socket of a running vmkv pool that shares the device's memory with other
+processes; --memory is then the most of it. Several models have a pool of their own by default"""
+_WEIGHT_HELP = "share where other members of the pool want the same memory"
 _SHARE_HELP = """share of the device's memory for weights, graphs, keys and values together,
 as in vLLM; instead of --memory"""
 #: Fields of `EngineOptions`: name, type, metavar, help, and the flags where they are not the name;
@@ -54,6 +59,9 @@ _ENGINE = (
     ("max_tokens", types.positive_int, "N", _LENGTH_HELP, "--max-model-tokens", "--max-model-len"),
     ("budget_bytes", types.positive_gib, "GiB", "for keys and values; by default all", "--memory"),
     ("memory_fraction", types.share, "SHARE", _SHARE_HELP, "--gpu-memory-utilization"),
+    ("pool_socket", types.name, "PATH", _POOL_HELP, "--pool"),
+    ("floor_bytes", types.gib, "GiB", "of shared memory: never taken back", "--floor"),
+    ("pool_weight", types.number(0.001, 1000, "weights"), "W", _WEIGHT_HELP, "--weight"),
     ("host_budget_bytes", types.gib, "GiB", "host memory for preempted requests", "--swap"),
     ("watermark_bytes", types.gib, "GiB", _WATERMARK_HELP, "--watermark"),
     ("sleep_after_s", types.seconds, "S", _SLEEP_HELP, "--sleep-after"),
@@ -72,6 +80,10 @@ _LIMITS = (
     ("max_priority", types.count, "N", "levels for clients to choose; 0 for none"),
     ("send_timeout_s", types.seconds, "S", "seconds a client may not read", "--send-timeout"),
 )
+_OF_ONE_MODEL = (
+    *("--tokenizer", "--served-model-name", "--revision", "--kv-scales", "--trace"),
+    *("--chat-template", "--response-template"),
+)
 #: Here requests arrive one by one, so that long mixed steps would delay tokens.
 _MAX_NUM_MIXED_TOKENS = 1024
 
@@ -87,11 +99,16 @@ def add_parser(commands: types.Commands) -> None:
         "way is finished. API keys come from --api-key, a file or the variable "
         f"{_API_KEY_VARIABLE}; without any everybody may ask.",
     )
-    parser.add_argument("model", metavar="MODEL", type=types.name, help="a folder, or a Hub name")
+    text = "a folder, or a Hub name; several have an engine each, and share the memory by need"
+    parser.add_argument(
+        "model", metavar="MODEL", type=types.name, nargs="+", action=_Models, help=text
+    )
     add = parser.add_argument_group("model").add_argument
     types.add_source(add)
     add("--tokenizer", type=types.name, help="a folder or Hub name, where it is not the model's")
     add("--served-model-name", type=types.name, help="what clients call it; by default MODEL")
+    text = "load each of several models with its first request"
+    add("--lazy", action="store_true", help=text)
     add("--device", type=types.device, default="auto", help="auto, cpu, cuda, cuda:1 …")
     text = "of the weights; by default as they were saved, like auto"
     add("--dtype", choices=("auto", *types.DTYPES), help=text)
@@ -145,6 +162,19 @@ def add_parser(commands: types.Commands) -> None:
     parser.set_defaults(run=run, log_requests=True, **its)
 
 
+class _Models(argparse.Action):
+    """Keeps all models, and the first of them as the model."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.models, namespace.model = values, values[0]
+
+
 def _add_all(add: Callable[..., object], options: type, rows: Sequence[tuple[Any, ...]]) -> None:
     """Add a flag for each of some fields, with the field's default."""
     for dest, of, metavar, text, *flags in rows:
@@ -165,7 +195,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     # Checks that need no model come before one is loaded, the cheapest first.
     _check_installed()
     _check_combination(arguments)
-    check_folder(arguments.model)
+    for each in arguments.models:
+        check_folder(each)
     from ..serve.start import ending_in_order, open_socket, start_process, without_collections
 
     arguments.began_s = time.monotonic()
@@ -179,25 +210,73 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         name = "vmkv.serve.server.request_log"
         stack.enter_context(_log_of(arguments, name, arguments.log_requests))
         stack.enter_context(_names_of_options())
-        started = None
-        if not arguments.replicas:
-            make = functools.partial(_engine, arguments)
-            started = stack.enter_context(contextlib.closing(start_process(make)))
+        broker = stack.enter_context(_broker(arguments))
+        parts = [_part_of(arguments, model, broker) for model in arguments.models]
+        started: list[StartedProcess | None] = []
+        for each in parts:
+            make = functools.partial(_engine, each)
+            is_later = arguments.replicas or arguments.lazy
+            process = None if is_later else contextlib.closing(start_process(make))
+            started.append(None if process is None else stack.enter_context(process))
         kept.choose_bytecode_folder()
         with phase("importing torch and transformers"), without_collections():
-            from ..serve.server import create_app, run_server
-            from .models import load_sampling_defaults
+            from ..serve.metrics import BrokerMetrics
+            from ..serve.server import create_app_for, run_server
 
         _set_logging(arguments)
-        options_for = server_options(arguments)
+        options_for = [server_options(each) for each in parts]
         with phase("checking options"):
-            longest = _check_engine(arguments)
-        defaults = load_sampling_defaults(
-            arguments.model, arguments.generation_config, revision=arguments.revision
+            longest = [_check_engine(each) for each in parts]
+        served = [
+            stack.enter_context(_serving(*its))
+            for its in zip(parts, started, longest, options_for, strict=True)
+        ]
+        services, options = [each.service for each in served], served[0].options
+
+        def announce() -> None:
+            host, port = listener.getsockname()[:2]
+            host = f"[{host}]" if ":" in host else host
+            if progress is not None:
+                progress.write("listening")
+            out.writelines(_announcement(arguments, f"http://{host}:{port}/v1", served, broker))
+            out.flush()
+
+        common = [] if broker is None else [BrokerMetrics(broker)]
+        run_server(
+            create_app_for(services, options, common),
+            listener,
+            drain_timeout_s=arguments.drain_timeout,
+            log_level=arguments.log_level,
+            on_ready=announce,
         )
-        tokenizer = _tokenizer(arguments)
-        running = _running(arguments, tokenizer, started)
-        engine, metrics, max_tokens, budget_bytes = stack.enter_context(running)
+    return 0
+
+
+class _Served(NamedTuple):
+    """A model behind the server, and the memory for its keys and values."""
+
+    service: Service
+    options: ServerOptions
+    budget_bytes: int
+
+
+@contextlib.contextmanager
+def _serving(
+    arguments: argparse.Namespace,
+    started: StartedProcess | None,
+    longest: int,
+    options_for: Callable[..., ServerOptions],
+) -> Iterator[_Served]:
+    """Run one model's engine, and make its service."""
+    from ..serve.server import Service
+    from .models import load_sampling_defaults
+
+    defaults = load_sampling_defaults(
+        arguments.model, arguments.generation_config, revision=arguments.revision
+    )
+    tokenizer = _tokenizer(arguments)
+    with _running(arguments, tokenizer, started, longest) as its:
+        engine, metrics, max_tokens, budget_bytes = its
         if max_tokens < longest:
             _LOG.warning(
                 "the memory for keys and values holds requests of %d tokens, the model's are up to "
@@ -206,32 +285,61 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
                 longest,
             )
         options = options_for(max_tokens, sampling_defaults=defaults)
+        yield _Served(Service(engine, tokenizer, options, metrics), options, budget_bytes)
 
-        def announce() -> None:
-            host, port = listener.getsockname()[:2]
-            host = f"[{host}]" if ":" in host else host
-            of_each = f" with {arguments.replicas} replicas" if arguments.replicas else ""
-            if progress is not None:
-                progress.write("listening")
-            out.write(
-                f"vmkv serves {options.model_name} at http://{host}:{port}/v1{of_each}: up to "
-                f"{max_tokens:,} tokens a request, {format_bytes(budget_bytes)} for keys and "
-                f"values{' of each' if of_each else ''}, "
-                f"{'with' if options.api_keys else 'without'} API keys\n"
-            )
-            if defaults:
-                told = ", ".join(f"{name}={value}" for name, value in defaults.items())
-                out.write(f"requests that leave them out have {told} (--generation-config)\n")
-            out.flush()
 
-        run_server(
-            create_app(engine, tokenizer, options, metrics),
-            listener,
-            drain_timeout_s=arguments.drain_timeout,
-            log_level=arguments.log_level,
-            on_ready=announce,
-        )
-    return 0
+def _announcement(
+    arguments: argparse.Namespace, url: str, served: Sequence[_Served], broker: Broker | None
+) -> Iterator[str]:
+    """Yield lines that say what is served, and with what memory."""
+    of_each = f" with {arguments.replicas} replicas" if arguments.replicas else ""
+    names = ", ".join(each.options.model_name for each in served)
+    first, tokens = served[0], ""
+    if len(served) == 1:
+        tokens = f"up to {first.options.max_model_tokens:,} tokens a request, "
+    memory = f"{format_bytes(first.budget_bytes)} for keys and values"
+    if broker is not None:
+        known = broker.budget_bytes and format_bytes(broker.budget_bytes)
+        memory = f"{known or 'what is free'} for keys and values of all"
+    elif arguments.pool_socket is not None:
+        memory = f"memory of the pool at {arguments.pool_socket}"
+    yield (
+        f"vmkv serves {names} at {url}{of_each}: {tokens}{memory}{' of each' if of_each else ''}, "
+        f"{'with' if first.options.api_keys else 'without'} API keys\n"
+    )
+    if broker is not None:
+        yield f"other programs join its memory at {broker.socket_path}\n"
+    for each in served:
+        if defaults := each.options.sampling_defaults:
+            told = ", ".join(f"{name}={value}" for name, value in defaults.items())
+            of = f" of {each.options.model_name}" if len(served) > 1 else ""
+            yield f"requests{of} that leave them out have {told} (--generation-config)\n"
+
+
+@contextlib.contextmanager
+def _broker(arguments: argparse.Namespace) -> Iterator[Broker | None]:
+    """Open the broker of several models, where none is named."""
+    if len(arguments.models) == 1 or arguments.pool_socket is not None:
+        yield None
+        return
+    from ..core.memory import Broker
+
+    with tempfile.TemporaryDirectory(prefix="vmkv-") as folder:
+        path = Path(folder) / "pool.sock"
+        kills_after_s = arguments.silence_timeout
+        with Broker(path, arguments.budget_bytes, kills_after_s=kills_after_s) as broker:
+            yield broker
+
+
+def _part_of(
+    arguments: argparse.Namespace, model: str, broker: Broker | None
+) -> argparse.Namespace:
+    """Return the options of one of the models."""
+    part = argparse.Namespace(**vars(arguments))
+    part.model = model
+    if broker is not None:
+        part.pool_socket, part.budget_bytes = broker.socket_path, None
+    return part
 
 
 def _progress(arguments: argparse.Namespace) -> AbstractContextManager[Progress | None]:
@@ -268,11 +376,12 @@ def _names_of_options() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _running(
-    arguments: argparse.Namespace, tokenizer: Any, started: StartedProcess | None
+    arguments: argparse.Namespace, tokenizer: Any, started: StartedProcess | None, longest: int
 ) -> Iterator[tuple[StreamingEngine, ServerMetrics, int, int]]:
     """Start an engine in a process of its own, or replicas, each with a tokenizer.
 
-    Yields it, its metrics, the tokens of a request, and the memory for keys and values.
+    Yields it, its metrics, the tokens of a request, and the memory for keys and values. A request
+    of a model that is loaded later is checked against the `longest` until its engine knows better.
     """
     make, silence_max_s = functools.partial(_engine, arguments), arguments.silence_timeout
     if arguments.replicas:
@@ -291,9 +400,17 @@ def _running(
 
     metrics = Metrics()
     process = EngineProcess(
-        make, tokenizer=tokenizer, observer=metrics, started=started, silence_max_s=silence_max_s
+        make,
+        tokenizer=tokenizer,
+        observer=metrics,
+        started=started,
+        is_lazy=arguments.lazy,
+        silence_max_s=silence_max_s,
     )
     with contextlib.closing(process):
+        if arguments.lazy:
+            yield process, metrics, longest, 0
+            return
         metrics.bind_pages(process.page_bytes)
         yield process, metrics, process.max_tokens, process.stats.budget_bytes
 
@@ -311,6 +428,7 @@ def _check_combination(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--sleep-keeps-prefixes needs --sleep-after, and host memory for them: --swap"
         )
+    _check_sharing(arguments)
     if not arguments.replicas:
         return
     if can_sleep:
@@ -324,6 +442,37 @@ def _check_combination(arguments: argparse.Namespace) -> None:
             f"--device {arguments.device} is one GPU, and each of --replicas has its own: say "
             "--device cuda, and which GPUs in CUDA_VISIBLE_DEVICES"
         )
+
+
+def _check_sharing(arguments: argparse.Namespace) -> None:
+    """Raise `ConfigError` for options that several models, or a shared memory, cannot have."""
+    is_shared = arguments.pool_socket is not None or len(arguments.models) > 1
+    what = "several models" if len(arguments.models) > 1 else "--pool"
+    if is_shared and arguments.replicas:
+        raise ConfigError(f"--replicas and {what} do not go together: replicas have a GPU each")
+    if is_shared and arguments.tensor_parallel > 1:
+        raise ConfigError(
+            f"--tensor-parallel and {what} do not go together yet: ranks must plan alike, and "
+            "shared memory comes to each as it does"
+        )
+    if not is_shared and (arguments.floor_bytes or arguments.pool_weight != 1):
+        raise ConfigError(
+            "--floor and --weight are of memory that is shared: name a --pool, or several models"
+        )
+    if arguments.lazy and len(arguments.models) == 1:
+        raise ConfigError("--lazy is of several models: leave it out")
+    if arguments.lazy and arguments.pool_socket is None and arguments.budget_bytes is None:
+        raise ConfigError(
+            "--lazy needs --memory, the memory for keys and values of all models, which leaves "
+            "room for the weights of those that are loaded later"
+        )
+    if len(arguments.models) == 1:
+        return
+    if len(set(arguments.models)) < len(arguments.models):
+        raise ConfigError("a model is named twice, and clients choose by its name: leave one out")
+    for flag in _OF_ONE_MODEL:
+        if getattr(arguments, flag[2:].replace("-", "_")) is not None:
+            raise ConfigError(f"{flag} is of one model: start a server for each with a --pool")
 
 
 def _check_engine(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,8 @@ from .arguments import Commands, name, seconds
 Samples: TypeAlias = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 TIMEOUT_S = 5.0
+#: Label of a server of several models.
+_MODEL = "model_name"
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,22 @@ class Scrape:
 
     taken_s: float
     samples: Samples = field(default_factory=dict)
+
+    def of_model(self, model: str | None) -> Scrape:
+        """Return what is of one model of several, without its label; of none for None."""
+        found = {
+            (name, frozenset((key, value) for key, value in labels if key != _MODEL)): each
+            for (name, labels), each in self.samples.items()
+            if dict(labels).get(_MODEL) == model
+        }
+        return Scrape(self.taken_s, found)
+
+    @property
+    def models(self) -> list[str]:
+        """The models of a server of several."""
+        return sorted(
+            {dict(labels)[_MODEL] for _, labels in self.samples if _MODEL in dict(labels)}
+        )
 
     def value(self, name: str, **labels: str) -> float:
         """Return one value; 0 if it was not reported."""
@@ -125,7 +143,18 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def view(url: str, now: Scrape, before: Scrape | None = None) -> str:
-    """Render one screen: a row for each metric, in the server's order; rates need two scrapes."""
+    """Render one screen, of each model of several; rates need two scrapes."""
+    parts = [f"vmkv top  {url}", ""]
+    for model in (*now.models, None):
+        part = now.of_model(model)
+        if part.samples:
+            parts += [f"model {model}", ""] if model is not None else []
+            parts += [*_lines(part, None if before is None else before.of_model(model)), ""]
+    return "\n".join(parts)
+
+
+def _lines(now: Scrape, before: Scrape | None) -> list[str]:
+    """Render a row for each metric, in the server's order."""
     rows: dict[str, list[str]] = {}
     budget_bytes = now.value("memory_bytes", state="budget")
     for (sample, labels), value in now.samples.items():
@@ -144,8 +173,7 @@ def view(url: str, now: Scrape, before: Scrape | None = None) -> str:
                 words += [f"({_number(name, rate)}/s)"] if rate else []
             rows.setdefault(metric, []).append(" ".join(words))
     width = max(map(len, rows))
-    lines = [f"{metric:<{width}}  {'   '.join(values)}" for metric, values in rows.items()]
-    return "\n".join([f"vmkv top  {url}", "", *lines, ""])
+    return [f"{metric:<{width}}  {'   '.join(values)}" for metric, values in rows.items()]
 
 
 def _number(name: str, value: float) -> str:

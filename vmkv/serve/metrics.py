@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..core.cache import CacheStats
+from ..core.memory import Broker
 from .observer import (
     Event,
     FirstToken,
@@ -163,6 +164,41 @@ class Metrics:
     def text(self) -> bytes:
         """Render all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+def labelled(families_of: Mapping[str, Iterable[Metric]], label: str) -> list[Metric]:
+    """Merge metrics by name; each sample gets a label with the key that it came under."""
+    found: dict[str, Metric] = {}
+    for key, families in families_of.items():
+        for family in families:
+            its = (family.name, family.documentation, family.type)
+            merged = found.setdefault(family.name, Metric(*its))
+            for sample in family.samples:
+                merged.samples.append(sample._replace(labels={**sample.labels, label: key}))
+    return list(found.values())
+
+
+class BrokerMetrics:
+    """The books of a broker: what members were given, and of it have created, use and want."""
+
+    def __init__(self, broker: Broker):
+        self._broker = broker
+
+    def families(self) -> Iterator[Metric]:
+        """Yield every metric with its samples."""
+        members = self._broker.members()
+        budget_bytes = self._broker.budget_bytes or 0
+        yield GaugeMetricFamily("vmkv_pool_budget_bytes", "Memory of all members", budget_bytes)
+        family = GaugeMetricFamily(
+            "vmkv_pool_bytes", "Memory of a member", labels=["member", "state"]
+        )
+        for each in members:
+            told = each.report
+            states = {"given": each.given_bytes, "created": told.created_bytes}
+            states |= {"live": told.live_bytes, "wanted": told.wanted_bytes}
+            for state, value in states.items():
+                family.add_metric([each.name, state], value)
+        yield family
 
 
 def _families(stats: CacheStats) -> Iterator[Metric]:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import ClosedError, ConfigError, one_line
 from ..children import end_child, why_ended
@@ -26,6 +26,9 @@ from ..engine_loop import Command, News
 from ..observer import EngineObserver, Event, Idle
 from ..start import StartedProcess, start_process
 from .host import Failed, MakeEngine, Ready, Unpacker, packed
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
@@ -67,6 +70,8 @@ class EngineProcess(EngineClient):
         tokenizer: For prompts and outputs that are text.
         started: Process that makes the first engine, by default a new one.
         observer: Gets the engine's events, in the event loop.
+        is_lazy: Start the process with the first request, which waits for it; the attributes below
+            are there from then on. A failure is that request's, and the next one tries again.
         options: See `EngineClient`; a silence is no failure while the engine is made.
 
     Attributes:
@@ -85,9 +90,11 @@ class EngineProcess(EngineClient):
         tokenizer: Any = None,
         started: StartedProcess | None = None,
         observer: EngineObserver | None = None,
+        is_lazy: bool = False,
         **options: Any,
     ):
         super().__init__(tokenizer, **options)
+        self._worker = None
         self._make = make
         self._started = started
         self._observer = observer
@@ -97,7 +104,8 @@ class EngineProcess(EngineClient):
         self._gone = asyncio.Event()
         self._restarting: asyncio.Task[None] | None = None
         self._restart_s = 0.0
-        self._start()
+        if not is_lazy:
+            self._start()
 
     def _start(self) -> None:
         """Start a process and wait until its engine is ready."""
@@ -121,6 +129,8 @@ class EngineProcess(EngineClient):
     async def shutdown(self, drain: bool = True) -> None:
         """Stop the engine and do not restart it; with `drain=False`, kill it after a timeout."""
         self._is_stopping = True
+        if self._worker is None:
+            return
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.wait([self._restarting])
@@ -130,11 +140,22 @@ class EngineProcess(EngineClient):
 
     def close(self) -> None:
         """End the process and cancel its requests, without an event loop. Idempotent."""
-        self._socket.close()
-        end_child(self._worker, _END_S)
+        if self._worker is not None:
+            self._socket.close()
+            end_child(self._worker, _END_S)
+
+    @property
+    def failure(self) -> str | None:
+        """Why no request can be served; None also before the first request has started it."""
+        return None if self._worker is None and self._death is None else super().failure
+
+    async def __aenter__(self) -> Self:
+        return self if self._worker is None else await super().__aenter__()
 
     async def _connect(self) -> None:
         async with self._connecting:
+            if self._worker is None:
+                await self._start_late()
             if self._transport is None:
                 loop = asyncio.get_running_loop()
                 self._transport, _ = await loop.create_unix_connection(
@@ -174,6 +195,14 @@ class EngineProcess(EngineClient):
         self._tell_idle()
         if not self._is_stopping:
             self._restarting = asyncio.get_running_loop().create_task(self._start_anew())
+
+    async def _start_late(self) -> None:
+        try:
+            await asyncio.to_thread(self._start)
+        except Exception as error:
+            self._worker = None
+            _LOG.exception("the engine could not be started")
+            raise ClosedError(f"the model could not be loaded: {one_line(error)}") from error
 
     async def _start_anew(self) -> None:
         await asyncio.to_thread(self.close)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from ..metrics import labelled
+
 _LABEL = "replica"
 
 
@@ -18,16 +20,11 @@ class ReplicaMetrics:
 
     def take(self, texts: Mapping[str, bytes]) -> None:
         """Merge the metrics of all replicas, given in Prometheus' text format by replica."""
-        found: dict[str, Metric] = {}
-        for replica, text in sorted(texts.items()):
-            for family in text_string_to_metric_families(text.decode()):
-                merged = found.setdefault(
-                    family.name, Metric(family.name, family.documentation, family.type)
-                )
-                for sample in family.samples:
-                    labels = {**sample.labels, _LABEL: replica}
-                    merged.samples.append(sample._replace(labels=labels))
-        self._families = list(found.values())
+        parsed = {
+            replica: text_string_to_metric_families(text.decode())
+            for replica, text in sorted(texts.items())
+        }
+        self._families = labelled(parsed, _LABEL)
 
     def families(self) -> Iterable[Metric]:
         """Return every metric with its samples."""

@@ -10,4 +10,6 @@ in `errors.py`. `app.py` has the routes. Needs the extra `.[serve]`.
 from ...options import Limits as Limits
 from ...options import ServerOptions as ServerOptions
 from .app import create_app as create_app
+from .app import create_app_for as create_app_for
 from .run import run_server as run_server
+from .service import Service as Service

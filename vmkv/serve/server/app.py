@@ -7,7 +7,7 @@ uvicorn.run(app)                       # or `run_server(app, ...)`, which drains
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 import vmkv
 
+from ...errors import ConfigError
 from ...options import ServerOptions
 from ..metrics import Metrics
 from .errors import ApiError
@@ -47,11 +48,30 @@ def create_app(
 
     Its `state.service` is the `Service` that a server drains.
     """
-    service = Service(engine, tokenizer, options, metrics or Metrics())
+    return create_app_for([Service(engine, tokenizer, options, metrics or Metrics())], options)
+
+
+def create_app_for(
+    services: Sequence[Service],
+    options: ServerOptions,
+    common: Sequence[ServerMetrics] = (),
+) -> FastAPI:
+    """Create the application of several models, one for each service; see `create_app`.
+
+    `options` are of the server as a whole, `common` metrics that are of no model. Requests that
+    name no model go to the first. Raises `ConfigError` if two have the same name.
+    """
+    service = services[0]
+    service.served.update({each.model_name: each for each in services})
+    service.common.extend(common)
+    if len(service.served) < len(services):
+        raise ConfigError("two models have the same name, by which clients choose: leave one out")
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with engine:
+        async with contextlib.AsyncExitStack() as engines:
+            for each in services:
+                await engines.enter_async_context(each.engine)
             yield
             service.close()
 

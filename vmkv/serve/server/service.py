@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...errors import ConfigError, LostError, shown
 from ...options import ServerOptions
-from ..metrics import CONTENT_TYPE
+from ..metrics import CONTENT_TYPE, labelled
 from ..params import SamplingParams
 from ..request import CompletionOutput, RequestOutput
 from .choices import ChatForm, ChoicesWriter, CompletionForm, Form, Tokens
@@ -112,6 +112,10 @@ class Service:
     """Serves one model: validates requests, admits them and builds their responses.
 
     While `is_draining`, new requests are refused. `gate` bounds the engine's requests.
+
+    A server of several models has a service for each, in one mapping by name (`served`). The
+    first one's routes serve all: a request goes to the service of its `model`, by default to the
+    first. `common` are metrics of all of them.
     """
 
     def __init__(
@@ -131,6 +135,8 @@ class Service:
         self.model_name = options.model_name
         self.sampling_defaults = options.sampling_defaults
         self.limits = limits
+        self.served: dict[str, Service] = {self.model_name: self}
+        self.common: list[ServerMetrics] = []
         self._metrics = metrics
         self._http_metrics = CollectorRegistry()
         self.http_responses = Counter(
@@ -156,11 +162,13 @@ class Service:
 
     async def completions(self, request: Request) -> Response:
         """Continue one or several prompts."""
-        return await self.generate(request, await self.read(request, CompletionRequest))
+        service, body = await self.read(request, CompletionRequest)
+        return await service.generate(request, body)
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a chat."""
-        return await self.generate(request, await self.read(request, ChatRequest))
+        service, body = await self.read(request, ChatRequest)
+        return await service.generate(request, body)
 
     async def generate(
         self,
@@ -190,33 +198,36 @@ class Service:
 
     async def responses(self, request: Request) -> Response:
         """Answer a conversation, with texts and function calls."""
-        body = await self.read(request, ResponsesRequest)
-        writer = partial(ResponseWriter, body, self.model_name)
-        return await self.generate(request, body.chat(), writer)
+        service, body = await self.read(request, ResponsesRequest)
+        writer = partial(ResponseWriter, body, service.model_name)
+        return await service.generate(request, body.chat(), writer)
 
     async def messages(self, request: Request) -> Response:
         """Answer a conversation, with texts and uses of tools."""
-        chat = (await self.read(request, MessagesRequest)).chat()
-        return await self.generate(request, chat, partial(MessageWriter, self.model_name))
+        service, body = await self.read(request, MessagesRequest)
+        writer = partial(MessageWriter, service.model_name)
+        return await service.generate(request, body.chat(), writer)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation, as an answer to it would."""
-        chat = (await self.read(request, CountTokensRequest)).chat()
-        return JSONResponse({"input_tokens": len(await self._tokens(request, chat))})
+        service, body = await self.read(request, CountTokensRequest)
+        return JSONResponse({"input_tokens": len(await service._tokens(request, body.chat()))})
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a prompt or a chat, as a completion would use them."""
-        body = await self.read(request, TokenizeRequest)
-        found = await self._tokens(request, body.what)
-        strings = self.prompts.strings(found) if body.return_token_strs else None
-        sizes = {"count": len(found), "max_model_len": self._max_model_tokens}
+        service, body = await self.read(request, TokenizeRequest)
+        found = await service._tokens(request, body.what)
+        strings = service.prompts.strings(found) if body.return_token_strs else None
+        sizes = {"count": len(found), "max_model_len": service._max_model_tokens}
         return JSONResponse({**sizes, "tokens": found, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""
-        tokens = (await self.read(request, DetokenizeRequest)).tokens
-        self.prompts.check(tokens)
-        return JSONResponse({"prompt": await self._converted(request, self.prompts.text, tokens)})
+        service, body = await self.read(request, DetokenizeRequest)
+        prompts = service.prompts
+        prompts.check(body.tokens)
+        text = await service._converted(request, prompts.text, body.tokens)
+        return JSONResponse({"prompt": text})
 
     async def _tokens(self, request: Request, prompt: Prompt) -> Sequence[int]:
         self.prompts.check(prompt)
@@ -235,26 +246,30 @@ class Service:
 
     async def load(self) -> dict[str, int]:
         """Return the number of requests that run or wait, as vLLM names it."""
-        return {"server_load": self.gate.num_inside + self.gate.num_waiting}
+        return {"server_load": sum(self._counts())}
 
     async def models(self) -> dict[str, Any]:
-        """List the served model."""
-        return {"object": "list", "data": [await self.model(self.model_name)]}
+        """List the served models."""
+        return {"object": "list", "data": [await self.model(name) for name in self.served]}
 
     async def model(self, name: str) -> dict[str, Any]:
         """Describe a model."""
-        self.check_model(name)
+        service = self.find(name)
         head = {"id": name, "object": "model", "created": self._started_s, "owned_by": "vmkv"}
-        return {**head, "max_model_len": self._max_model_tokens}
+        return {**head, "max_model_len": service._max_model_tokens}
 
     async def health(self) -> JSONResponse:
-        """Report whether the server accepts requests."""
-        reason = self.engine.failure
-        status = "ok" if reason is None else "failing"
+        """Report whether the server accepts requests, of any model."""
+        reasons = {name: each.engine.failure for name, each in self.served.items()}
+        failures = {name: reason for name, reason in reasons.items() if reason is not None}
+        several = len(reasons) > 1
+        told = [f"{name}: {reason}" if several else reason for name, reason in failures.items()]
+        reason = "; ".join(told) or None
+        status = "failing" if len(failures) == len(reasons) else "ok"
         if self.is_draining:
             status, reason = "draining", reason or "the server is about to stop"
-        counts = {"requests_inside": self.gate.num_inside}
-        counts["requests_waiting"] = self.gate.num_waiting
+        num_inside, num_waiting = self._counts()
+        counts = {"requests_inside": num_inside, "requests_waiting": num_waiting}
         body = {"status": status, "reason": reason, **counts}
         return JSONResponse(body, 200 if status == "ok" else 503)
 
@@ -275,37 +290,52 @@ class Service:
             )
         if mode not in ("abort", "wait"):
             raise invalid(f"mode={shown(mode)} is neither abort nor wait", "mode")
-        await self._sleeper.sleep(aborts=mode == "abort")
+        await self._asked(request.query_params.get("model")).sleep(aborts=mode == "abort")
         return Response()
 
-    async def wake_up(self) -> Response:
+    async def wake_up(self, model: str | None = None) -> Response:
         """Bring the weights back."""
-        await self._sleeper.wake()
+        await self._asked(model).wake()
         return Response()
 
-    async def is_sleeping(self) -> dict[str, bool]:
+    async def is_sleeping(self, model: str | None = None) -> dict[str, bool]:
         """Report whether the model sleeps."""
-        return {"is_sleeping": bool(self._sleeper.is_sleeping)}
+        return {"is_sleeping": bool(self._asked(model).is_sleeping)}
+
+    def _asked(self, model: str | None) -> Any:
+        """Return what puts a model to sleep, of several the one that a query names."""
+        return (self if model is None else self.find(model))._sleeper
+
+    def _counts(self) -> tuple[int, int]:
+        """Count the requests of all models that are admitted, and that wait for it."""
+        gates = [each.gate for each in self.served.values()]
+        return sum([each.num_inside for each in gates]), sum([each.num_waiting for each in gates])
 
     async def metrics(self) -> PlainTextResponse:
         """Return all metrics in Prometheus' format."""
-        families = [*self._metrics.families()]
+        own = {name: [*each._metrics.families()] for name, each in self.served.items()}
+        by_model = labelled(own, "model_name")
+        families = by_model if len(own) > 1 else own[self.model_name]
+        families = [*families, *(family for each in self.common for family in each.families())]
         text = generate_latest(SimpleNamespace(collect=lambda: families))
         text += generate_latest(self._http_metrics)
-        text += generate_latest(VllmNames(families, self.model_name))
+        text += generate_latest(VllmNames(by_model, list(own)))
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
-    async def read(self, request: Request, form: type[BodyT]) -> BodyT:
-        """Receive and validate a request's body; raises `ApiError`, or `ClientDisconnect`."""
+    async def read(self, request: Request, form: type[BodyT]) -> tuple[Service, BodyT]:
+        """Receive and validate a request's body, and find the service of its model.
+
+        Raises `ApiError`, or `ClientDisconnect`.
+        """
         received = await receive_body(request, self.limits)
         content_type = request.headers.get("content-type", "")
         is_small = len(received) <= _SMALL_BYTES
         async with contextlib.nullcontext() if is_small else self._parsing:
-            body = await parse(received, content_type, form, self._max_values)
-        if body.model is not None:
-            self.check_model(body.model)
+            most = max(each._max_values for each in self.served.values())
+            body = await parse(received, content_type, form, most)
+        service = self if body.model is None else self.find(body.model)
         self._note_unknown(body.unknown)
-        return body
+        return service, body
 
     def _note_unknown(self, names: Collection[str]) -> None:
         """Log each name of an unknown parameter once."""
@@ -387,25 +417,30 @@ class Service:
                 "priority",
             )
 
-    def check_model(self, name: str) -> None:
-        """Raise `ApiError` unless `name` is the served model."""
-        if name != self.model_name:
-            message = f"the model {shown(name)} is not served here; {self.model_name!r} is"
+    def find(self, name: str) -> Service:
+        """Return the service of a model; `ApiError` if it is not served here."""
+        if name not in self.served:
+            names = " and ".join(map(repr, self.served))
+            are = "are" if len(self.served) > 1 else "is"
+            message = f"the model {shown(name)} is not served here; {names} {are}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        return self.served[name]
 
     # ---- shutdown -------------------------------------------------------------------------
 
     async def cut(self) -> None:
         """Cancel every request: whole answers end with an error, streams with an error event."""
         self.is_draining = True
-        self.gate.close()
-        self._tokenizing.close()
-        await self.engine.shutdown(drain=False)
+        for each in self.served.values():
+            each.gate.close()
+            each._tokenizing.close()
+        await asyncio.gather(*[each.engine.shutdown(drain=False) for each in self.served.values()])
 
     def close(self) -> None:
-        """Stop the tokenizer's threads."""
+        """Stop the tokenizers' threads."""
         self.is_draining = True
-        self.prompts.close()
+        for each in self.served.values():
+            each.prompts.close()
 
 
 # ---- answers -------------------------------------------------------------------------------------

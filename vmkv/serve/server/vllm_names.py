@@ -31,11 +31,11 @@ _LABELS = {"finish_reason": "finished_reason"}
 
 
 class VllmNames:
-    """A registry of `families` under vLLM's names, with the label `model_name`."""
+    """A registry of `families`, which have the label `model_name`, under vLLM's names."""
 
-    def __init__(self, families: Iterable[Metric], model_name: str):
+    def __init__(self, families: Iterable[Metric], model_names: Iterable[str]):
         self._families = {family.name: family for family in families}
-        self._model = {"model_name": model_name}
+        self._model_names = model_names
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that have been reported."""
@@ -50,19 +50,20 @@ class VllmNames:
             yield self._usage(memory.samples)
         labels = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
         adapters = Metric("vllm:lora_requests_info", "Adapters; none are served", "gauge")
-        adapters.add_sample(adapters.name, {**labels, **self._model}, 0.0)
+        for name in self._model_names:
+            adapters.add_sample(adapters.name, {**labels, "model_name": name}, 0.0)
         yield adapters
 
     def _renamed(self, family: Metric, name: str, sample: Sample) -> Sample:
         labels = {_LABELS.get(key, key): value for key, value in sample.labels.items()}
         suffix = sample.name.removeprefix(family.name)
-        return sample._replace(name=name + suffix, labels={**labels, **self._model})
+        return sample._replace(name=name + suffix, labels=labels)
 
     def _usage(self, samples: Iterable[Sample]) -> Metric:
         usage = Metric("vllm:kv_cache_usage_perc", "Used share of the memory, 1 for all", "gauge")
         bytes_of: dict[tuple[tuple[str, str], ...], dict[str, float]] = {}
         for sample in samples:
-            labels = {**sample.labels, **self._model}
+            labels = dict(sample.labels)
             state = labels.pop("state")
             bytes_of.setdefault(tuple(labels.items()), {})[state] = sample.value
         for replica, states in bytes_of.items():

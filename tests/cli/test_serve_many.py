@@ -1,0 +1,180 @@
+"""`vmkv serve A B`: models behind one address, each with an engine, which share one memory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+import transformers
+from helpers import warm_python
+from helpers.serving import tiny_llama, tiny_tokenizer
+
+from vmkv.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+MEMORY = "0.0625"
+
+
+@pytest.fixture(scope="module")
+def models(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two models with other weights and lengths, as folders."""
+    other = tmp_path_factory.mktemp("other")
+    changed = tiny_llama()
+    with torch.no_grad():
+        changed.lm_head.weight[2:] = changed.lm_head.weight[2:].flip(0).clone()
+    changed.config.max_position_embeddings = 512
+    changed.save_pretrained(other)
+    tiny_tokenizer().save_pretrained(other)
+    return [str(model), str(other)]
+
+
+@contextlib.contextmanager
+def serving(*options: str) -> Iterator[tuple[warm_python.Child, str]]:
+    """Run the command in a process that has imported torch already, and yield it with its address.
+
+    It drains on SIGTERM in the end.
+    """
+    command = ["-m", "vmkv.cli", "serve", *options, "--port", "0", "--device", "cpu"]
+    child = warm_python.start(*command, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        line = child.stdout.readline()
+        found = re.search(r"http://[\d.]+:\d+", line)
+        assert found, line or child.stderr.read()
+        yield child, found.group(0)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == 0, child.stderr.read()
+    finally:
+        child.kill()
+        child.wait(60)
+        child.communicate(timeout=60)
+
+
+def plain(name: str, prompt: list[int]) -> list[int]:
+    """Return the tokens that transformers generates."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(name)
+    answer = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+    return answer[0, len(prompt) :].tolist()
+
+
+def asked(client: httpx.Client, url: str, **body: object) -> httpx.Response:
+    """Ask for eight likeliest tokens."""
+    its = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    return client.post(f"{url}/v1/completions", json={**its, "ignore_eos": True, **body})
+
+
+def engines_of(pid: int) -> list[int]:
+    """Return the processes of a server's engines, in the order of their start."""
+
+    def children_of(pid: int) -> list[int]:
+        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+    children = children_of(pid)
+    forked = [each for child in children for each in children_of(child)]
+    return forked or [
+        each for each in children if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()
+    ]
+
+
+@pytest.mark.slow
+def test_models_are_chosen_by_name_and_do_not_disturb_each_other(models: list[str]) -> None:
+    """Names, lengths, metrics and `vmkv top` by model; an engine that dies is started anew."""
+    expected = [plain(name, [5, 6, 7]) for name in models]
+    assert expected[0] != expected[1]
+    with serving(*models, "--memory", MEMORY) as (child, url), httpx.Client(timeout=60) as client:
+        assert re.fullmatch(
+            r"other programs join its memory at /\S+/pool.sock\n", child.stdout.readline()
+        )
+        listed = client.get(f"{url}/v1/models").json()["data"]
+        assert models == [each["id"] for each in listed]
+        assert listed[1]["max_model_len"] == 512
+        for name, tokens in (*zip(models, expected, strict=True), (None, expected[0])):
+            choice = asked(client, url, model=name).json()["choices"][0]
+            assert choice["token_ids"] == tokens
+        answer = asked(client, url, model="third")
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+        assert f"{models[0]!r} and {models[1]!r} are" in answer.json()["error"]["message"]
+        body = {"prompt": "ab", "model": models[1]}
+        assert client.post(f"{url}/tokenize", json=body).json()["max_model_len"] == 512
+
+        text = client.get(f"{url}/metrics").text
+        for number, name in zip((2, 1), models, strict=True):
+            label = f'finish_reason="length",model_name="{name}"'
+            assert f"vmkv_requests_total{{{label}}} {number}.0" in text
+            assert f'vllm:num_requests_running{{model_name="{name}"}} 0.0' in text
+            assert re.search(rf'vmkv_pool_bytes{{member="{name}",state="given"}} \d', text)
+        assert text.count("# TYPE vllm:num_requests_running ") == 1
+        out = io.StringIO()
+        assert main(["top", url, "--once"], out) == 0
+        assert f"model {models[0]}\n" in out.getvalue()
+        assert out.getvalue().count("\nrequests ") == 2
+
+        first, second = engines_of(child.pid)
+        os.kill(first, signal.SIGKILL)
+        while asked(client, url, model=models[0]).status_code == 200:
+            pass
+        assert asked(client, url, model=models[1]).status_code == 200
+        health = client.get(f"{url}/health")
+        assert health.status_code == 200
+        assert health.json()["reason"].startswith(f"{models[0]}: the engine has ended")
+        while client.get(f"{url}/health").json()["reason"] is not None:
+            assert asked(client, url, model=models[1]).status_code == 200
+        assert asked(client, url, model=models[0]).json()["choices"][0]["token_ids"] == expected[0]
+        assert second in engines_of(child.pid)
+
+
+@pytest.mark.slow
+def test_lazy_models_are_loaded_by_their_first_requests(models: list[str], tmp_path: Path) -> None:
+    """A model that cannot be loaded fails its requests, and no others; the next one tries again."""
+    broken = tmp_path / "broken"
+    shutil.copytree(models[1], broken)
+    weights = broken / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:100])
+    its = [models[0], str(broken)]
+    with (
+        serving(*its, "--lazy", "--memory", MEMORY) as (child, url),
+        httpx.Client(timeout=100) as client,
+    ):
+        assert engines_of(child.pid) == []
+        assert client.get(f"{url}/health").status_code == 200
+        assert len(client.get(f"{url}/v1/models").json()["data"]) == 2
+        answer = asked(client, url, model=str(broken))
+        assert answer.status_code == 503
+        assert "the model could not be loaded" in answer.json()["error"]["message"]
+        assert asked(client, url).status_code == 200
+        assert len(engines_of(child.pid)) == 1
+        weights.write_bytes(data)
+        assert asked(client, url, model=str(broken)).status_code == 200
+        assert len(engines_of(child.pid)) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["b", "--replicas", "2"], "--replicas and several models do not go together"),
+        (["b", "--tensor-parallel", "2"], "--tensor-parallel and several models do not go"),
+        (["--pool", "p", "--tensor-parallel", "2"], "--tensor-parallel and --pool do not go"),
+        (["b", "--trace", "t"], "--trace is of one model: start a server for each with a --pool"),
+        (["b", "--served-model-name", "n"], "--served-model-name is of one model"),
+        (["b", "--lazy"], "--lazy needs --memory"),
+        (["--lazy"], "--lazy is of several models"),
+        (["--floor", "1"], "name a --pool, or several models"),
+        (["--weight", "2"], "name a --pool, or several models"),
+        (["a"], "a model is named twice"),
+    ],
+)
+def test_what_several_models_cannot_have_is_refused(
+    complaint: Callable[..., str], options: list[str], words: str
+) -> None:
+    """In the words of the command line, before anything is read."""
+    assert words in complaint("serve", "a", *options)
