@@ -206,12 +206,22 @@ def serving(
 ) -> Iterator[str]:
     """Run a server and yield its address; its output goes to `logs`, `told` are further options."""
     port = free_port()
+    command = [*command_of(server, folder, port, smoke=smoke), *told]
     log = logs / f"{server}-{port}.log"
+    with running(server, command, environment_of(server, path), log, port) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def running(
+    server: str, command: Sequence[str], environment: dict[str, str], log: Path, port: int
+) -> Iterator[str]:
+    """Run a server's command and yield its address, once it is healthy."""
     start = time.perf_counter()
     with log.open("w") as out:
         process = subprocess.Popen(
-            [*command_of(server, folder, port, smoke=smoke), *told],
-            env=environment_of(server, path),
+            command,
+            env=environment,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # vLLM has processes of its own, which must end with it.

@@ -190,7 +190,7 @@ async def send_all(url: str, work: Sequence[tuple[float, bytes]], start_s: float
         return list(await asyncio.gather(*tasks))
 
 
-def _send(url: str, work: Sequence[tuple[float, bytes]], start_s: float) -> list[Timing]:
+def send(url: str, work: Sequence[tuple[float, bytes]], start_s: float) -> list[Timing]:
     gc.freeze()  # A garbage collection would count against the server.
     return asyncio.run(send_all(url, work, start_s))
 
@@ -202,7 +202,7 @@ def apply(load: Load, url: str, model: str) -> list[Timing]:
     context = multiprocessing.get_context("fork")  # Nothing here has threads yet.
     with ProcessPoolExecutor(count, mp_context=context) as pool:
         start_s = time.perf_counter() + load.lead_s
-        parts = [pool.submit(_send, url, work[at::count], start_s) for at in range(count)]
+        parts = [pool.submit(send, url, work[at::count], start_s) for at in range(count)]
         return [timing for part in parts for timing in part.result()]
 
 

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ...errors import ConfigError
+from ...interrupts import uninterrupted
 from ..backend import Backend, open_backend
 from ..memory import ExtentPool, PoolMember
 from .layer_group import torch_device
@@ -44,6 +45,7 @@ def open_pool(
         return _made(backend, budget_bytes, host_budget_bytes)
 
 
+@uninterrupted
 def open_member_pool(
     memory: str | Backend,
     socket_path: str | os.PathLike[str],
