@@ -89,7 +89,8 @@ def test_models_are_chosen_by_name_and_do_not_disturb_each_other(models: list[st
     """Names, lengths, metrics and `vmkv top` by model; an engine that dies is started anew."""
     expected = [plain(name, [5, 6, 7]) for name in models]
     assert expected[0] != expected[1]
-    with serving(*models, "--memory", MEMORY) as (child, url), httpx.Client(timeout=60) as client:
+    its = [*models, "--memory", MEMORY, "--enable-sleep-mode"]
+    with serving(*its) as (child, url), httpx.Client(timeout=60) as client:
         assert re.fullmatch(
             r"other programs join its memory at /\S+/pool.sock\n", child.stdout.readline()
         )
@@ -106,8 +107,18 @@ def test_models_are_chosen_by_name_and_do_not_disturb_each_other(models: list[st
         body = {"prompt": "ab", "model": models[1]}
         assert client.post(f"{url}/tokenize", json=body).json()["max_model_len"] == 512
 
+        assert client.post(f"{url}/sleep", params={"model": models[1]}).status_code == 200
+        sleeping = [
+            client.get(f"{url}/is_sleeping", params=its).json()["is_sleeping"]
+            for its in ({}, {"model": models[0]}, {"model": models[1]})
+        ]
+        assert sleeping == [False, False, True]
+        assert client.post(f"{url}/sleep", params={"model": "third"}).status_code == 404
+        answer = asked(client, url, model=models[1])
+        assert answer.json()["choices"][0]["token_ids"] == expected[1]
+
         text = client.get(f"{url}/metrics").text
-        for number, name in zip((2, 1), models, strict=True):
+        for number, name in zip((2, 2), models, strict=True):
             label = f'finish_reason="length",model_name="{name}"'
             assert f"vmkv_requests_total{{{label}}} {number}.0" in text
             assert f'vllm:num_requests_running{{model_name="{name}"}} 0.0' in text
