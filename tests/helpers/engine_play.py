@@ -137,7 +137,7 @@ def stamped_engine(
         made["rows"] = StampedRows(cache, device, UNDERREAD_TOKENS)
         return made["rows"]
 
-    def make_runner(_: object, rows: StampedRows, __: object) -> StampRunner:
+    def make_runner(_: object, rows: StampedRows, *__: object) -> StampRunner:
         made["runner"] = StampRunner(rows)
         return made["runner"]
 

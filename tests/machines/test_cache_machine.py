@@ -670,6 +670,8 @@ class CacheMachine(RuleBasedStateMachine):
     def hold_fences(self) -> None:
         self.cache.pool.reclaimer.poll()
         self.host.hold_fences()
+        # Rows parked before would be evicted behind a fence that has passed already.
+        self.cache.pool.reclaimer._recorded.clear()
         self.unmaps_at_hold = self.host.calls["mem_unmap"]
         self.passed_at_hold = self.host.last_passed_fence
 

@@ -153,7 +153,7 @@ class LayerCall(NamedTuple):
 def in_autocast(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """Convert to the type in which autocast attends; rotary embeddings leave float32 behind."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     return [each.to(torch.get_autocast_dtype(kind)) for each in tensors]
 
