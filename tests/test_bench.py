@@ -24,13 +24,14 @@ BENCHES = [
 ]
 MARKERS = "<!-- figures:start -->\n<!-- figures:end -->\n"
 
-pytestmark = pytest.mark.slow
+# The first test waits for all benches, some of which start servers.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def run(script: Path | str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run a script of the bench folder as a user would."""
     return subprocess.run(
-        [sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=480
+        [sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=880
     )
 
 

@@ -66,7 +66,7 @@ def open_engine(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 def until(claim: Callable[[], bool]) -> bool:
     """Run idle until a claim holds."""
     never = threading.Event()
-    for _ in range(3000):
+    for _ in range(10_000):
         if claim():
             return True
         never.wait(0.01)
