@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers.device import Device
 from helpers.pool_play import PAGE, add_layers, cost_model
-from helpers.stamped_rows import History, StampedRows
+from helpers.stamped_rows import STATES, History, StampedRows
 from helpers.stamps import append
 
 from vmkv import ExtentPool, KVCache, Sequence
@@ -30,7 +30,7 @@ _ALIASES, _COPIES = 0, 1000  # Extents of at least so many pages are aliased.
 class _Play:
     """A cache of one group, with eight tokens in a page, on a late device."""
 
-    def __init__(self, seed: int, alias_pages: int):
+    def __init__(self, seed: int, alias_pages: int, *, has_states: bool):
         self.device = Device(PAGE, is_late=True, seed=seed)
         pool = ExtentPool(
             self.device, 100 * PAGE, host_budget_bytes=100 * PAGE, close_when_unused=True
@@ -39,6 +39,8 @@ class _Play:
             pool, max_tokens=96, max_sequences=3, cost_model=cost_model(alias_pages)
         )
         add_layers(self.cache, 0, 1, 32, None)
+        if has_states:
+            self.cache.add_states(STATES)
         self.cache.current_stream = self.device.current_stream
         self.rows = StampedRows(self.cache, self.device)
         self.histories: dict[Sequence, History] = {}
@@ -79,12 +81,12 @@ class _Play:
 
 
 @pytest.fixture(params=range(6))
-def make_play(request: pytest.FixtureRequest) -> Iterator[Callable[[int], _Play]]:
+def make_play(request: pytest.FixtureRequest) -> Iterator[Callable[..., _Play]]:
     """Makes a play whose seed is the parameter."""
     with ExitStack() as stack:
 
-        def make(alias_pages: int) -> _Play:
-            play = _Play(request.param, alias_pages)
+        def make(alias_pages: int, *, has_states: bool = False) -> _Play:
+            play = _Play(request.param, alias_pages, has_states=has_states)
             stack.callback(play.close)
             return play
 
@@ -93,7 +95,7 @@ def make_play(request: pytest.FixtureRequest) -> Iterator[Callable[[int], _Play]
 
 @pytest.mark.parametrize("alias_pages", [_ALIASES, _COPIES], ids=["alias", "copy"])
 def test_source_waits_for_a_fork_on_another_stream(
-    make_play: Callable[[int], _Play], alias_pages: int
+    make_play: Callable[..., _Play], alias_pages: int
 ) -> None:
     """The source overwrites its tokens after the copy.
 
@@ -113,7 +115,22 @@ def test_source_waits_for_a_fork_on_another_stream(
     play.read(fork)
 
 
-def test_source_waits_for_a_fork_that_has_ended(make_play: Callable[[int], _Play]) -> None:
+def test_source_goes_on_once_a_fork_has_copied_its_state(
+    make_play: Callable[..., _Play],
+) -> None:
+    """Its next step overwrites the state, and no earlier token."""
+    play = make_play(_ALIASES, has_states=True)
+    play.on(_FIRST)
+    source = play.open(9)
+    play.on(_SECOND)
+    row, known = source.fork().row, play.histories[source]
+    play.on(_FIRST)
+    play.write(source, 1, first=100)
+    play.on(_SECOND)
+    play.device.submit(lambda: play.rows.compare_state("a kernel", row, known, 9))
+
+
+def test_source_waits_for_a_fork_that_has_ended(make_play: Callable[..., _Play]) -> None:
     """The ended fork's stream may still read the tokens that the source overwrites."""
     play = make_play(_ALIASES)
     play.on(_FIRST)
@@ -133,7 +150,7 @@ def test_source_waits_for_a_fork_that_has_ended(make_play: Callable[[int], _Play
     play.read(source)
 
 
-def test_adopted_row_waits_for_the_stream_that_reads_it(make_play: Callable[[int], _Play]) -> None:
+def test_adopted_row_waits_for_the_stream_that_reads_it(make_play: Callable[..., _Play]) -> None:
     play = make_play(_COPIES)
     play.on(_FIRST)
     first = play.open(30)
@@ -145,7 +162,7 @@ def test_adopted_row_waits_for_the_stream_that_reads_it(make_play: Callable[[int
 
 @pytest.mark.parametrize("alias_pages", [_ALIASES, _COPIES], ids=["alias", "copy"])
 def test_reorder_waits_for_streams_that_write_the_beams(
-    make_play: Callable[[int], _Play], alias_pages: int, monkeypatch: pytest.MonkeyPatch
+    make_play: Callable[..., _Play], alias_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reorder = sys.modules["vmkv.core.cache.forking"]
     through_buffer = reorder._through_buffer

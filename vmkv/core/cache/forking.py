@@ -72,6 +72,8 @@ def fork_row(
     with space.beginning(row):
         if num_tokens:
             space.pool.backend.join_streams(space.current_stream())
+            if origin.states is not None:
+                origin.states.lent.add(source_row)
             try:
                 _fill(origin, space, (source_row, row), num_tokens, tenant)
             finally:

@@ -64,6 +64,9 @@ def grow(space: RowSpace, wanted: Iterable[tuple[Sequence, int]]) -> None:
                 max_tokens=max_tokens,
             )
     space.note_stream()
+    if space.states is not None and space.states.lent:
+        rows = {sequence.row for sequence, _ in targets}
+        space.states.wait_for_forks(rows, space.current_stream())
     short = lacking_room(space, targets)
     while short:
         try:

@@ -70,6 +70,8 @@ class StateGroup(LayerGroup):
         # By row and number of tokens, the table's row with the state after them: a checkpoint's,
         # or the row itself if it is parked.
         self._at_rest: dict[int, dict[int, int]] = {}
+        #: Rows whose state a fork may still copy, on another stream than that of their next step.
+        self.lent: set[int] = set()
 
     def tensors(self, layer: int) -> list[torch.Tensor]:
         """Return the tensors of a layer, `[rows, *shape]` each, in the order of its shapes.
@@ -99,6 +101,12 @@ class StateGroup(LayerGroup):
     def used_bytes(self, num_tokens: int) -> int:
         """Bytes that a sequence of `num_tokens` needs here."""
         return self.geometry.bytes_for(num_tokens)
+
+    def wait_for_forks(self, rows: Collection[int], stream: int) -> None:
+        """Make `stream`, whose work overwrites the states of `rows`, wait for forks of them."""
+        if not self.lent.isdisjoint(rows):
+            self.pool.backend.join_streams(stream)
+            self.lent.difference_update(rows)
 
     # ---- states at rest -------------------------------------------------------------------
 
