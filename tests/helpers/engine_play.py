@@ -273,9 +273,9 @@ class EnginePlay(PoolPlay):
             if is_ready:
                 grow_ahead(self.cache, wanted)
                 assert before <= self._live_pages(), "a live sequence lost memory"
-            # Where the device is never late, zeroing memory that changes its type is work done.
-            is_zeroed = self.shape.has_states and not self.shape.is_late
-            assert is_zeroed or num_done == self.device.num_done, "it waited for the device"
+            # A device that is never late zeroes memory that changes its type at once.
+            is_late = self.shape.is_late
+            assert not is_late or num_done == self.device.num_done, "it waited for the device"
 
     # ---- guests: other sequences in the engine's cache ------------------------------------
 
