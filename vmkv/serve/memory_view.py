@@ -458,7 +458,7 @@ class MemoryView:
         has_windows = any(group.window_tokens is not None for group in self.cache.groups)
         if has_windows or not leader.num_submitted >= num_prompt > 1:
             return None
-        # Its checkpoint may have been evicted.
+        # The checkpoint may have been evicted.
         return leader.sequence if self.cache.keeps(leader.sequence.row, num_prompt - 1) else None
 
     # ---- host memory ----------------------------------------------------------------------

@@ -36,7 +36,7 @@ TURN_S = 10.0
 
 
 class Order(NamedTuple):
-    """What a member is told.
+    """An instruction of the broker to a member.
 
     Attributes:
         serial: Number of the order, for the answer.
@@ -53,7 +53,7 @@ class Order(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a member tells.
+    """A report of a member about its memory.
 
     Attributes:
         serial: The last order that was received.
@@ -285,7 +285,7 @@ class Shares:
             if each.is_hung(now_s):
                 least[each] = wanted[each] = each.given_bytes
             wanted[each] = max(least[each], wanted[each])
-        for each in waiting:  # Floors of others may still be held by who cannot give them up.
+        for each in waiting:  # Other members may hold memory that they cannot give up.
             fits = each.floor_bytes <= self.budget_bytes - sum(least.values())
             least[each] = wanted[each] = each.floor_bytes if fits else 0
         fair = self._level(least, wanted)
@@ -295,7 +295,7 @@ class Shares:
         starving = [each for each in fair if fair[each] < needed[each]]
         if not starving:
             return fair
-        # Who has its turn keeps it; then comes who has had none for longest.
+        # The member whose turn it is comes first, then those whose last turn is oldest.
         for each in sorted(starving, key=lambda each: (now_s - each.turn_s >= TURN_S, each.turn_s)):
             if sum(least.values()) + needed[each] - least[each] <= self.budget_bytes:
                 least[each] = needed[each]
