@@ -6,6 +6,7 @@ The engine is real and loses some requests after their first output. Without Ray
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from helpers.serving import serving, tiny_llama, tiny_tokenizer
 
 from vmkv import AsyncEngine, Engine
 from vmkv.errors import LostError
+from vmkv.serve.request import RequestOutput
 from vmkv.serve.server import ServerOptions, create_app
 
 
@@ -29,11 +31,15 @@ class LosingEngine(AsyncEngine):
         is_lost, self.num_to_lose = self.num_to_lose > 0, max(0, self.num_to_lose - 1)
         async with contextlib.aclosing(super().stream(*arguments, **options)) as outputs:
             async for each in outputs:
-                if each.is_finished and is_lost:
-                    raise LostError("the replica is gone")
-                yield each
+                yield unfinished(each) if is_lost else each
                 if is_lost:
                     raise LostError("the replica is gone")
+
+
+def unfinished(output: RequestOutput) -> RequestOutput:
+    """The output without its ends: a fast engine may send every token in the first one."""
+    samples = [dataclasses.replace(each, finish_reason=None) for each in output.outputs]
+    return dataclasses.replace(output, outputs=samples)
 
 
 Ask = Callable[..., tuple[httpx.Response, int]]
