@@ -28,6 +28,8 @@ LONG = 70
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
 PROMPTS = random_prompts(40, 1, 13, 25, 2, 9)
 NAME = HYBRIDS[0]
+#: Families whose layers with states run once over the prompts of a step.
+PACKED = [each for each in ("qwen3_next", "qwen3_5_text", "lfm2") if each in HYBRIDS]
 
 
 def _model(name: str) -> Any:
@@ -54,24 +56,66 @@ def test_requests_get_the_tokens_that_they_get_alone(make_engine: MakeEngine, na
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_decode_steps_as_for_graphs(make_engine: MakeEngine, name: str) -> None:
+def test_steps_as_for_graphs(
+    make_engine: MakeEngine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Padded, over a row of their own; a prompt of one token begins anew in a row of others."""
     options = RunnerOptions(capture=True, show_progress=False)
     engine = make_engine(_model(name), runner="graphs", runner_options=options)
     stepper = engine._runner.stepper
     assert {1, 2, 4} == {width for width, _ in stepper.decode_graphs.captured}
-    assert stepper.mixed_graphs is None
+    assert (stepper.mixed_graphs is not None) == (name in PACKED)
+    eager: list[Any] = []
+    run_eagerly = stepper.run_eagerly
+    monkeypatch.setattr(
+        stepper, "run_eagerly", lambda *args: eager.append(args[0]) or run_eagerly(*args)
+    )
     for prompts in (PROMPTS, PROMPTS[1:2]):
         assert [_expected(name, each) for each in prompts] == _said(engine, prompts)
+    if name in PACKED:  # Neither begins a state within a decoding entry.
+        assert all(each.decodes and not each.num_past_tokens for [each, *_] in eager)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_checkpoints_in_steps_as_for_graphs(
+    make_engine: MakeEngine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows a checkpoint is computed from it; prompts that begin alike are served by it."""
+    options = RunnerOptions(capture=True, show_progress=False)
+    sizes = {"max_num_batched_tokens": 96, "max_tokens": 192}
+    engine = make_engine(
+        _model(name), runner="graphs", runner_options=options, prefix_caching=True, **sizes
+    )
+    graphs, steps = engine._runner.stepper.mixed_graphs, []
+    fill = graphs.fill
+    monkeypatch.setattr(
+        graphs, "fill", lambda key, pieces: steps.append(pieces) or fill(key, pieces)
+    )
+    prompts = [PROMPTS[0], [*PROMPTS[0][:35], 3, 4, 5], [*PROMPTS[0][:33], 7, 8], PROMPTS[0]]
+    for each in prompts:
+        assert [_expected(name, each)] == _said(engine, [each])
+    outputs = engine.generate([*prompts, PROMPTS[2]], GREEDY)
+    for prompt, output in zip([*prompts, PROMPTS[2]], outputs, strict=True):
+        assert _expected(name, prompt) == list(output.outputs[0].token_ids)
+    assert all(each.num_cached_tokens >= 32 for each in outputs[:-1])
+    checkpoints = [
+        each.num_tokens - each.checkpoints[0][0]
+        for pieces in steps
+        for each in pieces
+        if each.checkpoints
+    ]
+    assert 8 in checkpoints
 
 
 def test_what_is_not_done_is_said_once(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No step with prompts is captured, whatever the options say."""
+    """No step with prompts is captured if layers are called for each prompt."""
+    name = next(each for each in HYBRIDS if each not in PACKED)
     with caplog.at_level(logging.INFO, "vmkv"):
-        engine = make_engine(_model(NAME), runner="graphs")
-        assert [_expected(NAME, PROMPTS[0])] * 2 == _said(engine, [PROMPTS[0]] * 2)
+        options = RunnerOptions(capture=True, show_progress=False)
+        engine = make_engine(_model(name), runner="graphs", runner_options=options)
+        assert [_expected(name, PROMPTS[0])] * 2 == _said(engine, [PROMPTS[0]] * 2)
     assert 1 == caplog.text.count("layers keep states: steps with prompts are not captured")
 
 

@@ -86,11 +86,6 @@ def open_rows(model: Any, pool: ExtentPool, options: EngineOptions) -> ServedRow
         except BaseException:
             store.close()
             raise
-        if calls.states:
-            _LOG.info(
-                "%d layers keep states: steps with prompts are not captured",
-                len(calls.states),
-            )
         return ServedRows(store.cores[0], calls, store.close, signatures)
     finally:
         pool.detach()

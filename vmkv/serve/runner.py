@@ -266,6 +266,8 @@ class ModelRunner:
                 dtype = model.get_output_embeddings().weight.dtype
                 its: dict[str, Any] = {"agree": self._options.agree, "head": self._options.head}
                 self.stepper.make_graphs(vocab_size, dtype, largest, **its)
+                if self.stepper.has_states and self.stepper.mixed_graphs is None:
+                    _LOG.info("layers keep states: steps with prompts are not captured")
             self._undo = undo.pop_all()
         self._places = places_of(model)
 

@@ -28,6 +28,7 @@ from ..errors import CapacityError, ConfigError, one_line
 from .model_guard import refusing_waits
 from .piece import HeadInParts, Piece, likeliest, pinned
 from .row_attention import StepParts, batches, row_capacities
+from .state_rules import PackedSequences
 
 if TYPE_CHECKING:
     from .stepper import Stepper
@@ -69,6 +70,7 @@ class GraphSpace:
         self._forward = stepper.forward_padded
         self.is_compiled = stepper.uses_operator
         self.has_states = stepper.has_states
+        self.state_tokens = stepper.state_tokens
         self.last_tokens = stepper.last_tokens
         self.max_num_seqs = stepper.num_slots
         self.max_tokens = stepper.caches[0].max_tokens
@@ -132,11 +134,12 @@ class GraphSpace:
         positions: torch.Tensor,
         keep: torch.Tensor | None,
         parts: StepParts,
+        sequences: PackedSequences | None = None,
     ) -> torch.Tensor:
         """Return the model's logits of a step, or this rank's part of them."""
         head = self.head
         with contextlib.nullcontext() if head is None else head.in_part(self.logits):
-            return self._forward(token_ids, positions, keep, {self.device: parts})
+            return self._forward(token_ids, positions, keep, {self.device: parts}, sequences)
 
     def take(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
         """Choose tokens greedily; store `logits [n, columns]` and the tokens of `slots [n]`."""

@@ -6,7 +6,8 @@ for any mix of pieces, and their grid is proportional to the work. The rest of a
 with tiles without keys at the scratch row, for which nothing is written or attended to.
 
 Decoding sequences come first, with a launch of their own over a fixed number of entries; unused
-entries see no keys, and their output is dropped.
+entries see no keys, and their output is dropped. Layers with states see pieces, not tiles
+(`state_rules.py`).
 """
 
 from __future__ import annotations
@@ -23,16 +24,21 @@ import numpy as np
 import torch
 
 from ..attention import AttentionBatch
+from ..core.cache.prefix import BLOCK_TOKENS
 from ..units import div_ceil
 from .graphs import GraphSpace, StepGraphs
+from .model_guard import refusing_waits
 from .piece import Piece, pinned
 from .row_attention import StepParts, batches
+from .state_rules import CapturedSizes, Plan
 
 TILE_TOKENS = 128
 """Most queries of a tile: the block size of kernels, so that tiling repeats no work."""
 #: Spare tiles of a bucket, beyond those that its tokens fill: one per so many tokens, and at least
 #: so many. Steps of more and shorter pieces take a larger bucket.
 _SPARE_TILE_TOKENS, _NUM_SPARE_TILES_MIN = 32, 4
+#: Pieces of a step whose layers keep states: one per so many tokens, and at most so many.
+_PIECE_TOKENS, _NUM_PIECES_MAX = 128, 8
 #: A size is dropped if its step takes longer than this factor of a larger size's.
 _SLOWER_MAX = 1.1
 _TIMED_REPLAYS = 3
@@ -51,6 +57,13 @@ class Bucket(NamedTuple):
         """Most queries of a tile."""
         return min(TILE_TOKENS, self.num_tokens)
 
+    @property
+    def states(self) -> CapturedSizes:
+        """The sizes that layers with states see."""
+        num_pieces = min(1 + div_ceil(self.num_tokens, _PIECE_TOKENS), _NUM_PIECES_MAX)
+        tail_tokens = num_pieces * BLOCK_TOKENS
+        return CapturedSizes(self.num_tokens, self.num_decode, 1 + num_pieces, tail_tokens)
+
 
 class Fields(NamedTuple):
     """The input of a step in the order of its array of integers, or views of the fields.
@@ -67,15 +80,36 @@ class Fields(NamedTuple):
     ends: Any  # `[samples]`: offsets of the tokens to sample from.
     sampling_slots: Any  # `[samples]`: slots to sample into.
     count: Any  # `[1]`: number of decoding sequences.
+    states: Any  # The integers of a `Plan`; none if no layer keeps a state.
+
+
+class _Like(NamedTuple):
+    """What the input of a bucket depends on, beside the bucket."""
+
+    max_num_seqs: int
+    state_tokens: int
+    scratch_row: int
+
+    @classmethod
+    def of(cls, space: GraphSpace) -> _Like:
+        return cls(space.max_num_seqs, space.state_tokens, space.scratch.row)
 
 
 @functools.cache
-def _places(bucket: Bucket, max_num_seqs: int) -> Fields:
+def _padding(bucket: Bucket, like: _Like) -> Plan:
+    """Return the plan of a step of padding for layers with states."""
+    return bucket.states.plan([], 0, like.state_tokens, like.scratch_row)
+
+
+@functools.cache
+def _places(bucket: Bucket, like: _Like) -> Fields:
     num_sequences = bucket.num_decode + bucket.num_tiles
-    num_samples = min(max_num_seqs, num_sequences)
+    num_samples = min(like.max_num_seqs, num_sequences)
+    num_states = sum(map(len, _padding(bucket, like).arrays)) if like.state_tokens else 0
     of_tokens, of_sequences = [bucket.num_tokens] * 2, [num_sequences] * 2
     of_samples = [num_samples] * 2
     sizes = [*of_tokens, *of_sequences, num_sequences + 1, bucket.num_decode, *of_samples, 1]
+    sizes.append(num_states)
     return Fields(*(slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))))
 
 
@@ -98,7 +132,8 @@ class MixedGraphs(StepGraphs[Bucket]):
             for width in decode_widths(space.max_num_seqs)
             if width <= num_tokens
         ]
-        sizes = [_places(each, space.max_num_seqs).count.stop for each in self._buckets]
+        self._like = _Like.of(space)
+        sizes = [_places(each, self._like).states.stop for each in self._buckets]
         super().__init__(space, max(sizes, default=0))
 
     def key(self, pieces: Sequence[Piece]) -> Bucket | None:
@@ -110,7 +145,8 @@ class MixedGraphs(StepGraphs[Bucket]):
         )
         for bucket in self._buckets[bisect_left(self._buckets, (total,)) :]:
             padding = div_ceil(bucket.num_tokens - total, bucket.tile_tokens)
-            if num_decode <= bucket.num_decode and num_tiles + padding <= bucket.num_tiles:
+            is_wide = num_decode <= bucket.num_decode and num_tiles + padding <= bucket.num_tiles
+            if is_wide and (not self._like.state_tokens or bucket.states.fits(pieces, num_decode)):
                 return bucket
         return None
 
@@ -148,8 +184,12 @@ class MixedGraphs(StepGraphs[Bucket]):
     def _try(self, bucket: Bucket) -> bool:
         is_short = False
         try:
-            if not self.captured:
+            # Rules of layers with states may be compiled for each size.
+            if not self.captured or self._like.state_tokens:
                 self.run(bucket, self.empty(bucket))
+            if self._like.state_tokens and not self.captured and self.space.device.type == "cuda":
+                with refusing_waits():  # A capture that fails is not undone as a whole.
+                    self.run(bucket, self.empty(bucket))
             self.capture(bucket)
         except torch.OutOfMemoryError:
             is_short = True
@@ -183,13 +223,13 @@ class MixedGraphs(StepGraphs[Bucket]):
         """Return the input of a padding step with differing tokens: equal ones multiply faster."""
         integers = self.empty(bucket)
         tokens = torch.arange(bucket.num_tokens, dtype=torch.int32) % self.space.vocab_size
-        integers[_places(bucket, self.space.max_num_seqs).token_ids] = tokens
+        integers[_places(bucket, self._like).token_ids] = tokens
         return integers
 
     def fill(self, bucket: Bucket, pieces: Sequence[Piece]) -> torch.Tensor:
         """Return the input of a step of `pieces`, decoding ones first, on the host."""
-        places = _places(bucket, self.space.max_num_seqs)
-        host, flat = pinned(places.count.stop, self.space.device)
+        places = _places(bucket, self._like)
+        host, flat = pinned(places.states.stop, self.space.device)
         fields = Fields(*(flat[place] for place in places))
         num_decode = sum(piece.decodes for piece in pieces)
         _fill_decode(fields, pieces[:num_decode], bucket, self.space)
@@ -198,6 +238,9 @@ class MixedGraphs(StepGraphs[Bucket]):
         sampling = [
             (end - 1, piece.slot) for end, piece in zip(ends, pieces, strict=True) if piece.samples
         ]
+        if self._like.state_tokens:
+            plan = bucket.states.plan(pieces, num_decode, *self._like[1:])
+            np.concatenate(plan.arrays, out=fields.states)
         fields.token_ids[total:] = 0
         fields.positions[total:] = 0
         fields.ends[:] = 0
@@ -215,12 +258,15 @@ class MixedGraphs(StepGraphs[Bucket]):
     def step(self, key: Bucket, integers: torch.Tensor) -> None:
         """Run the step: tokens from the host or the slots, to `GraphSpace.take`."""
         space = self.space
-        fields = Fields(*(integers[place] for place in _places(key, self.space.max_num_seqs)))
+        fields = Fields(*(integers[place] for place in _places(key, self._like)))
         token_ids = fields.token_ids.long()
         told = token_ids[: key.num_decode]
         torch.where(told < 0, space.last_tokens[fields.slots.long()], told, out=told)
         positions, ends = fields.positions.long(), fields.ends.long()
-        logits = space.forward(token_ids, positions, ends, self._parts(key, fields))
+        states = None
+        if self._like.state_tokens:
+            states = _padding(key, self._like).read(fields.states)
+        logits = space.forward(token_ids, positions, ends, self._parts(key, fields), states)
         space.take(logits, fields.sampling_slots.long())
 
     def _parts(self, bucket: Bucket, fields: Fields) -> StepParts:

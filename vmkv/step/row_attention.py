@@ -26,7 +26,7 @@ import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -38,7 +38,9 @@ from ..core.cache.fp8 import Scales
 from ..errors import ClosedError, ConfigError, InternalError
 from .graph_passes import turned
 from .model_guard import attending_through, numbered_layers, register_attention
-from .states import StateLayer
+
+if TYPE_CHECKING:
+    from .states import StateLayer
 
 #: Longest rows that decode in one launch with prompts, which splits no row: this many tokens take a
 #: processor about 0.15 ms. (H200, 8B Llama shape, chat: a step with prompts takes 1.8 % less than

@@ -7,6 +7,7 @@ one, with caches over their states:
     packed tokens   a | b | c | d d d d | e e e
     the layer       [a, b, c]   [d d d d]   [e e e]
 
+Layers whose code is known run once over all tokens of a step with prompts (`state_rules.py`).
 `splitting` replaces the `forward` of such layers, not all of which get the keywords of the model's
 call. Outside `PackedStates.step` they compute as before. A layer stops where a piece wants a
 checkpoint, copies its state and goes on, so prompts are not cut for checkpoints. Steps overwrite
@@ -31,6 +32,7 @@ import torch
 
 from ..core.cache import StateGroup, StateShape
 from ..errors import ConfigError
+from .state_rules import PackedRules, PackedSequences, plan_step
 
 if TYPE_CHECKING:
     from .piece import Piece
@@ -96,10 +98,22 @@ class PackedStates:
     `called` receives the number of each layer that runs.
     """
 
-    def __init__(self, group: StateGroup, layers: Mapping[int, StateLayer], called: list[int]):
+    def __init__(
+        self,
+        group: StateGroup,
+        layers: Mapping[int, StateLayer],
+        called: list[int],
+        modules: Mapping[int, torch.nn.Module],
+    ):
         self.layers = layers
         self._called = called
         self._rows = {layer: group.tensors(layer) for layer in layers}
+        named = {
+            layer: {path[0]: its for path, its in zip(each.shapes, self._rows[layer], strict=True)}
+            for layer, each in layers.items()
+        }
+        self.rules = PackedRules(modules, named)
+        self._sequences: PackedSequences | None = None  # Of the step, for the rules.
         self._pieces: Sequence[Piece] = ()
         self._num_batched = 0  # The first pieces, one token each after others of their sequence.
         self._batched_rows: torch.Tensor | None = None
@@ -107,7 +121,7 @@ class PackedStates:
     @contextlib.contextmanager
     def step(self, packed: Sequence[Piece]) -> Iterator[None]:
         """Context in which this thread's passes are of these pieces, in their order."""
-        self._pieces = packed
+        self._pieces, self._sequences = packed, None
         self._batched_rows, count = None, 0
         for piece in packed:
             if not (piece.decodes and piece.num_past_tokens):
@@ -124,7 +138,15 @@ class PackedStates:
         Nothing on the host depends on the rows, so passes may be captured. Rows may come twice if
         nobody reads their states.
         """
-        self._pieces, self._num_batched, self._batched_rows = (), len(rows), rows.long()
+        self._pieces, self._sequences = (), None
+        self._num_batched, self._batched_rows = len(rows), rows.long()
+        with _running(self):
+            yield
+
+    @contextlib.contextmanager
+    def packed(self, sequences: PackedSequences) -> Iterator[None]:
+        """Context in which this thread's passes, all by the rules, are of these sequences."""
+        self._sequences = sequences
         with _running(self):
             yield
 
@@ -137,14 +159,21 @@ class PackedStates:
     def close(self) -> None:
         """Drop the tensors, which keep addresses reserved."""
         self._rows.clear()
+        self.rules.close()
 
     def run(self, layer: int, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
         """Run a layer over packed tokens `[1, T, D]`; returns what it returns, for all of them.
 
-        `forward` takes hidden states `[B, T, D]` and a cache.
+        `forward` takes hidden states `[B, T, D]`, a cache, and code to run instead of the layer's.
         """
         self._called.append(layer)
         count = self._num_batched
+        has_prompts = self._sequences is not None or count < len(self._pieces)
+        if has_prompts and layer in self.rules.layers:
+            if self._sequences is None:
+                plan = plan_step(self._pieces, self.rules.state_tokens)
+                self._sequences = plan.send(hidden.device)
+            return self.rules.run(layer, self._sequences, forward, hidden)
         if count == 1 and self._pieces:  # Its state needs no copy.
             count = 0
         outputs = []
@@ -309,8 +338,10 @@ class _SplitForward:
         if "attention_mask" in options:
             options["attention_mask"] = None  # No token is padding.
 
-        def forward(hidden: torch.Tensor, cache: Any) -> Any:
-            return self._plain(hidden, *arguments[1:], **options | {self._cache_name: cache})
+        def forward(
+            hidden: torch.Tensor, cache: Any, code: Callable[..., Any] = self._plain
+        ) -> Any:
+            return code(hidden, *arguments[1:], **options | {self._cache_name: cache})
 
         return states.run(self._layer, forward, hidden)
 

@@ -30,7 +30,8 @@ from .mixed_graphs import MixedGraphs
 from .model_guard import PACKED, ModelGuard, attending_through, has_users
 from .piece import HeadInParts, Piece, StepLogits, cut_at_chunks, pack, packing_order
 from .row_attention import AttentionCalls, PackedPast, RowAttention, StepParts, row_capacities
-from .states import PackedStates, StateLayer, splitting
+from .state_rules import PackedSequences
+from .states import PackedStates, StateLayer, splitting, state_modules
 
 
 class Stepper:
@@ -93,7 +94,7 @@ class Stepper:
         self._chunks = {*calls.chunks.values()}
         self._needs_past = bool(self._chunks) or calls.is_named
         self.attention = RowAttention(caches, attention_backend, preferred_backend, calls)
-        self._states = _packed_states(caches, calls.states, self.attention.called)
+        self._states = _packed_states(model, caches, calls.states, self.attention.called)
         # transformers passes a 4-D mask on unchanged, and vmkv's attention ignores it.
         self._mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=self.device)
         self.uses_operator = compile_with is not None or layers is not None
@@ -315,15 +316,20 @@ class Stepper:
         positions: torch.Tensor,
         keep: torch.Tensor | None,
         steps: Mapping[torch.device, StepParts],
+        sequences: PackedSequences | None = None,
     ) -> torch.Tensor:
         """Run `forward` for a step whose rows are known on the device only, to be captured.
 
-        Where layers keep states, each token is one more of its row.
+        Layers with states see `sequences`, or without them each token as one more of its row.
         """
         if self._states is None:
             return self.forward(token_ids, positions, keep, steps)
-        batch = next(iter(steps[self.device].everything.values()))
-        with self._states.decoding(batch.row_indices):
+        if sequences is not None:
+            context = self._states.packed(sequences)
+        else:
+            batch = next(iter(steps[self.device].everything.values()))
+            context = self._states.decoding(batch.row_indices)
+        with context:
             return self.forward(token_ids, positions, keep, steps)
 
     @contextlib.contextmanager
@@ -359,16 +365,17 @@ class Stepper:
     ) -> None:
         """Prepare captured steps; on the host the same padded steps run eagerly.
 
-        Logits are `dtype` with `vocab_size` columns; steps with prompts are captured up to
-        `max_mixed_tokens`, unless layers keep states; `few` uses few sizes of decode steps, for
-        captures on demand; `agree` and `head` as in `GraphSpace`. Raises `CapacityError` if no row
-        or page is left for padding.
+        Logits are `dtype` with `vocab_size` columns. Steps with prompts are captured up to
+        `max_mixed_tokens`, unless layers attend in chunks, or keep states and are called for each
+        prompt. `few` uses few sizes of decode steps, for captures on demand; `agree` and `head` as
+        in `GraphSpace`. Raises `CapacityError` if no row or page is left for padding.
         """
         scratch = self.open_scratch()
         space = self._space = GraphSpace(self, vocab_size, dtype, scratch, agree=agree, head=head)
         self.decode_graphs = DecodeGraphs(space, few=few)
-        # Tiles may span chunks; prompts are a call each to layers with states.
-        if max_mixed_tokens > 1 and not self._chunks and not self.has_states:
+        # Tiles may span chunks; other layers with states are called for each prompt.
+        is_packed = not self.has_states or self.state_tokens > 0
+        if max_mixed_tokens > 1 and not self._chunks and is_packed:
             self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self.num_processors)
 
     def make_batch_graphs(
@@ -387,6 +394,14 @@ class Stepper:
     def has_states(self) -> bool:
         """Whether layers keep states, which a step that fails midway spoils."""
         return self._states is not None
+
+    @property
+    def state_tokens(self) -> int:
+        """Tokens in states of convolutions if all layers with states run packed; else 0."""
+        states = self._states
+        if states is None or states.layers.keys() != states.rules.layers:
+            return 0
+        return states.rules.state_tokens
 
     @property
     def num_processors(self) -> int:
@@ -474,14 +489,15 @@ class Stepper:
 
 
 def _packed_states(
-    caches: Sequence[KVCache], layers: Mapping[int, StateLayer], called: list[int]
+    model: Any, caches: Sequence[KVCache], layers: Mapping[int, StateLayer], called: list[int]
 ) -> PackedStates | None:
     """Return the states of a model's layers in its cache; None if no layer has one."""
     if not layers:
         return None
     if len(caches) > 1 or caches[0].states is None:
         raise ConfigError("layers with states need one cache, on one device, that holds them")
-    return PackedStates(caches[0].states, layers, called)
+    modules = {layer: module for layer, (module, _) in state_modules(model, layers).items()}
+    return PackedStates(caches[0].states, layers, called, modules)
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
