@@ -55,6 +55,26 @@ def test_requests_get_the_tokens_that_they_get_alone(make_engine: MakeEngine, na
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", PACKED)
+def test_compiled_layers(make_engine: MakeEngine, name: str) -> None:
+    """Traced once for a kind, with states in their rows; the model is as before afterwards."""
+    options = RunnerOptions(
+        capture=True, compile_layers=True, compile_backend="aot_eager", show_progress=False
+    )
+    model = _model(name)
+    kinds = [type(each) for each in model.modules()]
+    engine = make_engine(model, runner="graphs", runner_options=options, prefix_caching=True)
+    assert engine._runner.stepper._layers._variants
+    for _ in range(2):
+        assert [_expected(name, each) for each in PROMPTS] == _said(engine, PROMPTS)
+    with engine.paused():
+        assert kinds == [type(each) for each in model.modules()]
+    assert [_expected(name, each) for each in PROMPTS] == _said(engine, PROMPTS)
+    engine.close()
+    assert kinds == [type(each) for each in model.modules()]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_steps_as_for_graphs(
     make_engine: MakeEngine, name: str, monkeypatch: pytest.MonkeyPatch

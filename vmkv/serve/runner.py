@@ -24,6 +24,7 @@ from ..step import Piece, Stepper
 from ..step.model_guard import places_of, settings_of
 from ..step.piece import HeadInParts, StepLogits
 from ..step.row_attention import AttentionCalls, check_free
+from ..step.states import run_packed
 from ..step.warm_up import warm_up
 from .memory_view import ServedRows, fit_budget
 from .params import SamplingParams
@@ -495,7 +496,8 @@ def make_runner(
 ) -> ModelRunner:
     """Make an engine's runner and warm it up; before, `weights` hold those of the model.
 
-    `deterministic` needs an "eager" one; layers of models that keep states are not compiled.
+    `deterministic` needs an "eager" one; layers are not compiled where one with states runs for
+    each sequence.
     `ConfigError` if the runner is unknown or cannot do what is asked.
     """
     kind, deterministic = given.runner, given.deterministic
@@ -506,7 +508,7 @@ def make_runner(
     if deterministic and kind != "eager":
         raise ConfigError('deterministic needs runner="eager": leave the runner out')
     options = given.runner_options or RunnerOptions()
-    if rows.calls.states:
+    if not run_packed(model, rows.calls.states):
         options = replace(options, compile_layers=False)
     if kind == "eager":
         options = replace(options, compile_layers=False, capture=False)

@@ -7,9 +7,11 @@ functions of their modeling file, and everything else in them is by token:
     chunk_…(q, k, v, g, beta)          the rule, in chunks of tokens
     recurrent_…(q, k, v, g, beta)      the same, token by token
 
-`PackedRules` runs a layer's code once over all tokens, with these functions replaced by ones that
-know the sequences: the same functions, with states from the rows of a cache and the bounds of
-sequences. flash-linear-attention's take such bounds; others are called for each sequence.
+`PackedRules` runs a layer's code once over all tokens, with these functions replaced by operators
+that know the sequences: they call the same functions, with states from the rows of a cache and the
+bounds of sequences. flash-linear-attention's take such bounds; others are called for each sequence.
+Layers run in order, so an operator needs no number: a convolution is the next layer's. To compilers
+both are opaque, so such layers are compiled like others.
 
 A checkpoint divides a sequence into parts, which rounds compute one after the other. A captured
 step (`mixed_graphs.py`) has two rounds of fixed sizes: chunks of everything, and then token by
@@ -20,25 +22,26 @@ See DESIGN.md, Note [States beside rows].
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ..errors import InternalError
 from .piece import Piece, pinned
 
 CHUNK_TOKENS = 64
 """Tokens of a chunk of flash-linear-attention's rules."""
-_CONVOLUTION = "causal_conv1d_fn"
+_CONVOLUTION, _UPDATE = "causal_conv1d_fn", "causal_conv1d_update"
 _STATES = "conv_states", "recurrent_states"
-#: Arguments of rules that concern states and bounds of sequences.
-_OF_STATES = {"initial_state", "output_final_state", "cu_seqlens", "cu_seq_lens_q"}
 #: Tolerance of the comparison that tells whether a rule takes bounds of sequences.
 _ROUNDING = 0.05
 
@@ -70,15 +73,15 @@ class Round(NamedTuple):
     """Parts that a rule computes in one call; tensors are `int64` but for `is_begun`.
 
     `tokens` selects packed tokens, which `starts [n + 1]` divides; `rows`, `is_begun [n] bool` and
-    `targets` are the parts'; `kept_from` and `kept_rows [m]` are parts with a checkpoint and its
-    row. `indices [c, 2]` lists the chunks: part and number in it.
+    `targets` are the parts'; with None, all are begun. `kept_from` and `kept_rows [m]` are parts
+    with a checkpoint and its row. `indices [c, 2]` lists the chunks: part and number in it.
     """
 
     is_recurrent: bool
     tokens: slice | torch.Tensor
     starts: torch.Tensor
     rows: torch.Tensor
-    is_begun: torch.Tensor
+    is_begun: torch.Tensor | None
     targets: torch.Tensor
     kept_from: torch.Tensor
     kept_rows: torch.Tensor
@@ -92,19 +95,27 @@ class PackedSequences:
     For convolutions each sequence lies behind the last tokens that its state holds: `extended` says
     where these tokens come from, first states and then packed tokens; `own [T]` where the packed
     ones lie there, `tails` which become states, and `kept_tails` those of checkpoints at
-    `kept_rows`. `order [T]` has the place of each packed token in the rounds' joint output; None if
-    they are in order.
+    `kept_rows`. With None, each sequence has one more token. `order [T]` has the place of each
+    packed token in the rounds' joint output; None if they are in order.
     """
 
     rows: torch.Tensor
     is_begun: torch.Tensor
-    extended: torch.Tensor
+    extended: torch.Tensor | None
     own: torch.Tensor
     tails: torch.Tensor
     kept_tails: torch.Tensor
     kept_rows: torch.Tensor
     order: torch.Tensor | None
     rounds: Sequence[Round]
+
+    @classmethod
+    def decoding(cls, rows: torch.Tensor) -> PackedSequences:
+        """Return sequences with one more token each; nothing on the host depends on the rows."""
+        starts, nothing = torch.arange(len(rows) + 1, device=rows.device), rows[:0]
+        its = starts, rows, None, rows, nothing, nothing, nothing.view(0, 2)
+        rounds = [Round(True, slice(None), *its)]
+        return cls(rows, nothing, None, nothing, nothing, nothing, nothing, None, rounds)
 
 
 class Plan(NamedTuple):
@@ -132,9 +143,11 @@ class Plan(NamedTuple):
         rounds = []
         for is_recurrent, tokens in self.rounds:
             at = next(fields) if tokens is None else tokens
-            starts, its_rows, its_begun, *others, indices = (next(fields) for _ in range(7))
-            its = its_rows, its_begun != 0, *others, indices.view(-1, 2)
-            rounds.append(Round(is_recurrent, at, starts, *its))
+            starts, its_rows, its_begun, *its, indices = (next(fields) for _ in range(7))
+            is_begun = None if is_recurrent else its_begun != 0
+            targets, kept_from, its_kept = its
+            kept = targets, kept_from, its_kept, indices.view(-1, 2)
+            rounds.append(Round(is_recurrent, at, starts, its_rows, is_begun, *kept))
         tails, kept_tails = [each.view(-1, self.state_tokens) for each in (tails, kept_tails)]
         return PackedSequences(
             rows, begun != 0, extended, own, tails, kept_tails, kept_rows, order, rounds
@@ -296,164 +309,196 @@ def _convolution_arrays(
 # ---- a layer's code ------------------------------------------------------------------------------
 
 
-class _NoPast:
-    """Cache of a layer's code whose functions have the states already."""
+class _Functions(NamedTuple):
+    """Functions of a layer's code that compute from states; rules only where there are some."""
 
-    def has_previous_state(self, *_: object, **__: object) -> bool:
-        return False
-
-    def get_conv_state(self, *_: object, **__: object) -> None:
-        return None
-
-    get_recurrent_state = get_conv_state
-
-    def update_conv_state(self, states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        return states
-
-    update_recurrent_state = update_conv_state
+    convolution: Callable[..., torch.Tensor]
+    update: Callable[..., torch.Tensor]
+    chunks: Callable[..., Any] | None
+    recurrent: Callable[..., Any] | None
 
 
 class _Code(NamedTuple):
-    """A layer's code, and the names of its functions that compute from states."""
+    """A layer's code over packed tokens, and the functions that it called before."""
 
     forward: types.FunctionType
-    chunks: str | None
-    recurrent: str | None
+    functions: _Functions
 
 
-def _code_of(module: torch.nn.Module) -> _Code | None:
-    """Return the code of a layer that computes by known functions; None if it does otherwise."""
-    forward = inspect.unwrap(type(module).forward)
-    if "forward" in vars(module) or not isinstance(forward, types.FunctionType):
+@functools.cache
+def _code_of(kind: Any) -> _Code | None:
+    """Return the code of a class of layers that compute by known functions; else None."""
+    forward = inspect.unwrap(kind.forward)
+    if not isinstance(forward, types.FunctionType):
         return None
-    known = {name for name in forward.__code__.co_names if callable(forward.__globals__.get(name))}
-    rules = [
-        name
-        for name in sorted(known)
-        if "initial_state" in inspect.signature(forward.__globals__[name]).parameters
-    ]
+    known = {
+        name: forward.__globals__[name]
+        for name in forward.__code__.co_names
+        if callable(forward.__globals__.get(name))
+    }
+    rules = {
+        name: each
+        for name, each in known.items()
+        if "initial_state" in inspect.signature(each).parameters
+    }
     chunks = [name for name in rules if "chunk" in name]
     recurrent = [name for name in rules if "recurrent" in name]
-    if _CONVOLUTION not in known or (len(chunks), len(recurrent)) not in ((0, 0), (1, 1)):
+    if not {_CONVOLUTION, _UPDATE} <= known.keys() or len(rules) > 2:
         return None
-    if len(rules) != len(chunks) + len(recurrent):
+    if len(rules) != len(chunks) + len(recurrent) or len(chunks) != len(recurrent):
         return None
-    return _Code(forward, next(iter(chunks), None), next(iter(recurrent), None))
+    replaced = {_CONVOLUTION: _convolved, **dict.fromkeys(rules, _ruled)}
+    names = forward.__globals__ | replaced
+    del names["__name__"]  # By which a compiler would find the module's own functions.
+    made = types.FunctionType(
+        forward.__code__,
+        names,
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    its = [rules[name] for name in (*chunks, *recurrent)] or [None, None]
+    return _Code(made, _Functions(known[_CONVOLUTION], known[_UPDATE], *its))
+
+
+@functools.cache
+def _packed_class(of: Any) -> Any:
+    """Return the class of a known class's layers over packed tokens, the same for all of them."""
+    code = _code_of(of)
+    assert code is not None  # As of any layer that runs packed.
+    return type(f"Packed{of.__name__}", (of,), {"forward": code.forward})
+
+
+def can_pack(module: torch.nn.Module, names: Collection[str]) -> bool:
+    """Whether a layer with states of these names in transformers' cache has a known code."""
+    kind: Any = type(module)
+    code = None if "forward" in vars(module) else _code_of(kind)
+    if code is None:
+        return False
+    return {*names} == {*_STATES[: 1 if code.functions.chunks is None else 2]}
 
 
 class PackedRules:
     """Runs layers over packed tokens in one call, with the states of rows.
 
-    `modules` are the layers; `tensors` their states `[rows, …]`, by name in transformers' cache.
-    Layers whose code is not known are left out of `layers`.
+    `modules` are the layers; `states` their tensors `[rows, …]` by name in transformers' cache.
+    `layers` are those whose code is known; `called` receives each that runs.
     """
 
     def __init__(
         self,
         modules: Mapping[int, torch.nn.Module],
-        tensors: Mapping[int, Mapping[str, torch.Tensor]],
+        states: Mapping[int, Mapping[str, torch.Tensor]],
+        called: list[int],
     ):
-        self._states = tensors
-        self._forwards: dict[int, Callable[..., Any]] = {}
-        self._by_class: dict[type, Callable[..., Any] | None] = {}
+        self._states = states
+        self._called = called
         self._takes_starts: dict[Callable[..., Any], bool] = {}
-        self._now: tuple[PackedSequences, int] | None = None  # And the layer that runs.
-        widths = {each[_STATES[0]].shape[-1] for each in tensors.values() if _STATES[0] in each}
-        self.state_tokens: int = widths.pop() if len(widths) == 1 else 0
-        for layer, module in modules.items():
-            if type(module) not in self._by_class:
-                self._by_class[type(module)] = self._replaced(_code_of(module), tensors[layer])
-            forward = self._by_class[type(module)]
-            if forward is not None and self.state_tokens:
-                self._forwards[layer] = functools.partial(forward, module)
-
-    @property
-    def layers(self) -> frozenset[int]:
-        """Layers that run packed."""
-        return frozenset(self._forwards)
+        self._sequences: PackedSequences | None = None
+        self._num_run = 0  # Layers that have run in this pass.
+        self._modules: dict[int, torch.nn.Module] = {}
+        self._functions: dict[int, _Functions] = {}
+        for layer, module in sorted(modules.items()):
+            if can_pack(module, states[layer]):
+                self._modules[layer] = module
+                self._functions[layer] = self._code(layer).functions
+        self.layers = tuple(self._modules)
+        widths = {states[layer][_STATES[0]].shape[-1] for layer in self.layers}
+        if len(widths) > 1:
+            self.layers = ()
+        #: Tokens in the state of a convolution; 0 without layers.
+        self.state_tokens = int(widths.pop()) if self.layers else 0
 
     def close(self) -> None:
-        """Drop the layers, whose code refers to this object, and their states."""
-        self._forwards.clear()
-        self._by_class.clear()
+        """Drop the states, whose tensors keep addresses reserved."""
         self._states = {}
 
-    def _replaced(
-        self, code: _Code | None, states: Mapping[str, torch.Tensor]
-    ) -> Callable[..., Any] | None:
-        if code is None or set(states) != {*_STATES[: 1 if code.chunks is None else 2]}:
-            return None
-        forward: types.FunctionType = code[0]  # As an attribute, it would be taken for a method.
-        its = dict(forward.__globals__)
-        convolution = its[_CONVOLUTION]
-        its[_CONVOLUTION] = lambda *args, **options: self._convolve(convolution, *args, **options)
-        if code.chunks is not None and code.recurrent is not None:
-            rules = its[code.chunks], its[code.recurrent]
-            its[code.chunks] = lambda *args, **options: self._apply(rules, args, options)
-            its[code.recurrent] = its[code.chunks]
-        made = types.FunctionType(
-            forward.__code__, its, forward.__name__, forward.__defaults__, forward.__closure__
-        )
-        made.__kwdefaults__ = forward.__kwdefaults__
-        return made
-
-    def run(
-        self,
-        layer: int,
-        sequences: PackedSequences,
-        forward: Callable[..., Any],
-        hidden: torch.Tensor,
-    ) -> Any:
-        """Run a layer over `[1, T, D]`; `forward` takes these, a cache and the code to run."""
-        self._now = sequences, layer
+    @contextlib.contextmanager
+    def step(self, sequences: PackedSequences) -> Iterator[None]:
+        """Context in which passes of this thread are of these sequences."""
+        self._sequences, self._num_run = sequences, 0
+        token = _RULES.set(self)
         try:
-            return forward(hidden, _NoPast(), self._forwards[layer])
+            yield
         finally:
-            self._now = None
+            _RULES.reset(token)
 
-    def _convolve(
-        self,
-        convolution: Callable[..., torch.Tensor],
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        activation: str | None = None,
-        **_: object,
+    def plan(self, pieces: Sequence[Piece], device: torch.device) -> PackedSequences:
+        """Return the sequences of a step of `pieces` in `packing_order`."""
+        if all(each.decodes and each.num_past_tokens and not each.checkpoints for each in pieces):
+            rows = torch.tensor([each.row for each in pieces])
+            return PackedSequences.decoding(rows.to(device, non_blocking=True))
+        return plan_step(pieces, self.state_tokens).send(device)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context in which the layers are of a class whose code is the packed one.
+
+        Unlike another `forward`, a class is the same for all layers to a compiler.
+        """
+        for layer in self.layers:
+            module: Any = self._modules[layer]
+            module.__class__ = _packed_class(module.__class__)
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                module = self._modules[layer]
+                module.__class__ = module.__class__.__mro__[1]
+
+    def run(self, layer: int, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
+        """Run a layer over `[1, T, D]`; `forward` takes these, a cache, and the code to run."""
+        if layer != self.layers[self._num_run]:
+            raise InternalError(f"layer {layer} runs before layer {self.layers[self._num_run]}")
+        code = functools.partial(self._code(layer).forward, self._modules[layer])
+        return forward(hidden, None, code)
+
+    def _code(self, layer: int) -> _Code:
+        module: Any = self._modules[layer]
+        code = _code_of(module.__class__)
+        assert code is not None  # As of any layer that runs packed.
+        return code
+
+    def convolve(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Any
     ) -> torch.Tensor:
-        """Convolve `[1, C, T]` by sequence."""
-        assert self._now is not None  # Set by `run`.
-        sequences, layer = self._now
-        states = self._states[layer][_STATES[0]]
-        given = states.index_select(0, sequences.rows).to(hidden.dtype)
-        given = given.masked_fill(~sequences.is_begun[:, None, None], 0)
+        """Convolve `[1, C, T]` by sequence, for the next layer."""
+        layer, sequences = self.layers[self._num_run], self._now
+        self._num_run += 1
+        self._called.append(layer)
+        functions, states = self._functions[layer], self._states[layer][_STATES[0]]
+        given = states.index_select(0, sequences.rows)
+        if sequences.extended is None:
+            by_sequence = hidden[0].T[:, :, None]
+            out = functions.update(by_sequence, given, weight, bias, activation)
+            states.index_copy_(0, sequences.rows, given)
+            return out[:, :, 0].contiguous().T[None]
+        given = given.masked_fill(~sequences.is_begun[:, None, None], 0).to(hidden.dtype)
         by_token = torch.cat((given.transpose(1, 2).flatten(0, 1), hidden[0].T))
         extended = by_token.index_select(0, sequences.extended)
         for tails, rows in (
             (sequences.tails, sequences.rows),
             (sequences.kept_tails, sequences.kept_rows),
         ):
-            made = extended.index_select(0, tails.flatten()).view(*tails.shape, extended.shape[1])
-            states.index_copy_(0, rows, made.transpose(1, 2).to(states.dtype))
-        out = convolution(extended.T[None], weight, bias, activation=activation)
-        return out.index_select(2, sequences.own)
+            made = extended.index_select(0, tails.flatten())
+            made = made.view(*tails.shape, extended.shape[1]).transpose(1, 2)
+            states.index_copy_(0, rows, made.to(states.dtype))
+        out = functions.convolution(extended.T[None], weight, bias, activation=activation)
+        return out[0].T.index_select(0, sequences.own).T[None]
 
-    def _apply(
-        self,
-        rules: tuple[Callable[..., Any], Callable[..., Any]],
-        args: Sequence[Any],
-        options: Mapping[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply rules to packed tokens `[1, T, H, …]`, round by round; the states are stored."""
-        assert self._now is not None  # Set by `run`.
-        sequences, layer = self._now
-        states = self._states[layer][_STATES[1]]
-        whole = _Call(args, {name: options[name] for name in options.keys() - _OF_STATES})
+    def apply(self, whole: _Call) -> torch.Tensor:
+        """Apply the rules of the layer that has convolved, round by round; store the states."""
+        layer, sequences = self.layers[self._num_run - 1], self._now
+        functions, states = self._functions[layer], self._states[layer][_STATES[1]]
         outputs = []
         for each in sequences.rounds:
-            call = whole.of(each.tokens)
+            rule = functions.recurrent if each.is_recurrent else functions.chunks
+            assert rule is not None  # The code calls none otherwise.
             given = states.index_select(0, each.rows)
-            given = given.masked_fill(~each.is_begun[:, None, None, None], 0)
-            out, made = self._compute(rules[each.is_recurrent], call, given, each)
+            if each.is_begun is not None:
+                given = given.masked_fill(~each.is_begun[:, None, None, None], 0)
+            out, made = self._compute(rule, whole.of(each.tokens), given, each)
             made = made.to(states.dtype)
             if each.kept_rows.numel():
                 states.index_copy_(0, each.kept_rows, made.index_select(0, each.kept_from))
@@ -462,13 +507,19 @@ class PackedRules:
         joint = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         if sequences.order is not None:
             joint = joint.index_select(1, sequences.order)
-        return joint, states[:1]
+        return joint.contiguous()
+
+    @property
+    def _now(self) -> PackedSequences:
+        if self._sequences is None:
+            raise InternalError("a layer with a state was run outside a step")
+        return self._sequences
 
     def _compute(
         self, rule: Callable[..., Any], call: _Call, given: torch.Tensor, its: Round
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute parts from states `[n, …]`; returns `[1, t, H, D]` and the states after them."""
-        if rule not in self._takes_starts and call.num_tokens >= 3:
+        if rule not in self._takes_starts and call.query.shape[1] >= 3:
             self._takes_starts[rule] = _takes_starts(rule, call, given[:1])
         if self._takes_starts.get(rule):
             return call.compute(rule, given, cu_seqlens=its.starts, chunk_indices=its.indices)
@@ -478,31 +529,37 @@ class PackedRules:
 class _Call(NamedTuple):
     """A rule's arguments for packed tokens `[1, T, …]`, without states and bounds."""
 
-    args: Sequence[Any]
-    options: Mapping[str, Any]
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.args[0].shape[1])
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    normalizes: bool
 
     def of(self, tokens: slice | torch.Tensor) -> _Call:
         """Return the call for some of its tokens."""
-        shape = self.args[0].shape[:2]
 
-        def part(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or value.ndim < 3 or value.shape[:2] != shape:
-                return value
-            return value[:, tokens] if isinstance(tokens, slice) else value.index_select(1, tokens)
+        def part(whole: torch.Tensor) -> torch.Tensor:
+            return whole[:, tokens] if isinstance(tokens, slice) else whole.index_select(1, tokens)
 
-        options = {name: part(each) for name, each in self.options.items()}
-        return _Call([part(each) for each in self.args], options)
+        query, key, value, g, beta, normalizes = self
+        return _Call(part(query), part(key), part(value), part(g), part(beta), normalizes)
 
     def compute(
         self, rule: Callable[..., Any], given: torch.Tensor, **bounds: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output and the states after the tokens, from those `given`."""
-        options = {**self.options, "initial_state": given, "output_final_state": True, **bounds}
-        out, made = rule(*self.args, **options)
+        out, made = rule(
+            self.query,
+            self.key,
+            self.value,
+            g=self.g,
+            beta=self.beta,
+            initial_state=given,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=self.normalizes,
+            **bounds,
+        )
         return out, made
 
 
@@ -510,16 +567,11 @@ def _one_by_one(
     rule: Callable[..., Any], call: _Call, given: torch.Tensor, starts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the parts of a round with a call for each."""
-    out, made = None, given.clone()
+    out, made = torch.zeros_like(call.value), given.clone()
     for at, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
         if start < end:
-            its, made[at : at + 1] = call.of(slice(start, end)).compute(rule, given[at : at + 1])
-            if out is None:
-                out = its.new_zeros((1, call.num_tokens, *its.shape[2:]))
-            out[:, start:end] = its
-    if out is None:  # All of it is padding.
-        its, _ = call.of(slice(0, 1)).compute(rule, given[:1])
-        out = its.expand(1, call.num_tokens, *its.shape[2:])
+            its = call.of(slice(start, end)).compute(rule, given[at : at + 1])
+            out[:, start:end], made[at : at + 1] = its
     return out, made
 
 
@@ -530,7 +582,7 @@ def _takes_starts(rule: Callable[..., Any], call: _Call, given: torch.Tensor) ->
     indices = torch.tensor([[0, 0], [1, 0], [2, 0]], device=given.device)
     try:
         found = few.compute(rule, states, cu_seqlens=starts, chunk_indices=indices)
-    except Exception:  # noqa: BLE001  # whatever it says of arguments that it does not know.
+    except Exception:  # noqa: BLE001  # whatever it says of arguments that it does not know
         return False
     expected = _one_by_one(rule, few, states, starts)
     return all(
@@ -538,3 +590,77 @@ def _takes_starts(rule: Callable[..., Any], call: _Call, given: torch.Tensor) ->
         and torch.allclose(each.float(), wanted.float(), rtol=_ROUNDING, atol=_ROUNDING)
         for each, wanted in zip(found, expected, strict=True)
     )
+
+
+# ---- operators -----------------------------------------------------------------------------------
+
+#: The rules of the step that runs in this thread.
+_RULES: ContextVar[PackedRules | None] = ContextVar("vmkv_rules", default=None)
+
+_LIBRARY: Any = torch.library.Library("vmkv", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "convolve_rows(Tensor hidden, Tensor weight, Tensor? bias, str? activation) -> Tensor"
+)
+_LIBRARY.define(
+    "apply_rule(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, bool normalizes) "
+    "-> Tensor"
+)
+
+
+def _running() -> PackedRules:
+    rules = _RULES.get()
+    if rules is None:
+        raise InternalError("a layer with a state was run outside a step")
+    return rules
+
+
+def _convolve_rows(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+) -> torch.Tensor:
+    """Convolve; like `attend_rows`, the operator declares no mutation of rows."""
+    return _running().convolve(hidden, weight, bias, activation)
+
+
+def _apply_rule(*arguments: Any) -> torch.Tensor:
+    return _running().apply(_Call(*arguments))
+
+
+def _like_convolved(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+    return hidden.new_empty((1, hidden.shape[2], hidden.shape[1])).transpose(1, 2)
+
+
+def _like_ruled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
+    return value.new_empty(value.shape)
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("convolve_rows", _convolve_rows, _key)
+    _LIBRARY.impl("apply_rule", _apply_rule, _key)
+torch.library.register_fake("vmkv::convolve_rows", _like_convolved, lib=_LIBRARY)
+torch.library.register_fake("vmkv::apply_rule", _like_ruled, lib=_LIBRARY)
+
+
+def _convolved(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: object,
+) -> Any:
+    """Take the place of a convolution in a layer's code."""
+    return torch.ops.vmkv.convolve_rows(hidden, weight, bias, activation)
+
+
+def _ruled(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: object,
+) -> tuple[Any, None]:
+    """Take the place of a rule in a layer's code; the states stay in their rows."""
+    out = torch.ops.vmkv.apply_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel)
+    return out, None

@@ -7,7 +7,7 @@ one, with caches over their states:
     packed tokens   a | b | c | d d d d | e e e
     the layer       [a, b, c]   [d d d d]   [e e e]
 
-Layers whose code is known run once over all tokens of a step with prompts (`state_rules.py`).
+Layers whose code is known run once over all tokens of a step (`state_rules.py`).
 `splitting` replaces the `forward` of such layers, not all of which get the keywords of the model's
 call. Outside `PackedStates.step` they compute as before. A layer stops where a piece wants a
 checkpoint, copies its state and goes on, so prompts are not cut for checkpoints. Steps overwrite
@@ -32,7 +32,7 @@ import torch
 
 from ..core.cache import StateGroup, StateShape
 from ..errors import ConfigError
-from .state_rules import PackedRules, PackedSequences, plan_step
+from .state_rules import PackedRules, PackedSequences, can_pack
 
 if TYPE_CHECKING:
     from .piece import Piece
@@ -112,23 +112,25 @@ class PackedStates:
             layer: {path[0]: its for path, its in zip(each.shapes, self._rows[layer], strict=True)}
             for layer, each in layers.items()
         }
-        self.rules = PackedRules(modules, named)
-        self._sequences: PackedSequences | None = None  # Of the step, for the rules.
+        self.rules = PackedRules(modules, named, called)
         self._pieces: Sequence[Piece] = ()
         self._num_batched = 0  # The first pieces, one token each after others of their sequence.
         self._batched_rows: torch.Tensor | None = None
 
     @contextlib.contextmanager
-    def step(self, packed: Sequence[Piece]) -> Iterator[None]:
+    def step(self, packed: Sequence[Piece], device: torch.device) -> Iterator[None]:
         """Context in which this thread's passes are of these pieces, in their order."""
-        self._pieces, self._sequences = packed, None
+        self._pieces = packed
         self._batched_rows, count = None, 0
         for piece in packed:
             if not (piece.decodes and piece.num_past_tokens):
                 break
             count += 1
         self._num_batched = count
-        with _running(self):
+        with contextlib.ExitStack() as stack:
+            if self.rules.layers:
+                stack.enter_context(self.rules.step(self.rules.plan(packed, device)))
+            stack.enter_context(_running(self))
             yield
 
     @contextlib.contextmanager
@@ -138,16 +140,14 @@ class PackedStates:
         Nothing on the host depends on the rows, so passes may be captured. Rows may come twice if
         nobody reads their states.
         """
-        self._pieces, self._sequences = (), None
-        self._num_batched, self._batched_rows = len(rows), rows.long()
-        with _running(self):
+        self._pieces, self._num_batched, self._batched_rows = (), len(rows), rows.long()
+        with self.rules.step(PackedSequences.decoding(self._batched_rows)), _running(self):
             yield
 
     @contextlib.contextmanager
     def packed(self, sequences: PackedSequences) -> Iterator[None]:
         """Context in which this thread's passes, all by the rules, are of these sequences."""
-        self._sequences = sequences
-        with _running(self):
+        with self.rules.step(sequences), _running(self):
             yield
 
     def clear(self, row: int) -> None:
@@ -166,14 +166,10 @@ class PackedStates:
 
         `forward` takes hidden states `[B, T, D]`, a cache, and code to run instead of the layer's.
         """
+        if layer in self.rules.layers:
+            return self.rules.run(layer, forward, hidden)
         self._called.append(layer)
         count = self._num_batched
-        has_prompts = self._sequences is not None or count < len(self._pieces)
-        if has_prompts and layer in self.rules.layers:
-            if self._sequences is None:
-                plan = plan_step(self._pieces, self.rules.state_tokens)
-                self._sequences = plan.send(hidden.device)
-            return self.rules.run(layer, self._sequences, forward, hidden)
         if count == 1 and self._pieces:  # Its state needs no copy.
             count = 0
         outputs = []
@@ -357,6 +353,15 @@ def state_modules(
             if layer in layers and name in inspect.signature(type(module).forward).parameters:
                 found[layer] = module, name  # The innermost, because those around come before.
     return found
+
+
+def run_packed(model: torch.nn.Module, layers: Mapping[int, StateLayer]) -> bool:
+    """Whether all layers with states run once for a step, so that they can be compiled."""
+    modules = state_modules(model, layers)
+    return all(
+        at in modules and can_pack(modules[at][0], {path[0] for path in its.shapes})
+        for at, its in layers.items()
+    )
 
 
 @contextlib.contextmanager

@@ -112,9 +112,9 @@ class Stepper:
             undo.callback(self.attention.close)
             undo.callback(self._serving.close)
             if self._states is not None:
-                if self.uses_operator:
-                    raise ConfigError("layers of models that keep states cannot be compiled")
                 undo.callback(self._states.close)
+                if self.uses_operator and (not self.state_tokens or layers is not None):
+                    raise ConfigError("layers of models that keep states cannot be compiled")
             if not self.uses_operator:
                 self._mask._vmkv_placeholder = True  # type: ignore[attr-defined]
                 self._keywords["vmkv_batch"] = self.attention.attend_in
@@ -152,6 +152,8 @@ class Stepper:
 
     def _attend_by_operator(self) -> None:
         self._serving.enter_context(row_attention.attending(self.model, self.attention))
+        if self._states is not None:
+            self._serving.enter_context(self._states.rules.in_place())
 
     def resume(self) -> None:
         """Have the model attend over this stepper's rows, until `pause` or `close`.
@@ -256,7 +258,9 @@ class Stepper:
             there = [piece._replace(row=row) for piece, row in zip(packed, rows, strict=True)]
             steps[cache.device] = pack(there, row_capacities(cache), cache.device).parts
         kept = step.ends if keep is None else torch.as_tensor(keep, device=self.device)
-        by_sequence = self._states.step(packed) if self._states else contextlib.nullcontext()
+        by_sequence: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._states is not None:
+            by_sequence = self._states.step(packed, self.device)
         with by_sequence:
             logits = self.forward(token_ids, step.positions, kept, steps)
         self._logits_like = (logits.shape[1], logits.dtype)
@@ -399,7 +403,7 @@ class Stepper:
     def state_tokens(self) -> int:
         """Tokens in states of convolutions if all layers with states run packed; else 0."""
         states = self._states
-        if states is None or states.layers.keys() != states.rules.layers:
+        if states is None or sorted(states.layers) != [*states.rules.layers]:
             return 0
         return states.rules.state_tokens
 
