@@ -35,6 +35,7 @@ from vmkv.step import Piece
 from vmkv.step.compiled_layers import decoder_layers
 from vmkv.step.graphs import batch_buckets, length_buckets
 from vmkv.step.mixed_graphs import TILE_TOKENS, decode_widths, token_buckets
+from vmkv.step.mixed_graphs import _Like as Like
 from vmkv.step.mixed_graphs import _places as places_of
 
 MODELS = ("llama", "mistral", "qwen3", "gemma3", "gpt_oss", "mixtral")
@@ -288,7 +289,7 @@ def test_a_step_gets_the_smallest_bucket_that_fits() -> None:
             assert all(num_tiles >= each.num_tiles - 1 for each in smaller)
             assert total <= bucket.num_tokens
             assert num_decode <= bucket.num_decode
-            places = places_of(bucket, 20)
+            places = places_of(bucket, Like(20, 0, 0))
             flat = graphs.fill(bucket, chunks).tolist()
             starts, rows = flat[places.starts], flat[places.rows]
             assert starts == sorted(starts)

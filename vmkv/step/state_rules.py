@@ -95,8 +95,8 @@ class PackedSequences:
     For convolutions each sequence lies behind the last tokens that its state holds: `extended` says
     where these tokens come from, first states and then packed tokens; `own [T]` where the packed
     ones lie there, `tails` which become states, and `kept_tails` those of checkpoints at
-    `kept_rows`. With None, each sequence has one more token. `order [T]` has the place of each
-    packed token in the rounds' joint output; None if they are in order.
+    `kept_rows`. With None, and without rounds, each sequence has one more token. `order [T]` has
+    the place of each packed token in the rounds' joint output; None if they are in order.
     """
 
     rows: torch.Tensor
@@ -112,10 +112,8 @@ class PackedSequences:
     @classmethod
     def decoding(cls, rows: torch.Tensor) -> PackedSequences:
         """Return sequences with one more token each; nothing on the host depends on the rows."""
-        starts, nothing = torch.arange(len(rows) + 1, device=rows.device), rows[:0]
-        its = starts, rows, None, rows, nothing, nothing, nothing.view(0, 2)
-        rounds = [Round(True, slice(None), *its)]
-        return cls(rows, nothing, None, nothing, nothing, nothing, nothing, None, rounds)
+        nothing = rows[:0]
+        return cls(rows, nothing, None, nothing, nothing, nothing, nothing, None, [])
 
 
 class Plan(NamedTuple):
@@ -491,6 +489,11 @@ class PackedRules:
         """Apply the rules of the layer that has convolved, round by round; store the states."""
         layer, sequences = self.layers[self._num_run - 1], self._now
         functions, states = self._functions[layer], self._states[layer][_STATES[1]]
+        if sequences.extended is None and functions.recurrent is not None:
+            given = states.index_select(0, sequences.rows)
+            out, made = whole.as_batch().compute(functions.recurrent, given)
+            states.index_copy_(0, sequences.rows, made.to(states.dtype))
+            return out.transpose(0, 1).contiguous()
         outputs = []
         for each in sequences.rounds:
             rule = functions.recurrent if each.is_recurrent else functions.chunks
@@ -544,6 +547,11 @@ class _Call(NamedTuple):
 
         query, key, value, g, beta, normalizes = self
         return _Call(part(query), part(key), part(value), part(g), part(beta), normalizes)
+
+    def as_batch(self) -> _Call:
+        """Return the call with each token as a batch entry `[T, 1, …]`."""
+        query, key, value, g, beta = [each.transpose(0, 1) for each in self[:-1]]
+        return _Call(query, key, value, g, beta, self.normalizes)
 
     def compute(
         self, rule: Callable[..., Any], given: torch.Tensor, **bounds: torch.Tensor

@@ -1,0 +1,260 @@
+"""A layer's code over packed tokens computes for each sequence what it computes for it alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from vmkv.errors import InternalError
+from vmkv.step.piece import Piece, packing_order
+from vmkv.step.state_rules import (
+    CHUNK_TOKENS,
+    CapturedSizes,
+    PackedRules,
+    PackedSequences,
+    can_pack,
+    plan_step,
+)
+
+WIDTH, HEADS, DIM, ROWS, SCRATCH = 4, 2, 3, 12, 11
+SIZES = CapturedSizes(256, 4, 5, 48)
+
+
+# A layer as modeling files have it: functions by these names, one of which takes bounds.
+
+
+def causal_conv1d_fn(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: Any = None
+) -> torch.Tensor:
+    size = hidden.shape[-1]
+    return functional.conv1d(hidden, weight[:, None], bias, padding=WIDTH - 1, groups=len(weight))[
+        ..., :size
+    ]
+
+
+def causal_conv1d_update(
+    hidden: torch.Tensor,
+    state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Any = None,
+    activation: Any = None,
+) -> torch.Tensor:
+    both = torch.cat((state, hidden), -1)
+    state.copy_(both[..., -WIDTH:])
+    return causal_conv1d_fn(both, weight, bias)[..., -1:]
+
+
+def recurrent_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    state = torch.zeros(len(query), HEADS, DIM, DIM) if initial_state is None else initial_state
+    outputs = []
+    for at in range(query.shape[1]):
+        new = key[:, at, :, :, None] * value[:, at, :, None] * beta[:, at, :, None, None]
+        state = state * g[:, at, :, None, None].exp() + new
+        outputs.append((state * query[:, at, :, :, None]).sum(-2))
+    return torch.stack(outputs, 1), state
+
+
+def chunk_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the chunks that are listed, as flash-linear-attention does."""
+    whole = query, key, value, g, beta
+    if cu_seqlens is None:
+        return recurrent_rule(*whole, initial_state=initial_state)
+    assert chunk_indices is not None
+    assert initial_state is not None
+    out, state = torch.full_like(value, torch.nan), initial_state.clone()
+    for part, number in chunk_indices.tolist():
+        start = int(cu_seqlens[part]) + number * CHUNK_TOKENS
+        end = min(int(cu_seqlens[part + 1]), start + CHUNK_TOKENS)
+        if start < end:
+            its = [each[:, start:end] for each in whole]
+            out[:, start:end], state[part : part + 1] = recurrent_rule(
+                *its, initial_state=state[part : part + 1]
+            )
+    return out, state
+
+
+class Layer(torch.nn.Module):
+    """Convolves, and applies a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = torch.nn.Linear(5, 3 * HEADS * DIM + 2 * HEADS, bias=False)
+        self.weight = torch.nn.Parameter(torch.randn(3 * HEADS * DIM, WIDTH))
+
+    def forward(self, hidden: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        mixed, g, beta = self.mix(hidden).split((3 * HEADS * DIM, HEADS, HEADS), -1)
+        mixed = mixed.transpose(1, 2)
+        if cache is None:
+            mixed = causal_conv1d_fn(mixed, self.weight)
+        else:
+            mixed = causal_conv1d_update(mixed, cache[0], self.weight)
+        query, key, value = mixed.transpose(1, 2).unflatten(-1, (3 * HEADS, DIM)).chunk(3, 2)
+        rule = chunk_rule if cache is None else recurrent_rule
+        given = None if cache is None else cache[1]
+        out, state = rule(query, key, value, g=-g.abs(), beta=beta, initial_state=given)
+        if cache is not None:
+            cache[1] = state
+        return out
+
+
+def _alone(layer: Layer, hidden: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
+    """Run a sequence `[T, 5]` token by token from its states, which it changes."""
+    outputs = []
+    for token in hidden:
+        cache = [each[None].clone() for each in states]
+        outputs.append(layer(token[None, None], cache)[0, 0])
+        for each, made in zip(states, cache, strict=True):
+            each.copy_(made[0])
+    return torch.stack(outputs)
+
+
+def _draw(seed: int, *, captured: bool) -> list[Piece]:
+    """Pieces of a step; of one that is captured, at most one checkpoint each."""
+    draw = random.Random(seed)
+    rows = draw.sample(range(8), draw.randint(1, 6))
+    kept = iter((8, 9, 10, 8, 9, 10) if captured else (8, 9, 10))
+    pieces = []
+    for row in rows:
+        decodes = draw.random() < 0.4
+        past = draw.choice((0, 5)) if not decodes else 7
+        new = 1 if decodes else draw.choice((2, 3, 16, 40, 70))
+        checkpoints = []
+        if not decodes and draw.random() < 0.5:
+            count = 1 if captured else draw.randint(1, 2)
+            least = max(1, new - 12) if captured else 1
+            stops = sorted({past + draw.randint(least, new) for _ in range(count)})
+            checkpoints = [(stop, at) for stop, at in zip(stops, kept, strict=False)]
+        pieces.append(Piece(0, row, past, new, [0] * new, checkpoints=checkpoints))
+    if captured:
+        taken: set[int] = set()
+        for at, each in enumerate(pieces):  # A row of a checkpoint is written once in a step.
+            if each.checkpoints and each.checkpoints[0][1] in taken:
+                pieces[at] = each._replace(checkpoints=())
+            taken |= {row for _, row in each.checkpoints}
+    return [pieces[at] for at in packing_order(pieces)]
+
+
+def _check(rules: PackedRules, layer: Layer, pieces: list[Piece], planned: PackedSequences) -> None:
+    total = sum(each.num_new_tokens for each in pieces)
+    size = planned.own.shape[0] if planned.extended is not None else total
+    hidden = torch.randn(size, 5)
+    tensors = list(rules._states[0].values())
+    for each in tensors:
+        each.normal_()
+    before = [each.clone() for each in tensors]
+    with rules.step(planned), rules.in_place():
+        found = layer(hidden[None])[0]
+    assert type(layer) is Layer
+    start = 0
+    for piece in pieces:
+        states = [each[piece.row].clone() for each in before]
+        if not piece.num_past_tokens:
+            states = [torch.zeros_like(each) for each in states]
+        past = piece.num_past_tokens
+        for stop, kept_row in (*piece.checkpoints, (piece.num_tokens, piece.row)):
+            end = start + stop - past
+            if start < end:
+                expected = _alone(layer, hidden[start:end], states)
+                torch.testing.assert_close(found[start:end], expected, rtol=1e-4, atol=1e-5)
+            for each, state in zip(tensors, states, strict=True):
+                torch.testing.assert_close(each[kept_row], state, rtol=1e-4, atol=1e-5)
+            start, past = end, stop
+    touched = {row for each in pieces for row in (each.row, *(at for _, at in each.checkpoints))}
+    others = [row for row in range(ROWS) if row not in touched | {SCRATCH}]
+    for each, was in zip(tensors, before, strict=True):
+        assert torch.equal(each[others], was[others])
+
+
+@pytest.fixture
+def layer() -> Layer:
+    torch.manual_seed(0)
+    return Layer().requires_grad_(requires_grad=False)
+
+
+@pytest.fixture
+def rules(layer: Layer) -> PackedRules:
+    torch.manual_seed(1)
+    states = {
+        "conv_states": torch.zeros(ROWS, 3 * HEADS * DIM, WIDTH),
+        "recurrent_states": torch.zeros(ROWS, HEADS, DIM, DIM),
+    }
+    made = PackedRules({0: layer}, {0: states}, [])
+    assert (0,) == made.layers
+    assert WIDTH == made.state_tokens
+    return made
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_each_sequence_as_alone(rules: PackedRules, layer: Layer, seed: int) -> None:
+    """With checkpoints, sequences that begin, and ones that decode; other rows are unchanged."""
+    pieces = _draw(seed, captured=False)
+    _check(rules, layer, pieces, rules.plan(pieces, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_steps_of_fixed_sizes(rules: PackedRules, layer: Layer, seed: int) -> None:
+    """From a plan of the same sizes, whatever the step."""
+    pieces = _draw(seed, captured=True)
+    num_decode = sum(each.decodes for each in pieces)
+    if not SIZES.fits(pieces, num_decode):
+        assert len(pieces) - num_decode >= 5 or num_decode > 4
+        return
+    plan = SIZES.plan(pieces, num_decode, WIDTH, SCRATCH)
+    like = SIZES.plan([], 0, WIDTH, SCRATCH)
+    assert [each.shape for each in like.arrays] == [each.shape for each in plan.arrays]
+    integers = torch.cat([torch.from_numpy(each).long() for each in plan.arrays])
+    _check(rules, layer, pieces, like.read(integers))
+    assert rules._takes_starts == {chunk_rule: True, recurrent_rule: False}
+
+
+def test_what_does_not_fit(rules: PackedRules) -> None:
+    """Two checkpoints of a prompt, one of a decoding sequence, and a first token by itself."""
+    prompt, decode = Piece(0, 0, 0, 30, None), Piece(0, 1, 5, 1, None)
+    assert SIZES.fits([decode, prompt], 1)
+    assert not SIZES.fits([decode, prompt._replace(checkpoints=((16, 8), (20, 9)))], 1)
+    assert not SIZES.fits([decode._replace(checkpoints=((6, 8),)), prompt], 1)
+    assert not SIZES.fits([decode._replace(num_past_tokens=0), prompt], 1)
+    assert not SIZES.fits([prompt] * 5, 0)
+    assert not SIZES.fits([Piece(0, 0, 0, 60, None, checkpoints=((8, 8),))], 0)
+
+
+def test_a_chunk_is_of_one_part() -> None:
+    """Chunks are listed by part, and number in it."""
+    pieces = [Piece(0, 0, 0, 130, None), Piece(0, 1, 5, 3, None)]
+    (its,) = plan_step(pieces, WIDTH).send(torch.device("cpu")).rounds
+    assert [[0, 0], [0, 1], [0, 2], [1, 0]] == its.indices.tolist()
+
+
+def test_outside_a_step(rules: PackedRules, layer: Layer) -> None:
+    with rules.in_place(), pytest.raises(InternalError, match="outside a step"):
+        layer(torch.zeros(1, 2, 5))
+
+
+def test_layers_that_compute_otherwise() -> None:
+    """By other functions, or with other states."""
+    assert can_pack(Layer(), {"conv_states", "recurrent_states"})
+    assert not can_pack(Layer(), {"conv_states"})
+    assert not can_pack(torch.nn.Linear(2, 2), {"conv_states"})
