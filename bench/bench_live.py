@@ -62,7 +62,7 @@ from typing import Any
 import torch
 from harness import HAS_GPU, VLLM_ENVIRONMENT, Bench, Figure, Row, environment
 from live_load import Load, Timing
-from models import llama_config, make_model, reset_memory
+from models import SHAPES, make_model, reset_memory
 
 from vmkv import Engine, SamplingParams
 from vmkv.serve.observer import Event, StepRecord
@@ -113,9 +113,9 @@ def smoke_loads() -> dict[str, Load]:
 # ---- a model in a folder ----------------------------------------------------------------------
 
 
-def save_model(folder: Path, *, smoke: bool) -> None:
+def save_model(folder: Path, *, smoke: bool, shape: str = "llama-8b") -> None:
     """A model with random weights, and a tokenizer, as `from_pretrained` reads them."""
-    config = llama_config(smoke=smoke)
+    config = SHAPES[shape](smoke=smoke)
     config.bos_token_id, config.eos_token_id = 0, 1
     make_tokenizer(config.vocab_size).save_pretrained(folder)
     model = make_model(config, torch.device("cuda" if HAS_GPU and not smoke else "cpu"))
@@ -501,9 +501,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seconds", type=float, default=30.0, help="of each chat load")
     add("--append", action="store_true", help="to what the file of --json holds already")
     add("--folder", type=Path, help="keeps the model; by default a temporary one")
+    said = "of the model; the result of another than the first is called after it"
+    add("--shape", choices=SHAPES, default="llama-8b", help=said)
     add("--vllm-path", help="PYTHONPATH of vLLM, where it is not installed")
     add("--logs", type=Path, help="a folder for what servers say")
     options = bench.parse(argv)
+    if options.shape != "llama-8b":
+        bench.name = f"live_{options.shape.replace('-', '_')}"
     loads = smoke_loads() if options.smoke else loads_of(options.seconds)
     loads = {name: load for name, load in loads.items() if name in options.loads}
     places: dict[tuple[str, str], Row] = {}
@@ -519,7 +523,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.logs = options.logs or Path(temporary)
         options.logs.mkdir(parents=True, exist_ok=True)
         if not (folder / "config.json").exists():
-            save_model(folder, smoke=options.smoke)
+            save_model(folder, smoke=options.smoke, shape=options.shape)
         for row in rows_of(folder, loads, options):
             places[row["load"], row["server"]] = row
             rows = list(places.values())  # Written at once: an interrupted run keeps what it has.

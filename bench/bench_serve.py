@@ -32,6 +32,11 @@ cache on, after W0: from when it says that it is idle, the CPU time of the proce
 threads) over 10 s of wall time, in which the main thread sleeps; memory is what the backend's books
 say that the device has given. Then W0 comes again, some of its prefixes still there.
 
+Other shapes (`--shape`): the same workloads through Qwen3-Next's layers, where prompts and tokens
+should cost what vLLM takes, because both run flash-linear-attention's rules; and half of
+Qwen3-30B-A3B's or gpt-oss-20b's layers with transformers' grouped experts, which are predicted to
+take up to twice as long as vLLM's own kernels where few tokens choose many experts.
+
 Rivals. vLLM 0.26.0 (FlashAttention-3, compiled, CUDA graphs, prefix cache off), with `--vllm-json`
 as `vllm_workloads.py` has just measured it on the same machine, with weights drawn alike. Published
 figures, measured on the same kind of machine with the same prompts and not in this run: otherwise
@@ -57,8 +62,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness import Bench, Figure, Row, print_rows, quartiles, seconds_of
-from models import llama_config, make_model
+import torch
+from harness import Bench, Figure, Row, print_rows, quartiles, seconds_of, synchronize
+from models import SHAPES, make_model
 
 from vmkv import AsyncEngine, Engine, RequestOutput, SamplingParams
 from vmkv.serve.observer import Event, Idle, RequestAdded, StepRecord
@@ -370,14 +376,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     said = "of keys and values; the result is then called after it"
     bench.option("--kv-dtype", default="auto", help=said)
     bench.option("--attention-backend", help="likewise; by default what the engine takes")
+    said = "of the model; the result of another than the first is called after it"
+    bench.option("--shape", choices=SHAPES, default="llama-8b", help=said)
+    said = "print the kernels that a decode step of W4 takes most time in"
+    bench.option("--profile", action="store_true", help=said)
     options = bench.parse(argv)
     formats, smoke = (options.kv_dtype, options.attention_backend), options.smoke
     vllm_s = json.loads(options.vllm_json.read_text()) if options.vllm_json else {}
-    config = llama_config(smoke=smoke)
+    config = SHAPES[options.shape](smoke=smoke)
     model = make_model(config, options.device)
+    is_other = options.shape != "llama-8b"
     steps = Steps()
     rows: dict[str, Row] = {}
     decode_ms: float | None = None
+    kernels: list[Row] = []
     for case in SMOKE_CASES if smoke else CASES:
         names = {each.name + case.suffix: each for each in case.workloads}
         wanted = {name: each for name, each in names.items() if is_wanted(name, options.only)}
@@ -385,12 +397,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         with make_engine(model, steps, case, *formats) as engine:
             for name, workload in wanted.items():
-                if workload.vllm_s is not None and vllm_s:
-                    workload = replace(workload, vllm_s=vllm_s.get(workload.name))
+                if workload.vllm_s is not None and (vllm_s or is_other):
+                    workload = replace(workload, **ALONE, vllm_s=vllm_s.get(workload.name))
                 row, step_ms = serve(engine, steps, workload, config.vocab_size)
                 rows[name] = row | {"workload": name}
                 decode_ms = step_ms if name == "W2" and not smoke else decode_ms
                 print_rows([rows[name]])
+            if options.profile:
+                kernels += decode_kernels(engine, config.vocab_size, smoke=smoke)
+                print_rows(kernels)
     if is_wanted(IDLE, options.only):
         case, idle_s = (SMOKE_IDLE_CASE, 0.2) if smoke else (IDLE_CASE, 10.0)
         watch = Steps(watches_memory=True)
@@ -399,6 +414,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not rows:
         bench.error(f"there is no workload called {' or '.join(options.only)}")
     kind = [each for each in formats if each not in ("auto", None)]
+    kind += [options.shape.replace("-", "_")] if is_other else []
     # The floor is that of whole keys and values; `bench_fp8` has that of others.
     figures = figures_of(rows, None if kind else decode_ms)
     if kind:
@@ -406,11 +422,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     constants = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
     constants |= {"weight_bytes": WEIGHT_BYTES, "vllm_in_this_run": bool(vllm_s)}
     constants |= {"kv_dtype": formats[0], "attention_backend": formats[1] or "auto"}
+    constants |= {"shape": options.shape, "decode_kernels": kernels}
     # A part of the workloads does not replace the result of all.
     whole = {each.name + case.suffix for case in CASES for each in case.workloads}
     only = () if whole <= rows.keys() else options.only or ()
     bench.name = "_".join(["serve", *kind, *only]).lower()
     return bench.finish(list(rows.values()), figures, constants)
+
+
+def decode_kernels(engine: Engine, vocabulary: int, *, smoke: bool) -> list[Row]:
+    """Time of a decode step by kernel in us, of 256 sequences of 512 tokens; the largest first."""
+    count, length, num_steps = (3, 9, 4) if smoke else (256, 512, 8)
+    prompts = Workload("", count, (length,), 4 * num_steps).prompts(vocabulary)
+    params = SamplingParams(temperature=0, max_tokens=4 * num_steps, ignore_eos=True)
+    handles = [engine.add(prompt, params) for prompt in prompts]
+    while not all(each.requests[0].output_token_ids for each in handles):
+        engine.step()
+    with torch.profiler.profile() as profile:
+        for _ in range(num_steps):
+            engine.step()
+        synchronize()
+    engine.cancel_all()
+    while engine.has_unfinished:
+        engine.step()
+    is_cuda = engine.cache.device.type == "cuda"
+    totals = {
+        each.key: each.self_device_time_total if is_cuda else each.self_cpu_time_total
+        for each in profile.key_averages()
+    }
+    largest = sorted(totals, key=totals.__getitem__, reverse=True)[:15]
+    return [{"kernel": name[:80], "us": totals[name] / num_steps} for name in largest]
 
 
 def is_wanted(name: str, only: Sequence[str] | None) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from harness import HAS_GPU, synchronize
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from vmkv import ExtentPool, HostBackend, KVCache, open_backend
 from vmkv.units import MiB
@@ -89,16 +90,86 @@ def llama_config(*, smoke: bool, **changed: Any) -> LlamaConfig:
     return LlamaConfig(**sizes | changed)
 
 
-def make_model(
-    config: LlamaConfig, device: torch.device, dtype: torch.dtype = DTYPE
-) -> LlamaForCausalLM:
+def _qwen3_next(*, smoke: bool) -> Any:
+    """Qwen3-Next's layers without its mixtures, 9 GB: 36 of Gated DeltaNet, 12 of attention.
+
+    One layer keeps a small mixture, because vLLM refuses a model without any.
+    """
+    return AutoConfig.for_model(
+        "qwen3_next",
+        vocab_size=128 if smoke else 151936,
+        hidden_size=32 if smoke else 2048,
+        intermediate_size=64 if smoke else 8192,
+        num_hidden_layers=4 if smoke else 48,
+        num_attention_heads=4 if smoke else 16,
+        num_key_value_heads=2,
+        head_dim=8 if smoke else 256,
+        linear_num_key_heads=2 if smoke else 16,
+        linear_num_value_heads=4 if smoke else 32,
+        linear_key_head_dim=8 if smoke else 128,
+        linear_value_head_dim=8 if smoke else 128,
+        num_experts=4 if smoke else 8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16 if smoke else 512,
+        shared_expert_intermediate_size=16 if smoke else 512,
+        mlp_only_layers=list(range(3 if smoke else 47)),
+        max_position_embeddings=512 if smoke else 16384,
+    )
+
+
+def _qwen3_moe(*, smoke: bool) -> Any:
+    """Half of Qwen3-30B-A3B's layers, 29 GB."""
+    return AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=128 if smoke else 151936,
+        hidden_size=32 if smoke else 2048,
+        intermediate_size=64 if smoke else 6144,
+        num_hidden_layers=2 if smoke else 24,
+        num_attention_heads=4 if smoke else 32,
+        num_key_value_heads=2 if smoke else 4,
+        head_dim=8 if smoke else 128,
+        num_experts=4 if smoke else 128,
+        num_experts_per_tok=2 if smoke else 8,
+        moe_intermediate_size=16 if smoke else 768,
+        norm_topk_prob=True,
+        max_position_embeddings=512 if smoke else 16384,
+    )
+
+
+def _gpt_oss(*, smoke: bool) -> Any:
+    """Half of gpt-oss-20b's layers, 21 GB in bfloat16."""
+    return AutoConfig.for_model(
+        "gpt_oss",
+        vocab_size=128 if smoke else 201088,
+        hidden_size=32 if smoke else 2880,
+        intermediate_size=32 if smoke else 2880,
+        num_hidden_layers=2 if smoke else 12,
+        num_attention_heads=4 if smoke else 64,
+        num_key_value_heads=2 if smoke else 8,
+        head_dim=8 if smoke else 64,
+        num_local_experts=4 if smoke else 32,
+        num_experts_per_tok=2 if smoke else 4,
+        max_position_embeddings=512 if smoke else 16384,
+    )
+
+
+#: Shapes by name; the first is what benches measure by default.
+SHAPES: dict[str, Callable[..., Any]] = {
+    "llama-8b": llama_config,
+    "qwen3-next": _qwen3_next,
+    "qwen3-moe": _qwen3_moe,
+    "gpt-oss": _gpt_oss,
+}
+
+
+def make_model(config: Any, device: torch.device, dtype: torch.dtype = DTYPE) -> Any:
     """Random weights, by default in bfloat16, made on the device."""
     torch.manual_seed(SEED)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = LlamaForCausalLM(config)
+            model = AutoModelForCausalLM.from_config(config)
     finally:
         torch.set_default_dtype(default)
     return model.eval().requires_grad_(requires_grad=False)
@@ -111,7 +182,7 @@ def token_bytes_of(config: LlamaConfig) -> int:
     return CacheShape("", layers, heads, head_dim).token_bytes
 
 
-def random_prompts(model: LlamaForCausalLM, batch: int, num_tokens: int) -> torch.Tensor:
+def random_prompts(model: Any, batch: int, num_tokens: int) -> torch.Tensor:
     """Seeded token ids, `[batch, num_tokens]`, on the model's device."""
     generator = torch.Generator().manual_seed(SEED)
     shape = (batch, num_tokens)

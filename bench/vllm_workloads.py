@@ -1,14 +1,14 @@
 """The workloads of `bench_serve` through vLLM's own engine: seconds of each, as JSON.
 
-    python bench/vllm_workloads.py SECONDS.json [W0 …] [--kv-cache-dtype fp8]
-    python bench/bench_serve.py --vllm-json SECONDS.json
+    python bench/vllm_workloads.py SECONDS.json [W0 …] [--kv-cache-dtype fp8] [--shape qwen3-next]
+    python bench/bench_serve.py --vllm-json SECONDS.json [--shape qwen3-next]
 
-Run by an interpreter that has vLLM and this checkout. The model is Llama-3-8B's shape with random
-weights as transformers makes them, which `bench_serve` has: what a product takes depends on its
-numbers. vLLM's own dummy weights are at most 0.001, those of norms among them, so that keys and
-values in eight bits are all zero; products with zeros need less power, and a GPU at its limit of
-power is faster. `--dummy-weights` leaves them. A workload is run as often as `bench_serve` runs it,
-and the best time counts: the first may have to compile.
+Run by an interpreter that has vLLM and this checkout. The model is of `--shape`, by default
+Llama-3-8B's, with random weights as transformers makes them, which `bench_serve` has: what a
+product takes depends on its numbers. vLLM's own dummy weights are at most 0.001, those of norms
+among them, so that keys and values in eight bits are all zero; products with zeros need less power,
+and a GPU at its limit of power is faster. `--dummy-weights` leaves them. A workload is run as often
+as `bench_serve` runs it, and the best time counts: the first may have to compile.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from bench_serve import MAX_NUM_SEQS, MAX_TOKENS, WORKLOADS
 from harness import VLLM_ENVIRONMENT
-from models import llama_config
+from models import SHAPES
 from transformers import LlamaConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 @torch.inference_mode()
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="W0", help="workloads (default: all)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's option of that name")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="likewise")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b", help="of the model")
     parser.add_argument("--dummy-weights", action="store_true", help="vLLM's own, of 0.001")
     arguments = parser.parse_args(argv)
     os.environ.update(VLLM_ENVIRONMENT)
@@ -56,8 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # A function, to our workers.
     from vllm import LLM, SamplingParams
 
-    config = llama_config(smoke=False)
-    config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
+    config = SHAPES[arguments.shape](smoke=False)
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    config.architectures, config.dtype = [name], "bfloat16"
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
