@@ -3,23 +3,26 @@
 Question. Two and three models of Llama-3-8B's shape share one GPU. Prompts of 8k to 32k tokens come
 in bursts, to one model after another. Which rate is served within 2 s to the first token and 30 ms
 per token, both at p99, by models that share the memory for keys and values, and which by models
-with a fixed share each?
+with a fixed share each? And what do loaded models that nobody asks cost the one that is asked?
 
 Prediction. A request holds its tokens for a prefill and its answer: at the highest rate below, the
 hot model's live tokens are twice what a fixed share holds (`expected_live_tokens` and
 `share_tokens` in the record; the memory is chosen so). With fixed shares half of a burst waits for
 the other half, an answer's time or 15 s: they serve the rates at which live tokens fit the share,
 half of the highest. With shared memory the bound is the time of prefills, 0.45 s for 16k tokens.
+Idle models submit nothing and poll nothing: the hot one takes as long as alone, within 2 %.
 
 Method. Each server gets the same loads from other processes, with arrivals by a Poisson process and
 times from when a request was due (`live_load.py`). For 20 s one model gets the rate, and every
-other one a sixteenth of it; then the next. Before, every model answers a request.
+other one a sixteenth of it; then the next. Before, every model answers a request. `hot`: a server
+of all models and a server of one run at the same time, and get the lowest rate in turns, for one
+model and a phase, three times; medians count.
 
 Rivals. The same server once for each model, with a fixed share of the memory; and vLLM in the same
 way, where it can be imported.
 
 Not measured. kvcached, which is not installed here; vLLM's sleep mode, which serves one model at a
-time; one hot model beside idle ones against the model alone.
+time.
 """
 
 from __future__ import annotations
@@ -28,12 +31,13 @@ import argparse
 import contextlib
 import multiprocessing
 import random
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench_live import (
@@ -46,13 +50,15 @@ from bench_live import (
     running,
     save_model,
 )
-from harness import Bench, Figure, Row, on_gpu
+from harness import Bench, Figure, Row, on_gpu, print_rows
 from live_load import Arrival, Load, Timing, body_of, send
 from models import llama_config, token_bytes_of
 
 from vmkv.units import GiB
 
 SHARED, FIXED = "vmkv, shared memory", "vmkv, fixed shares"
+HOT, ALONE = "vmkv, one hot model", "vmkv, a model alone"
+NUM_ALTERNATIONS = 3
 TTFT_MS, TPOT_MS = 2000.0, 30.0
 COLD_SHARE = 1 / 16
 #: Of one H200, to compute live tokens beforehand: a prefill of 8,192 tokens takes 220 ms.
@@ -79,6 +85,11 @@ class Case:
             for low, high in (self.prompt_tokens, self.new_tokens)
         )
         return prompt, new
+
+    @property
+    def share_tokens(self) -> int:
+        """Tokens of a fixed share: half of the hot model's live ones, but at least one request."""
+        return max(self.max_tokens, self.expected_live_tokens // 2)
 
     @property
     def expected_live_tokens(self) -> int:
@@ -168,44 +179,92 @@ def rows_of(
     server: str, num_models: int, folders: Sequence[Path], options: argparse.Namespace
 ) -> Iterator[Row]:
     """All rates on one server of so many models."""
-    case = SMALL if options.smoke else FULL
-    share_tokens = max(case.max_tokens, case.expected_live_tokens // 2)
-    names = folders[:num_models]
-    with serving(server, names, share_tokens, options) as urls:
-        source = random.Random(WARM_UP)
-        prompt = source.choices(range(5, case.vocabulary), k=case.prompt_tokens[0])
-        first = [(at, Arrival(0.0, prompt, 4)) for at in range(num_models)]
-        apply(case, urls, names, first)
+    case, names = case_of(options), folders[:num_models]
+    with serving(server, names, case.share_tokens, options) as urls:
+        warm_up(case, urls, names)
         for rate in case.rates_per_s:
             timings = apply(case, urls, names, case.arrivals(rate, num_models))
-            good = [each for each in timings if not each.error and each.first_s is not None]
-            for error in sorted({each.error for each in timings if each.error})[:3]:
-                print(f"{server}, {rate}/s: {error}", file=sys.stderr)
-            ttft = [each.first_s - each.due_s for each in good if each.first_s is not None]
-            tpot = [
-                (each.last_s - each.first_s) / (each.num_tokens - 1)
-                for each in good
-                if each.num_tokens > 1 and each.first_s is not None and each.last_s is not None
-            ]
-            row: Row = {"server": server, "models": num_models, "rate_per_s": rate}
-            row |= {"requests": len(timings), "failed": len(timings) - len(good)}
-            for name, values in (("ttft", ttft), ("tpot", tpot)):
-                for share in (0.5, 0.99):
-                    row[f"{name}_p{round(100 * share)}_ms"] = milliseconds(values, share)
-            is_slow = (row["ttft_p99_ms"] or 1e9) > TTFT_MS or (row["tpot_p99_ms"] or 1e9) > TPOT_MS
-            yield {**row, "is_served": not row["failed"] and not is_slow}
+            yield row_of(server, num_models, rate, timings)
+
+
+def hot_rows(
+    num_models: int, folders: Sequence[Path], options: argparse.Namespace
+) -> Iterator[Row]:
+    """The lowest rate for one model, beside loaded models that nobody asks, and alone; in turns."""
+    case, names = case_of(options), folders[:num_models]
+    rate = min(case.rates_per_s)
+    one = replace(case, num_phases=1)
+    with (
+        serving(SHARED, names, case.share_tokens, options) as shared,
+        serving(FIXED, names[:1], case.share_tokens, options) as alone,
+    ):
+        warm_up(case, shared, names)
+        warm_up(case, alone, names[:1])
+        for _ in range(NUM_ALTERNATIONS):
+            for server, urls in ((HOT, shared), (ALONE, alone)):
+                timings = apply(case, urls[:1], names[:1], one.arrivals(rate, 1))
+                yield row_of(server, num_models, rate, timings)
+
+
+def case_of(options: argparse.Namespace) -> Case:
+    """The sizes that were asked for."""
+    case = SMALL if options.smoke else FULL
+    return replace(case, rates_per_s=options.rates) if options.rates else case
+
+
+def warm_up(case: Case, urls: Sequence[str], names: Sequence[Path]) -> None:
+    """Have every model answer a request."""
+    source = random.Random(WARM_UP)
+    prompt = source.choices(range(5, case.vocabulary), k=case.prompt_tokens[0])
+    apply(case, urls, names, [(at, Arrival(0.0, prompt, 4)) for at in range(len(names))])
+
+
+def row_of(server: str, num_models: int, rate_per_s: float, timings: Sequence[Timing]) -> Row:
+    """Latencies of a load's clients."""
+    good = [each for each in timings if not each.error and each.first_s is not None]
+    for error in sorted({each.error for each in timings if each.error})[:3]:
+        print(f"{server}, {rate_per_s}/s: {error}", file=sys.stderr)
+    ttft = [each.first_s - each.due_s for each in good if each.first_s is not None]
+    tpot = [
+        (each.last_s - each.first_s) / (each.num_tokens - 1)
+        for each in good
+        if each.num_tokens > 1 and each.first_s is not None and each.last_s is not None
+    ]
+    row: Row = {"server": server, "models": num_models, "rate_per_s": rate_per_s}
+    row |= {"requests": len(timings), "failed": len(timings) - len(good)}
+    for name, values in (("ttft", ttft), ("tpot", tpot)):
+        for share in (0.5, 0.99):
+            row[f"{name}_p{round(100 * share)}_ms"] = milliseconds(values, share)
+    is_slow = (row["ttft_p99_ms"] or 1e9) > TTFT_MS or (row["tpot_p99_ms"] or 1e9) > TPOT_MS
+    row["is_served"] = not row["failed"] and not is_slow
+    print_rows([row])
+    return row
 
 
 def figures_of(rows: Sequence[Row]) -> list[Figure]:
     """The highest rate served against each rival, and first tokens at the rate that it serves."""
     figures = []
     for models in sorted({row["models"] for row in rows}):
-        its = {(row["server"], row["rate_per_s"]): row for row in rows if row["models"] == models}
+        mine = [row for row in rows if row["models"] == models]
+        its = {(row["server"], row["rate_per_s"]): row for row in mine}
 
         def highest(server: str, its: dict[tuple[str, float], Row] = its) -> float:
             served = [rate for (name, rate), row in its.items() if name == server]
             return max([each for each in served if its[server, each]["is_served"]], default=0.0)
 
+        for key in ("ttft_p50_ms", "tpot_p50_ms"):
+            hot, alone = (
+                [row[key] for row in mine if row["server"] == each and row[key] is not None]
+                for each in (HOT, ALONE)
+            )
+            if hot and alone:
+                ours, theirs = statistics.median(hot), statistics.median(alone)
+                what = f"{models} models, one asked: {key[:4].upper()}, of the model's alone"
+                name, said = f"many_{models}_hot_{key[:4]}", f"{theirs:.4g} ms"
+                at_most = on_gpu(1.05)
+                figures.append(Figure(name, what, ours / theirs, "×", at_most, rival=said))
+        if not any(row["server"] == SHARED for row in mine):
+            continue
         best = highest(SHARED)
         what = f"{models} models: highest rate served within {TTFT_MS / 1e3:g} s and {TPOT_MS:g} ms"
         figures.append(Figure(f"many_{models}_rate", what, best, "requests/s"))
@@ -229,17 +288,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
     bench = Bench("many", __doc__, needs_gpu=True)
     bench.option("--models", nargs="+", type=int, default=[2, 3], help="by default 2 and 3")
-    servers = {"shared": SHARED, "fixed": FIXED, "vllm": VLLM}
+    servers = {"hot": HOT, "shared": SHARED, "fixed": FIXED, "vllm": VLLM}
+    bench.option("--rates", nargs="+", type=float, help="arrivals a second; by default five")
     bench.option("--servers", nargs="+", choices=servers, default=list(servers))
     bench.option("--vllm-path", help="PYTHONPATH of vLLM, where it is not installed")
     bench.option("--logs", type=Path, help="a folder for what servers say")
     options = bench.parse(argv)
     smoke = options.smoke
-    case = SMALL if smoke else FULL
+    case = case_of(options)
     wanted: Iterable[int] = options.models[:1] if smoke else options.models
     constants = {
         "expected_live_tokens": case.expected_live_tokens,
-        "share_tokens": max(case.max_tokens, case.expected_live_tokens // 2),
+        "share_tokens": case.share_tokens,
         "token_bytes": token_bytes_of(llama_config(smoke=smoke)),
     }
     rows: list[Row] = []
@@ -252,12 +312,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for num_models in wanted:
             for name in options.servers:
                 server = servers[name]
-                if smoke and server != SHARED:  # A start takes seconds.
+                if smoke and server not in (SHARED, HOT):  # A start takes seconds.
                     continue
                 if server == VLLM and not has_vllm(options.vllm_path):
                     print("vLLM cannot be imported here")
                     continue
-                for row in rows_of(server, num_models, folders, options):
+                its = num_models, folders, options
+                measured = hot_rows(*its) if server == HOT else rows_of(server, *its)
+                for row in measured:
                     rows.append(row)
                     bench.finish(rows, figures_of(rows), constants)
     return bench.finish(rows, figures_of(rows), constants)
