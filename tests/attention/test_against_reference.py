@@ -18,7 +18,7 @@ import torch
 from helpers.dense_rows import MARGIN_FILL, DenseRows, random_query, skip_unless_served
 from helpers.reference_backend import ReferenceBackend
 
-from vmkv.attention import AttentionBatch, AttentionSpec, Call, append, flash3, get, why_not
+from vmkv.attention import AttentionBatch, AttentionSpec, Call, append, flash3, get, sdpa, why_not
 
 NUM_ROWS = 7
 ROW_TOKENS = 600
@@ -143,10 +143,10 @@ def test_ragged_batches(device, name, dtype, shape):
 @pytest.mark.parametrize(("device", "name"), DEVICES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"),
-    [(4, 4, 64), (8, 1, 64), (12, 4, 128), (6, 2, 96), (4, 2, 192), (4, 2, 256)],
+    [(4, 4, 64), (8, 1, 64), (12, 4, 128), (6, 2, 96), (4, 2, 192), (4, 2, 256), (16, 2, 512)],
 )
 def test_heads_and_head_sizes(device, name, heads, kv_heads, dim, shape):
-    """MHA, MQA, GQA with groups that are no power of two; head sizes 64 to 256."""
+    """MHA, MQA, GQA with groups that are no power of two; head sizes 64 to 512."""
     run(Case(heads=heads, kv_heads=kv_heads, dim=dim), shape, device, name)
 
 
@@ -307,3 +307,21 @@ def test_flash2_appends_in_its_kernel(shape, options):
     raw = torch.int16
     assert torch.equal(expected.buffer.view(raw), fused.buffer.view(raw))
     assert_close(out, query, expected, batch, options)
+
+
+@pytest.mark.parametrize("window", [None, 48])
+def test_masks_of_later_chunks_are_made_for_some_queries_at_a_time(monkeypatch, window):
+    """A chunk of 33 queries after 267 tokens, in masks of 2,000 elements at most."""
+    made = []
+    plain = sdpa.visible_keys
+
+    def counting(*arguments):
+        mask = plain(*arguments)
+        made.append(mask.numel())
+        return mask
+
+    monkeypatch.setattr(sdpa, "visible_keys", counting)
+    monkeypatch.setattr(sdpa, "SCORES_AT_ONCE", 2000)
+    run(Case(dtype=torch.float32, window=window), "chunk", "cpu", "sdpa")
+    assert len(made) > 4
+    assert max(made) <= 2000

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vmkv import ConfigError
-from vmkv.attention import decode_fp8
+from vmkv.attention import decode
 from vmkv.attention.nvrtc import FORMATS, Kernel, assembled
 from vmkv.serve import draw
 from vmkv.serve.parallel import one_shot
@@ -37,13 +37,14 @@ KERNELS = {
         for encodes in (False, True)
     },
     **{
-        f"decode {dtype} over eight bits, head size {dim}": (
-            decode_fp8,
+        f"decode {dtype}{' over eight bits' if is_fp8 else ''}, head size {dim}": (
+            decode,
             "_kernel",
-            (0, dtype, dim),
+            (0, dtype, dim, is_fp8),
         )
         for dtype in (torch.bfloat16, torch.float16)
-        for dim in decode_fp8.HEAD_DIMS
+        for is_fp8, dims in ((False, decode.WIDE_HEAD_DIMS), (True, decode.FP8_HEAD_DIMS))
+        for dim in dims
     },
     **{
         f"add {dtype} of {size}{f', and norms of {vectors} vectors' if vectors else ''}": (

@@ -1,6 +1,6 @@
 // Runs a CUDA kernel on the host: one block after another, each thread of a block a coroutine.
 // Threads take turns at barriers only, so results are the same in every run. KERNEL is the file with
-// the kernel's source, NAME its name and WORDS the number of its 64-bit arguments, 12 at most.
+// the kernel's source and NAME its name; its arguments are 64-bit words, as in launch.c.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace host {
@@ -16,7 +18,7 @@ Index thread, block;
 ucontext_t scheduler, threads[THREADS];
 bool has_ended[THREADS];
 struct Barrier { int count = 0, turn = 0; } whole, warps[THREADS / 32];
-unsigned long long exchanged[THREADS];
+struct { char bytes[32]; } exchanged[THREADS];
 
 void yield() {
   const unsigned self = thread.x;
@@ -31,7 +33,6 @@ void arrive(Barrier& barrier, int size) {
 Barrier& warp() { return warps[thread.x / 32]; }
 
 template <class T, class Read> T exchange(T value, Read read) {
-  exchanged[thread.x] = 0;
   std::memcpy(&exchanged[thread.x], &value, sizeof(T));
   arrive(warp(), 32);
   auto of = [](unsigned lane) {
@@ -48,6 +49,12 @@ template <class To, class From> To bits(From value) {
   std::memcpy(&out, &value, sizeof(To));
   return out;
 }
+template <class T> T argument(long long word) {
+  if constexpr (std::is_integral_v<T>)
+    return (T)word;
+  else
+    return bits<T>(word);
+}
 }  // namespace host
 
 #define threadIdx host::thread
@@ -55,6 +62,7 @@ template <class To, class From> To bits(From value) {
 #define __device__ inline
 #define __global__
 #define __shared__ static
+#define __align__(...)
 #define __noinline__
 #define __launch_bounds__(...)
 using std::max;
@@ -77,6 +85,19 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
 }
 inline int atomicAdd(int* to, int by) { return *to += by, *to - by; }
 template <class T> T __ldcg(const T* from) { return *from; }
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned order) {
+  const auto both = (unsigned long long)high << 32 | low;
+  unsigned result = 0;
+  for (int at = 0; at < 4; at++)
+    result |= (unsigned)(both >> 8 * (order >> 4 * at & 7) & 0xff) << 8 * at;
+  return result;
+}
 inline int __ffs(unsigned value) { return __builtin_ffs(value); }
 inline unsigned __float_as_uint(float value) { return host::bits<unsigned>(value); }
 inline float __uint_as_float(unsigned value) { return host::bits<float>(value); }
@@ -89,19 +110,23 @@ using std::fabs;
 
 #include KERNEL
 
-static long long arguments[12];
+static const long long* arguments;
 
+template <class... T, size_t... at>
+static void call(void (*kernel)(T...), std::index_sequence<at...>) {
+  kernel(host::argument<T>(arguments[at])...);
+}
+template <class... T> static void call(void (*kernel)(T...)) {
+  call(kernel, std::index_sequence_for<T...>());
+}
 static void run_thread() {
-  const auto a = arguments;
-  NAME((const number*)a[0], a[1], a[2], (const long long*)a[3], (const float*)a[4],
-       (const long long*)a[5], (long long*)a[6], (int*)a[7], (long long*)a[8], a[9], a[10],
-       (long long*)a[11]);
+  call(NAME);
   host::has_ended[host::thread.x] = true;
 }
 
 extern "C" void run(unsigned num_blocks, const long long* words) {
   constexpr size_t STACK_BYTES = 64 * 1024;
-  std::memcpy(arguments, words, sizeof(arguments));
+  arguments = words;
   std::vector<std::unique_ptr<char[]>> stacks;
   for (int i = 0; i < THREADS; i++) stacks.emplace_back(new char[STACK_BYTES]);
   for (host::block.x = 0; host::block.x < num_blocks; host::block.x++) {

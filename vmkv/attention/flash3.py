@@ -17,7 +17,7 @@ zeros.
 The schedule over the device depends on the batch alone, so layers of one kind share one (`_plan`):
 32 of 536 kernels of an 8B model's decode step are saved (H200: 50 us and as many gaps).
 
-Decode batches over float8 rows use `decode_fp8.py`. Prompt queries are rounded to float8, and sums
+Decode batches over float8 rows use `decode.py`. Prompt queries are rounded to float8, and sums
 in fewer bits than float32 lose too much over long rows (DESIGN.md, Note [Eight bits]) unless the
 kernel promotes them. vLLM's library does; the other two do not, and are refused for float8 rows of
 more than 8,192 tokens.
@@ -37,7 +37,7 @@ import torch
 
 from ..core.cache.fp8 import FP8
 from ..errors import ConfigError
-from . import decode_fp8
+from . import decode
 from . import flash_common as hub
 from .append import encoded
 from .base import AttentionSpec, Call
@@ -120,8 +120,8 @@ class Flash3Backend(FlashBackend):
 
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the kernel over rows cut to the batch's longest sequence."""
-        if decode_fp8.serves(call):
-            return decode_fp8.decode(call)
+        if decode.serves(call):
+            return decode.decode(call)
         query, keys, values, batch = call.query, call.keys, call.values, call.batch
         is_fp8 = keys.dtype == FP8
         kernel = hub.usable("flash3", _load_for_fp8(batch.max_num_tokens) if is_fp8 else _load())

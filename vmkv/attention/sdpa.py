@@ -1,14 +1,17 @@
 """SDPA backend over `torch.nn.functional.scaled_dot_product_attention`, and plain attention.
 
-SDPA is the default on CPU and the last resort on CUDA. Each sequence is a view cut to the keys that
-its queries see, so nothing unmapped is read and nothing is copied. Float8 rows are decoded per
-sequence, or read in place by `decode_fp8.py` where each sequence has one query on CUDA. Cases:
+SDPA is the default on CPU and the last resort on CUDA, where `decode.py` serves steps of one query
+each over float8 rows and over heads of 512. Each sequence is a view cut to the keys that its
+queries see, so nothing unmapped is read and nothing is copied; float8 rows are decoded per
+sequence. The key heads are a batch, and the query heads of each are its heads, over keys with a
+stride of zero, so that every SDPA kernel can serve them without repeating the keys. (Beyond head
+sizes of 256 that is torch's memory-efficient kernel, of which older releases take no `enable_gqa`,
+and would compute all scores at once.) Cases:
 
-  one query           no mask; the query heads of one key/value head are folded into the query
-                      dimension, so its keys are read once.
+  one query           no mask; query heads of one key head are queries, so its keys are read once.
   no past, no window  SDPA's own `is_causal`, aligned at the top left: equivalent if there are as
                       many queries as keys.
-  otherwise           a boolean mask aligned at the bottom right, heads folded as above.
+  otherwise           a boolean mask aligned at the bottom right, of a bounded number of queries.
 
 SDPA has neither soft caps nor sinks; `plain_attention` computes those, a bounded number of queries
 at a time. One padded SDPA call for the whole batch would need a gather of past tokens.
@@ -16,15 +19,17 @@ at a time. One padded SDPA call for the whole batch would need a gather of past 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.nn import functional
 
-from ..core.cache.fp8 import FP8, decode
-from . import decode_fp8
+from ..core.cache import fp8
+from . import decode
 from .base import AttentionBackend, AttentionSpec, Call
 
 SCORES_AT_ONCE = 2**24
-"""Most scores that the plain math materialises at once: 64 MiB in float32."""
+"""Most scores of plain math, and elements of a mask, at once: 64 MiB in float32."""
 
 
 class SdpaBackend(AttentionBackend):
@@ -41,9 +46,9 @@ class SdpaBackend(AttentionBackend):
 
     def attend(self, call: Call) -> torch.Tensor:
         """Attend sequence by sequence, over views cut to the visible keys."""
-        is_fp8 = call.keys.dtype == FP8
-        if is_fp8 and call.sinks is None and decode_fp8.serves(call):
-            return decode_fp8.decode(call)[0]
+        if call.sinks is None and decode.serves(call):
+            return decode.decode(call)[0]
+        is_fp8 = call.keys.dtype == fp8.FP8
         query, window, scales = call.query, call.window, call.scales
         attend = _plain if call.softcap or call.sinks is not None else _sdpa
         out = query.new_empty(*query.shape[:2], call.values.shape[3])
@@ -58,8 +63,8 @@ class SdpaBackend(AttentionBackend):
             if start < end:
                 k, v = call.keys[row, first:num_tokens], call.values[row, first:num_tokens]
                 if is_fp8:
-                    k = decode(k, scales and scales.keys, query.dtype)
-                    v = decode(v, scales and scales.values, query.dtype)
+                    k = fp8.decode(k, scales and scales.keys, query.dtype)
+                    v = fp8.decode(v, scales and scales.values, query.dtype)
                 out[start:end] = attend(call, query[start:end], k, v)
         return out
 
@@ -67,23 +72,25 @@ class SdpaBackend(AttentionBackend):
 def _sdpa(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Attend from `[Tq, Hq, Dk]` to `[Tk, H, D]` of a sequence; each query sees some key."""
     queries, heads, _ = query.shape
-    kv_heads = key.shape[1]
-    k, v = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
-    if call.window is None and queries == key.shape[0] > 1:
-        q = query.transpose(0, 1)[None]
-        out = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=call.scale, enable_gqa=heads != kv_heads
-        )
-        return out[0].transpose(0, 1)
+    num_keys, kv_heads, _ = key.shape
     groups = heads // kv_heads
-    # [Tq, H * groups, D] -> [1, H, groups * Tq, D]: as many query as key heads, so that every
-    # SDPA kernel can serve it without repeating the keys.
-    q = query.view(queries, kv_heads, groups, -1).permute(1, 2, 0, 3).flatten(1, 2)[None]
-    mask = None
-    if queries > 1:
-        mask = visible_keys(queries, key.shape[0], call.window, query.device).repeat(groups, 1)
-    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale)
-    return out[0].view(kv_heads, groups, queries, -1).permute(2, 0, 1, 3).flatten(1, 2)
+    q = query.view(queries, kv_heads, groups, -1).permute(1, 2, 0, 3)  # [H, groups, Tq, Dk]
+    k, v = (each.transpose(0, 1)[:, None] for each in (key, value))
+    attend = functools.partial(functional.scaled_dot_product_attention, scale=call.scale)
+    if queries == 1:
+        out = attend(q.transpose(1, 2), k, v).transpose(1, 2)
+    else:
+        k, v = (each.expand(-1, groups, -1, -1) for each in (k, v))
+        if call.window is None and queries == num_keys:
+            out = attend(q, k, v, is_causal=True)
+        else:
+            outputs, num_seen = [], num_keys - queries
+            for part in torch.split(q, max(1, SCORES_AT_ONCE // num_keys), 2):
+                num_seen += part.shape[2]
+                mask = visible_keys(part.shape[2], num_seen, call.window, query.device)
+                outputs.append(attend(part, k[:, :, :num_seen], v[:, :, :num_seen], attn_mask=mask))
+            out = torch.cat(outputs, 2)
+    return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _plain(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,18 @@
-"""A CUDA kernel for decoding over float8 rows: one query per sequence.
+"""A CUDA kernel for decoding, one query per sequence: over float8 rows, and over wide heads.
 
 FlashAttention-3 rounds queries to float8 over such rows, and transposes values in shared memory
 (one H200, 32 sequences of 8,192 tokens: 3.1 TB/s where the 16-bit kernel reads 4.25, and errors a
 hundred times as large). FlashInfer's kernel for bfloat16 queries needs pages and a plan per step.
+Flash kernels end at head sizes of 256, and Gemma 4 has layers of 512.
 
 Keys and values go from memory to registers once, 16 bytes per thread, in the operand order of
 `mma.m16n8k16`: any assignment of dimensions and tokens to a product's indices is valid if both
-operands use it. Both become float16 (exact for e4m3), as do queries; sums are float32. A warp takes
-32 tokens at a time and prefetches the next keys. Nothing past a row's end is fetched.
+operands use it. Float8 becomes float16 (exact for e4m3), as do its queries; sums are float32. A
+warp prefetches its next keys. Nothing past a row's end is fetched.
+
+Up to 128 dimensions, each warp of a block takes tokens of its own. The sums of a wide head do not
+fit a warp's registers, so its warps share the tokens and take a quarter of the dimensions each;
+they add up their scores in shared memory: Note [Heads of 512].
 
 Long rows are cut into parts, so that few sequences occupy the device; the block that finishes last
 adds up its sequence's parts (split-K reduction), so there is no second launch.
@@ -26,32 +31,35 @@ from ..units import div_ceil
 from .base import Call
 from .nvrtc import FORMATS, NUMBERS, Kernel, addresses, compiled, launch
 
-HEAD_DIMS = (64, 128)
-"""Head sizes that the kernel is compiled and measured for."""
+FP8_HEAD_DIMS = (64, 128, 512)
+"""Head sizes of float8 rows that the kernel is compiled for."""
+WIDE_HEAD_DIMS = (512,)
+"""Head sizes of float16 and bfloat16 rows; stock kernels serve smaller ones."""
 MAX_GROUP = 8
 """Most query heads that may share a key head: columns of a product."""
-_CAPABILITY = (8, 9)
 _THREADS = 128
 _BLOCKS_PER_PROCESSOR = 3
 _MAX_PARTS = 64
-_MIN_PART_TOKENS = 256
-_WORDS = Struct("=10q3d10q")
+_WORDS = Struct("=10q3d11q")
 
-_SOURCE = r"""
+_INSTRUCTIONS = r"""
 typedef long long word;
 typedef unsigned int u32;
-enum { WARPS = 4, TILE = 32, COLUMNS = 8, KEY_VECTORS = D / 64, PAIRS = D / 16 };
-enum { VALUE_WORDS = D / 32, VALUE_BYTES = D / 8, STAGED = COLUMNS * COLUMNS + 2 };
-#define NEVER __int_as_float(0xff800000)
-
+#if EIGHT_BITS || FORMAT == 1
+#define OPERAND "f16"
+#else
+#define OPERAND "bf16"
+#endif
+#if EIGHT_BITS
 __device__ u32 widened(u32 two) {  // Two of e4m3 as two of float16.
   u32 wide;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"((unsigned short)two));
   return wide;
 }
+#endif
 __device__ u32 packed(float low, float high) {
   u32 both;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  asm("cvt.rn." OPERAND "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
 __device__ u32 transposed(u32 part) {
@@ -61,7 +69,7 @@ __device__ u32 transposed(u32 part) {
 }
 __device__ void multiply(float* sum, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "mma.sync.aligned.m16n8k16.row.col.f32." OPERAND "." OPERAND ".f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -72,6 +80,20 @@ __device__ uint4 fetched(const char* from) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
   return v;
 }
+"""
+"""CUDA source: instructions that C++ has no name for."""
+
+_SOURCE = r"""
+enum { WARPS = 4, COLUMNS = 8, BYTES = EIGHT_BITS ? 1 : 2, BLOCKS_OF_16 = 2 / BYTES };
+enum { TILE = 16 * BLOCKS_OF_16 };
+// A warp's dimensions, and how many warps have tokens of their own.
+enum { IS_WIDE = D > 128, WIDTH = IS_WIDE ? D / WARPS : D, TOKEN_WARPS = IS_WIDE ? 1 : WARPS };
+enum { KEY_VECTORS = WIDTH * BYTES / 64, PRODUCTS = 4 / BYTES, PAIRS = WIDTH / 16 };
+// Values of a token in a lane: words, and dimensions side by side.
+enum { VALUE_WORDS = WIDTH * BYTES / 32, RUN = (VALUE_WORDS < 4 ? 8 : 16) / BYTES };
+enum { STAGED = COLUMNS * COLUMNS + 2 };
+#define NEVER __int_as_float(0xff800000)
+
 __device__ float over_lanes(float value, bool is_sum) {  // Of the lanes of the same columns.
   for (int by = 4; by < 32; by *= 2) {
     const float other = __shfl_xor_sync(0xffffffff, value, by);
@@ -80,11 +102,20 @@ __device__ float over_lanes(float value, bool is_sum) {  // Of the lanes of the 
   return value;
 }
 
+// Two neighbours among the dimensions of keys, as operands.
+__device__ u32 operand(const u32* words, int at) {
+#if EIGHT_BITS
+  return widened(words[at / 2] >> 16 * (at % 2));
+#else
+  return words[at];
+#endif
+}
+
 // Lane 4 * g + t. Keys of token g: 16 bytes at 64 * i + 16 * t, the same dimensions of queries.
-__device__ void take_keys(uint4 (&keys)[2][2][KEY_VECTORS], const char* from, word stride,
-                          int first, int last, int g, int t) {
+__device__ void take_keys(uint4 (&keys)[BLOCKS_OF_16][2][KEY_VECTORS], const char* from,
+                          word stride, int first, int last, int g, int t) {
 #pragma unroll
-  for (int m = 0; m < 2; m++)
+  for (int m = 0; m < BLOCKS_OF_16; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int token = min(first + 16 * m + 8 * half + g, last);
@@ -101,74 +132,95 @@ extern "C" __global__ __launch_bounds__(128, MIN_BLOCKS) void decode(
     double scale, double softcap, double log2_e,
     word window, word parts, word heads, word group,
     number* out, float* logsumexp, float* part_sums, float2* part_weights, int* num_done,
-    word batch_size) {
+    word batch_size, const int* left_pad) {
   __shared__ __align__(8) float staged[WARPS][PAIRS * 2 * STAGED];
   __shared__ float weights[WARPS][2][COLUMNS];
+  __shared__ float4 shared_scores[2][IS_WIDE ? WARPS : 1][BLOCKS_OF_16][32];
   __shared__ bool is_last;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int head = blockIdx.x % heads, part = blockIdx.x / heads % parts;
   const int sequence = blockIdx.x / heads / parts;
   const int end = num_tokens[sequence];
-  const int begin = window > 0 && end > window ? end - window : 0;
+  const int padding = left_pad == nullptr ? 0 : left_pad[sequence];
+  const int begin = max(padding, window > 0 && end > window ? end - (int)window : 0);
   const int each = ((end - begin + parts - 1) / parts + TILE - 1) / TILE * TILE;
   const int low = begin + part * each, high = min(end, low + each);
-  const word row = (word)row_indices[sequence] * row_stride + head * D;
+  const int first_dim = IS_WIDE ? warp * WIDTH : 0;
+  const word row = (word)row_indices[sequence] * row_stride + (head * D + first_dim) * BYTES;
   const char* keys = all_keys + row;
-  const char* values = all_values + row + g * VALUE_BYTES;
+  const char* values = all_values + row + g * RUN * BYTES;
   const float key_scale = (float)scale * (key_scales == nullptr ? 1.0f : key_scales[head]);
 
   float sums[PAIRS][4] = {}, total[2] = {}, most[2] = {NEVER, NEVER};
-  uint4 now[2][2][KEY_VECTORS];
-  int first = low + warp * TILE;
+  uint4 now[BLOCKS_OF_16][2][KEY_VECTORS];
+  int first = low + (IS_WIDE ? 0 : warp * TILE), turn = 0;
   if (first < high) take_keys(now, keys, token_stride, first, high - 1, g, t);
-  u32 queries[KEY_VECTORS][4][2];
+  u32 queries[KEY_VECTORS][PRODUCTS][2];
 #pragma unroll
   for (int i = 0; i < KEY_VECTORS; i++)
 #pragma unroll
-    for (int w = 0; w < 8; w++) {
-      const number* two = query + sequence * query_stride + (head * group + g) * D
-                          + 64 * i + 16 * t + 2 * w;
+    for (int w = 0; w < 2 * PRODUCTS; w++) {
+      const number* two = query + sequence * query_stride + (head * group + g) * D + first_dim
+                          + (64 * i + 16 * t) / BYTES + 2 * w;
       queries[i][w / 2][w % 2] = g < group ? packed(as_float(two[0]), as_float(two[1])) : 0;
     }
-  for (; first < high; first += WARPS * TILE) {
+  for (; first < high; first += TOKEN_WARPS * TILE) {
     // Values of four tokens a product, as its second operand has them: 2t, 2t + 1, 2t + 8, 2t + 9.
-    u32 theirs[2][4][VALUE_WORDS];
+    u32 theirs[BLOCKS_OF_16][4][VALUE_WORDS];
 #pragma unroll
-    for (int m = 0; m < 2; m++)
+    for (int m = 0; m < BLOCKS_OF_16; m++)
 #pragma unroll
       for (int k = 0; k < 4; k++) {
         const int token = min(first + 16 * m + 2 * t + k % 2 + k / 2 * 8, high - 1);
         const char* from = values + token * token_stride;
-#if D == 64
-        const uint2 two = *reinterpret_cast<const uint2*>(from);
-        theirs[m][k][0] = two.x, theirs[m][k][1] = two.y;
-#else
+        if (VALUE_WORDS < 4) {
+          const uint2 two = *reinterpret_cast<const uint2*>(from);
+          theirs[m][k][0] = two.x, theirs[m][k][1] = two.y;
+        }
 #pragma unroll
         for (int i = 0; i < VALUE_WORDS / 4; i++) {
-          const uint4 four = fetched(from + 16 * i);
+          const uint4 four = fetched(from + 128 * i);
           theirs[m][k][4 * i] = four.x, theirs[m][k][4 * i + 1] = four.y;
           theirs[m][k][4 * i + 2] = four.z, theirs[m][k][4 * i + 3] = four.w;
         }
-#endif
       }
-    float scores[2][4] = {};
+    float scores[BLOCKS_OF_16][4] = {};
 #pragma unroll
-    for (int m = 0; m < 2; m++)
+    for (int m = 0; m < BLOCKS_OF_16; m++)
 #pragma unroll
       for (int i = 0; i < KEY_VECTORS; i++) {
         const u32 upper[4] = {now[m][0][i].x, now[m][0][i].y, now[m][0][i].z, now[m][0][i].w};
         const u32 lower[4] = {now[m][1][i].x, now[m][1][i].y, now[m][1][i].z, now[m][1][i].w};
 #pragma unroll
-        for (int w = 0; w < 4; w++)
-          multiply(scores[m], widened(upper[w]), widened(lower[w]), widened(upper[w] >> 16),
-                   widened(lower[w] >> 16), queries[i][w][0], queries[i][w][1]);
+        for (int w = 0; w < PRODUCTS; w++)
+          multiply(scores[m], operand(upper, 2 * w), operand(lower, 2 * w),
+                   operand(upper, 2 * w + 1), operand(lower, 2 * w + 1), queries[i][w][0],
+                   queries[i][w][1]);
       }
-    if (first + WARPS * TILE < high)
-      take_keys(now, keys, token_stride, first + WARPS * TILE, high - 1, g, t);
+    if (first + TOKEN_WARPS * TILE < high)
+      take_keys(now, keys, token_stride, first + TOKEN_WARPS * TILE, high - 1, g, t);
+    if (IS_WIDE) {  // Sums over the dimensions of all warps, in the same order in each.
+#pragma unroll
+      for (int m = 0; m < BLOCKS_OF_16; m++)
+        shared_scores[turn][warp][m][lane] =
+            make_float4(scores[m][0], scores[m][1], scores[m][2], scores[m][3]);
+      __syncthreads();  // One a tile: the next tile has the other half of the memory.
+#pragma unroll
+      for (int m = 0; m < BLOCKS_OF_16; m++) {
+        float4 sum = shared_scores[turn][0][m][lane];
+#pragma unroll
+        for (int w = 1; w < (IS_WIDE ? WARPS : 1); w++) {
+          const float4 part = shared_scores[turn][w][m][lane];
+          sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+        }
+        scores[m][0] = sum.x, scores[m][1] = sum.y, scores[m][2] = sum.z, scores[m][3] = sum.w;
+      }
+      turn ^= 1;
+    }
 
     float most_here[2] = {most[0], most[1]};
 #pragma unroll
-    for (int m = 0; m < 2; m++)
+    for (int m = 0; m < BLOCKS_OF_16; m++)
 #pragma unroll
       for (int c = 0; c < 4; c++) {
         float score = scores[m][c] * key_scale;
@@ -187,7 +239,7 @@ extern "C" __global__ __launch_bounds__(128, MIN_BLOCKS) void decode(
       for (int j = 0; j < PAIRS; j++) sums[j][column] *= shrink, sums[j][column + 2] *= shrink;
     }
 #pragma unroll
-    for (int m = 0; m < 2; m++) {
+    for (int m = 0; m < BLOCKS_OF_16; m++) {
 #pragma unroll
       for (int c = 0; c < 4; c++) {
         scores[m][c] = exp2f(scores[m][c] - most[c % 2]);
@@ -196,15 +248,22 @@ extern "C" __global__ __launch_bounds__(128, MIN_BLOCKS) void decode(
       const u32 b0 = transposed(packed(scores[m][0], scores[m][1]));
       const u32 b1 = transposed(packed(scores[m][2], scores[m][3]));
 #pragma unroll
-      for (int w = 0; w < VALUE_WORDS; w++)
+      for (int w = 0; w < VALUE_WORDS; w++) {
+        const u32 a = theirs[m][0][w], b = theirs[m][1][w], c = theirs[m][2][w];
+        const u32 d = theirs[m][3][w];
+#if EIGHT_BITS
 #pragma unroll
         for (int two = 0; two < 2; two++) {  // Dimensions 4w + 2 * two and the next.
           const u32 order = two ? 0x7362 : 0x5140;
-          const u32 ab = __byte_perm(theirs[m][0][w], theirs[m][1][w], order);
-          const u32 cd = __byte_perm(theirs[m][2][w], theirs[m][3][w], order);
+          const u32 ab = __byte_perm(a, b, order), cd = __byte_perm(c, d, order);
           multiply(sums[2 * w + two], widened(ab), widened(ab >> 16), widened(cd),
                    widened(cd >> 16), b0, b1);
         }
+#else
+        multiply(sums[w], __byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632),
+                 __byte_perm(c, d, 0x5410), __byte_perm(c, d, 0x7632), b0, b1);
+#endif
+      }
     }
   }
 
@@ -223,20 +282,20 @@ extern "C" __global__ __launch_bounds__(128, MIN_BLOCKS) void decode(
   __syncthreads();
   const int first_head = head * group, query_heads = heads * group;
   for (int at = threadIdx.x; at < group * D; at += WARPS * 32) {
-    const int of = at / D, dim = at % D;
-    const int from = dim % VALUE_BYTES * STAGED + dim / VALUE_BYTES * COLUMNS + of;
+    const int of = at / D, dim = at % D, its = dim % WIDTH, slice = dim / WIDTH;
+    const int from = (its / (8 * RUN) * RUN + its % RUN) * STAGED + its / RUN % 8 * COLUMNS + of;
     float highest = NEVER, sum = 0, weight = 0;
-    for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, weights[w][0][of]);
-    for (int w = 0; w < WARPS && highest > NEVER; w++) {
+    for (int w = 0; w < TOKEN_WARPS; w++) highest = fmaxf(highest, weights[w][0][of]);
+    for (int w = 0; w < TOKEN_WARPS && highest > NEVER; w++) {
       const float share = exp2f(weights[w][0][of] - highest);
-      sum += share * staged[w][from];
+      sum += share * staged[slice + w][from];
       weight += share * weights[w][1][of];
     }
     const word place = (word)sequence * query_heads + first_head + of;
     if (parts > 1) {
-      const word its = part * batch_size * query_heads + place;
-      part_sums[its * D + dim] = sum;
-      if (dim == 0) part_weights[its] = make_float2(highest, weight);
+      const word its_part = part * batch_size * query_heads + place;
+      part_sums[its_part * D + dim] = sum;
+      if (dim == 0) part_weights[its_part] = make_float2(highest, weight);
     } else {
       const float by = value_scales == nullptr ? 1.0f : value_scales[head];
       out[place * D + dim] = as_number(weight > 0 ? sum / weight * by : 0.0f);
@@ -274,22 +333,28 @@ extern "C" __global__ __launch_bounds__(128, MIN_BLOCKS) void decode(
     weights[0][0][of] = highest, weights[0][1][of] = weight;
   }
   __syncthreads();
-  for (int at = threadIdx.x; at < group * D; at += WARPS * 32) {
+  for (int at = 4 * threadIdx.x; at < group * D; at += 4 * WARPS * 32) {
     const int of = at / D, dim = at % D;
-    const float* theirs = part_sums + (first_place + of) * D + dim;
-    float sum = 0;
+    const float4* theirs = reinterpret_cast<float4*>(part_sums + (first_place + of) * D + dim);
+    float sums[4] = {};
     for (int p = 0; p < parts; p += 8) {
-      float eight[8];
+      float4 eight[8];
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        eight[i] = p + i < parts ? __ldcg(&theirs[(p + i) * step * D]) : 0.0f;
+        if (p + i < parts) eight[i] = __ldcg(&theirs[(p + i) * step * (D / 4)]);
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        if (p + i < parts) sum += found[(p + i) * COLUMNS + of].x * eight[i];
+        if (p + i < parts) {
+          const float share = found[(p + i) * COLUMNS + of].x;
+          sums[0] += share * eight[i].x, sums[1] += share * eight[i].y;
+          sums[2] += share * eight[i].z, sums[3] += share * eight[i].w;
+        }
     }
     const float highest = weights[0][0][of], weight = weights[0][1][of];
     const float by = value_scales == nullptr ? 1.0f : value_scales[head];
-    out[(first_place + of) * D + dim] = as_number(weight > 0 ? sum / weight * by : 0.0f);
+    for (int i = 0; i < 4; i++)
+      out[(first_place + of) * D + dim + i] =
+          as_number(weight > 0 ? sums[i] / weight * by : 0.0f);
     if (dim == 0) logsumexp[first_place + of] = (highest + log2f(weight)) / (float)log2_e;
   }
 }
@@ -297,12 +362,11 @@ extern "C" __global__ __launch_bounds__(128, MIN_BLOCKS) void decode(
 
 
 def serves(call: Call) -> bool:
-    """Whether the kernel runs here and takes this call: single queries over float8 rows."""
+    """Whether the kernel runs here and takes this call: single queries, float8 or wide heads."""
     query = call.query
+    needed = (8, 9) if call.keys.dtype == FP8 else (8, 0)
     return (
-        query.is_cuda
-        and takes(call)
-        and torch.cuda.get_device_capability(query.device) >= _CAPABILITY
+        query.is_cuda and takes(call) and torch.cuda.get_device_capability(query.device) >= needed
     )
 
 
@@ -310,17 +374,16 @@ def takes(call: Call) -> bool:
     """Whether the kernel can take this call on a device that supports it."""
     query, keys, values, batch = call.query, call.keys, call.values, call.batch
     dim = query.shape[2]
+    token_bytes = keys.stride(1) * keys.itemsize
     return (
-        keys.dtype == FP8
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and dim in HEAD_DIMS
+        query.dtype in (torch.bfloat16, torch.float16)
+        and dim in (FP8_HEAD_DIMS if keys.dtype == FP8 else WIDE_HEAD_DIMS)
         and values.shape[3] == dim
         and query.shape[1] // keys.shape[2] <= MAX_GROUP
         and query.shape[0] == batch.batch_size
         and batch.max_query_tokens == 1
-        and batch.left_pad is None
         and keys.stride() == values.stride()
-        and not (keys.data_ptr() | values.data_ptr() | keys.stride(1)) % 16
+        and not (keys.data_ptr() | values.data_ptr() | token_bytes) % 16
     )
 
 
@@ -330,41 +393,48 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     query = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
     size, query_heads, dim = query.shape
     heads = keys.shape[2]
-    parts = _num_parts(query.device, size * heads, batch.max_num_tokens)
+    token_bytes = 2 * dim * keys.itemsize
+    parts = _num_parts(query.device, size * heads, batch.max_num_tokens, token_bytes)
     out = call.out
     if out is None:
         out = torch.empty((size, query_heads, dim), dtype=query.dtype, device=query.device)
     logsumexp = torch.empty((size, query_heads, 1), dtype=torch.float32, device=query.device)
     words = _WORDS.pack(
-        *(query.data_ptr(), query.stride(0), *addresses(keys, values), *keys.stride()[:2]),
+        *(query.data_ptr(), query.stride(0), *addresses(keys, values)),
+        *(stride * keys.itemsize for stride in keys.stride()[:2]),
         *addresses(batch.row_indices, batch.num_tokens, *(call.scales or [None] * 4)[:2]),
         *(call.scale, call.softcap, math.log2(math.e)),
         *(call.window or 0, parts, heads, query_heads // heads),
         *addresses(out, logsumexp),
         *_scratch(call, parts, size * query_heads, dim, size * heads),
-        size,
+        *(size, *addresses(batch.left_pad)),
     )
     index = query.device.index
     stream = torch._C._cuda_getCurrentRawStream(index)
-    launch(_kernel(index, query.dtype, dim), size * heads * parts, _THREADS, stream, words)
+    kernel = _kernel(index, query.dtype, dim, keys.dtype == FP8)
+    launch(kernel, size * heads * parts, _THREADS, stream, words)
     return out, logsumexp
 
 
-def _num_parts(device: torch.device, num_blocks: int, max_num_tokens: int) -> int:
+def _num_parts(device: torch.device, num_blocks: int, max_num_tokens: int, token_bytes: int) -> int:
     """Return the number of parts to cut rows into.
 
-    The aim is two blocks per processor, all resident; where rows alone give one or two, about six,
-    because rows may differ in length. One H200, 32 heads over 8: one sequence of 2,048 tokens takes
-    11 us in 8 parts, 14 in 4; 32 chat sequences 28 us in 3, 46 in one.
+    The aim is two blocks per processor, all resident, and three where a token of a head takes more
+    than half a KiB, with which few tokens are under way; where rows alone give one or two, about
+    six, because rows may differ in length. One H200, 32 heads over 8, float8: one sequence of 2,048
+    tokens takes 11 us in 8 parts, 14 in 4; 32 chat sequences 28 us in 3, 46 in one.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = 2 * processors // num_blocks
+    is_wide = token_bytes > 512
+    resident = _BLOCKS_PER_PROCESSOR if is_wide else 2
+    wanted = resident * processors // num_blocks
     if wanted < 2:
         wanted = round(2 * _BLOCKS_PER_PROCESSOR * processors / num_blocks)
     # The final reduction takes as long as a part of some hundred tokens.
+    least = 128 if is_wide else 256
     useful = min(
-        div_ceil(max_num_tokens, _MIN_PART_TOKENS),
-        max(8, div_ceil(max_num_tokens, 2 * _MIN_PART_TOKENS)),
+        div_ceil(max_num_tokens, least),
+        max(8, div_ceil(max_num_tokens, 2 * least)),
     )
     return max(1, min(wanted, _MAX_PARTS, useful))
 
@@ -378,7 +448,7 @@ def _scratch(
     """
     if parts == 1:
         return 0, 0, 0
-    key = ("decode_fp8", parts, num_queries, dim, num_blocks)
+    key = ("decode", parts, num_queries, dim, num_blocks)
     scratch = call.batch.plans.get(key)
     if scratch is None:
         floats = parts * num_queries * (dim + 2) + num_blocks
@@ -390,6 +460,8 @@ def _scratch(
 
 
 @functools.cache
-def _kernel(device_index: int, dtype: torch.dtype, dim: int) -> Kernel:
-    options = (f"-DFORMAT={FORMATS[dtype]}", f"-DD={dim}", f"-DMIN_BLOCKS={_BLOCKS_PER_PROCESSOR}")
-    return compiled(NUMBERS + _SOURCE, "decode", device_index, *options)
+def _kernel(device_index: int, dtype: torch.dtype, dim: int, is_fp8: bool) -> Kernel:
+    its = {"FORMAT": FORMATS[dtype], "EIGHT_BITS": int(is_fp8), "D": dim}
+    its["MIN_BLOCKS"] = _BLOCKS_PER_PROCESSOR
+    options = [f"-D{name}={value}" for name, value in its.items()]
+    return compiled(NUMBERS + _INSTRUCTIONS + _SOURCE, "decode", device_index, *options)
