@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -32,6 +33,24 @@ def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
     """Tokens of `model.generate` for one prompt."""
     ids = torch.tensor([prompt])
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+
+
+#: Of the range of a token's logits: rounding to bfloat16 stays below, a wrong state does not.
+_TOLERANCE = 0.05
+
+
+def assert_likeliest(model: Any, prompts: list[list[int]], texts: list[list[int]]) -> None:
+    """Check that each token after a prompt is the likeliest in float32, but for rounding."""
+    plain = copy.deepcopy(model).float()
+    vars(plain.model).pop("forward", None)
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert prompt == text[: len(prompt)]
+        ids = torch.tensor([text], device=model.device)
+        with torch.no_grad():
+            said = plain(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        chosen = said.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        best, worst = said.max(1).values, said.min(1).values
+        assert (best - chosen <= _TOLERANCE * (best - worst)).all()
 
 
 class Collects(BaseStreamer):

@@ -255,6 +255,17 @@ class StepGraphs(abc.ABC, Generic[Key]):
         self._send(integers)
         self.step(key, self._input)
 
+    def rehearse(self, key: Key) -> None:
+        """Run a step of padding, and on CUDA again while torch refuses to wait for the device.
+
+        A capture that fails leaves torch's allocator in the state of a capture, so waits are found
+        before: kernels may read lengths on the host (SDPA's, for heads that no other takes).
+        """
+        self.run(key, self.empty(key))
+        if self.space.device.type == "cuda":
+            with refusing_waits():
+                self.run(key, self.empty(key))
+
     def _send(self, integers: torch.Tensor) -> None:
         self._input[: integers.shape[0]].copy_(integers, non_blocking=True)
 
@@ -305,14 +316,12 @@ class DecodeGraphs(StepGraphs[Bucket]):
         A graph that cannot be captured raises `RuntimeError` or `ConfigError`; earlier ones are
         kept.
         """
-        is_plain, is_cuda = self.space.has_states, self.space.device.type == "cuda"
         for key in self.keys():
             # Layers are compiled and tuned separately for one sequence, and others for each size.
-            if not self.captured or key[0] == 1 or is_plain:
+            if not self.captured:
+                self.rehearse(key)
+            elif key[0] == 1 or self.space.has_states:
                 self.run(key, self.empty(key))
-            if is_plain and is_cuda and not self.captured:
-                with refusing_waits():  # A capture that fails is not undone as a whole.
-                    self.run(key, self.empty(key))
             self.capture(key)
             captured()
 

@@ -27,7 +27,6 @@ from ..attention import AttentionBatch
 from ..core.cache.prefix import BLOCK_TOKENS
 from ..units import div_ceil
 from .graphs import GraphSpace, StepGraphs
-from .model_guard import refusing_waits
 from .piece import Piece, pinned
 from .row_attention import StepParts, batches
 from .state_rules import CapturedSizes, Plan
@@ -184,12 +183,10 @@ class MixedGraphs(StepGraphs[Bucket]):
     def _try(self, bucket: Bucket) -> bool:
         is_short = False
         try:
-            # Rules of layers with states may be compiled for each size.
-            if not self.captured or self._like.state_tokens:
+            if not self.captured:
+                self.rehearse(bucket)
+            elif self._like.state_tokens:  # Rules of states may be compiled for each size.
                 self.run(bucket, self.empty(bucket))
-            if self._like.state_tokens and not self.captured and self.space.device.type == "cuda":
-                with refusing_waits():  # A capture that fails is not undone as a whole.
-                    self.run(bucket, self.empty(bucket))
             self.capture(bucket)
         except torch.OutOfMemoryError:
             is_short = True
