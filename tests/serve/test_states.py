@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import families
 from helpers.hybrids import HYBRIDS, hybrid
 from helpers.ragged import alone, random_prompts
+from helpers.tiny_models import VERSION
 
 from vmkv import ConfigError, OutOfPagesError
 from vmkv.core.backend import MemoryLocation
@@ -30,6 +32,13 @@ PROMPTS = random_prompts(40, 1, 13, 25, 2, 9)
 NAME = HYBRIDS[0]
 #: Families whose layers with states run once over the prompts of a step.
 PACKED = [each for each in ("qwen3_next", "qwen3_5_text", "lfm2") if each in HYBRIDS]
+#: Gated DeltaNet, Mamba-2 (which earlier releases share between sequences), layers that go on with
+#: one token only, KDA.
+PREEMPTED = [
+    name
+    for name in (NAME, "nemotron_h", "jamba", "kimi_linear")
+    if name in families.surveyed() and (name != "nemotron_h" or VERSION >= (5, 23))
+]
 
 
 def _model(name: str) -> Any:
@@ -162,39 +171,41 @@ def test_samples_of_one_request(make_engine: MakeEngine) -> None:
     assert [each.token_ids for each in alone] == [each.token_ids for each in together.outputs]
 
 
-def _play(engine: Engine) -> list[Any]:
+def _play(engine: Engine, name: str) -> list[Any]:
     params, prompts = SamplingParams(temperature=0, max_tokens=LONG), PROMPTS[1:3] + PROMPTS[4:]
     handles = [engine.add(prompt, params) for prompt in prompts]
     while engine.has_unfinished:
         engine.step()
         engine.cache.check()
     for prompt, handle in zip(prompts, handles, strict=True):
-        assert _expected(NAME, prompt, LONG) == list(handle.output().outputs[0].token_ids)
+        assert _expected(name, prompt, LONG) == list(handle.output().outputs[0].token_ids)
     return handles
 
 
-def _tight_budget(make_engine: MakeEngine) -> int:
+def _tight_budget(make_engine: MakeEngine, name: str) -> int:
     """Bytes for four requests that begin, of which one can grow to its end."""
-    view = make_engine(_model(NAME))._view
+    view = make_engine(_model(name))._view
     return (3 * view.peak_pages(1) + view.peak_pages(13 + LONG)) * 4 * KiB
 
 
 @pytest.mark.slow
-def test_preempted_requests_are_recomputed(make_engine: MakeEngine) -> None:
-    engine = make_engine(_model(NAME), budget_bytes=_tight_budget(make_engine))
-    assert any(handle.requests[0].num_preemptions for handle in _play(engine))
+@pytest.mark.parametrize("name", PREEMPTED)
+def test_preempted_requests_are_recomputed(make_engine: MakeEngine, name: str) -> None:
+    engine = make_engine(_model(name), budget_bytes=_tight_budget(make_engine, name))
+    assert any(handle.requests[0].num_preemptions for handle in _play(engine, name))
 
 
 @pytest.mark.slow
-def test_preempted_requests_are_swapped(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("name", PREEMPTED)
+def test_preempted_requests_are_swapped(make_engine: MakeEngine, name: str) -> None:
     """States go to host memory with the rows, and come back."""
     engine = make_engine(
-        _model(NAME),
-        budget_bytes=_tight_budget(make_engine),
+        _model(name),
+        budget_bytes=_tight_budget(make_engine, name),
         host_budget_bytes=16 * MiB,
         preemption_costs=PreemptionCosts(flops_per_s=1.0),
     )
-    assert any(handle.requests[0].num_preemptions for handle in _play(engine))
+    assert any(handle.requests[0].num_preemptions for handle in _play(engine, name))
     assert engine.cache.sharing.swapped_in_bytes
     assert 0 == engine.cache.pool.stats(MemoryLocation.HOST).resident_bytes
 
