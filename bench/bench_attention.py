@@ -10,13 +10,17 @@ Interleaving leaves runs of 8 heads * 128 * 2 B = 2 KiB, longer than a DRAM burs
 are what the TLB holds anyway, so rows should cost at most 3 % over a tensor, and FlashAttention-2
 should read them at 3.6 TB/s or more. Prefill computes: a row should cost nothing (1 %), while a
 block of 16 tokens makes FlashAttention-3 compute addresses instead of using TMA: 8 % or more over
-vmkv.
+vmkv. Heads of 512 (Gemma 4's global layers, "sdpa"): 32 sequences of 8,192 tokens are three blocks
+on each processor with 16 KiB of keys and of values of each under way, so vmkv's own kernel reads at
+85 % of the memory's peak, 1.2 times the floor. FlashAttention has no such kernel; the rivals keep
+512 sums of each query in one block, which leaves one on a processor: 1.6 times or more.
 
 Method. One layout per line, all layouts of a case resident at once. A timing is one CUDA graph of
 calls that walk over layers whose keys exceed the L2 cache together (or over all there are); the
 graph excludes the host.
 Layouts take turns within each of REPEATS repeats (PREFILL_REPEATS for prefill), in a seeded random
 order, and a ratio is taken within its repeat; medians and interquartile ranges are reported.
+The floor is the time that the memory takes to read keys and values once, at the peak of its clock.
 Sequences are ragged and seeded. (The record of 2026-11-21 still went round in turn: the dense
 tensor always followed a block table, which lets the clock rise, and gained 1 % in prefill by it.)
 
@@ -26,6 +30,8 @@ lie 2 KiB further apart, so that their stride is no power of two.
 
 Rivals. FlashAttention's own block tables, 16/64/128/256 tokens (FlashAttention-2 allows 256 only),
 with blocks shuffled; and a tensor whose strides are no powers of two, which is the fairer dense.
+For heads of 512, over the dense tensor with sequences of one length: compiled FlexAttention, and
+torch's SDPA with a group's query heads as queries.
 
 Not measured. The host's cost of preparing a step (bench_block_table), growth while kernels run,
 windows and soft caps (Gemma-2 is run without), backward, anything but bfloat16.
@@ -54,6 +60,7 @@ from attention_layouts import (
 )
 from harness import HAS_GPU, Bench, Figure, Row, print_rows
 from models import DTYPE, reset_memory
+from torch.nn import functional
 
 from vmkv import open_backend
 from vmkv.attention import AttentionBatch, AttentionSpec, Call, get, why_not
@@ -71,7 +78,11 @@ SHAPES = [
     ModelShape("Qwen2.5-7B", 28, 28, 4, 128),
     ModelShape("Gemma-2-9B", 42, 16, 8, 256),
 ]
-SMOKE_SHAPE = ModelShape("smoke", 4, 4, 2, 16)
+WIDE_SHAPES = [
+    ModelShape("Gemma-4-26B-A4B, global layers", 5, 16, 2, 512),
+    ModelShape("Gemma-4-E2B, global layers", 3, 8, 1, 512),
+]
+SMOKE_SHAPES = [ModelShape("smoke", 4, 4, 2, 16), ModelShape("smoke, wide", 2, 4, 1, 512)]
 BLOCKS = {"flash3": (16, 64, 128, 256), "flash2": (256,)}
 KERNELS = ("flash2", "flash3", "torch")
 
@@ -107,6 +118,12 @@ CASES = [
     Case("prefill", 1, 32768, 32768, 32768, first_shape_only=True),
     Case("chunk", 4, 8192, 8192, 512),
     Case("chunk", 8, 16384, 16384, 2048, first_shape_only=True),
+]
+WIDE_CASES = [
+    Case("decode", 1, 8192, 8192),
+    Case("decode", 32, 1024, 8192),
+    Case("decode", 32, 8192, 8192),
+    Case("prefill", 1, 8192, 8192, 8192),
 ]
 SMOKE_CASES = [
     Case("decode", 3, 20, 60),
@@ -167,6 +184,44 @@ def paged_flash3(query, keys, values, lengths, table, scale):
         query, keys, values, cache_seqlens=lengths, page_table=table, softmax_scale=scale,
         causal=True,
     )  # fmt: skip
+
+
+def call_torch(function: Callable, layout: Layout, query: torch.Tensor) -> list[Callable]:
+    """One call per input of torch's own attention: a query of each sequence, all of one length."""
+    return [
+        functools.partial(function, query, keys.transpose(1, 2), values.transpose(1, 2))
+        for keys, values in layout.inputs
+    ]
+
+
+def torch_sdpa(query, keys, values):
+    groups = query.unflatten(1, (keys.shape[1], -1))
+    return functional.scaled_dot_product_attention(groups, keys, values)
+
+
+@functools.cache
+def compiled_flex() -> Callable:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    flex = torch.compile(flex_attention, dynamic=False)
+    return lambda query, keys, values: flex(query[:, :, None], keys, values, enable_gqa=True)
+
+
+TORCH_KERNELS = {"torch sdpa": lambda: torch_sdpa, "FlexAttention": compiled_flex}
+
+
+def peak_bytes_per_s() -> float | None:
+    """The memory's peak, from its clock and the width of its bus; None without a GPU."""
+    if not HAS_GPU:
+        return None
+    from cuda.bindings import driver
+
+    def attribute(name: str) -> int:
+        wanted = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return driver.cuDeviceGetAttribute(wanted, torch.cuda.current_device())[1]
+
+    clock_khz, bits = attribute("MEMORY_CLOCK_RATE"), attribute("GLOBAL_MEMORY_BUS_WIDTH")
+    return 2 * 1e3 * clock_khz * bits / 8
 
 
 class Timer:
@@ -249,10 +304,21 @@ def run_case(shape: ModelShape, case: Case, kernels: list[str], vm_backend) -> l
     what = {"shape": shape.name, "phase": case.phase, "batch": case.batch}
     what |= {"queries": case.queries, "tokens": [case.shortest, case.longest]}
     results = []
-    for kernel in kernels:
+    is_wide_decode = shape.dim > 256 and case.phase == "decode" and case.shortest == case.longest
+    floor_us = None
+    if case.phase == "decode" and HAS_GPU:
+        floor_us = 1e6 * read_bytes / peak_bytes_per_s()
+    for kernel in (*kernels, *(TORCH_KERNELS if is_wide_decode and HAS_GPU else ())):
         timers = {}
         for layout in layouts:
-            if layout.block_table is None:
+            if kernel in TORCH_KERNELS:
+                if layout.name == "dense":
+                    try:
+                        function = TORCH_KERNELS[kernel]()
+                        timers[layout.name] = Timer(call_torch(function, layout, query))
+                    except Exception as error:  # noqa: BLE001  # compilers fail in their own ways
+                        print(f"skipped: {kernel}, {layout.name}: {error}")
+            elif layout.block_table is None:
                 timers[layout.name] = Timer(call_rows(kernel, layout, query, case))
             elif layout.inputs[0][0].shape[1] in BLOCKS.get(kernel, ()):
                 try:
@@ -273,6 +339,7 @@ def run_case(shape: ModelShape, case: Case, kernels: list[str], vm_backend) -> l
             row |= {"iqr_us": 1e6 * spread_of(seconds), "ratio_iqr": spread_of(ratios)}
             row["ratio_to_dense"] = statistics.median(ratios)
             row["read_tb_s"] = read_bytes / median / 1e12 if case.phase == "decode" else None
+            row["over_floor"] = 1e6 * median / floor_us if floor_us else None
             results.append(row)
         timers.clear()
     for layout in layouts:
@@ -318,6 +385,21 @@ def figures(results: list[Row]) -> list[Figure]:
             gain = paged["median_us"] / ours["median_us"]
             what = f"prefill of {tokens:,}, flash3: a block table of 16 tokens over vmkv rows"
             found.append(Figure(f"prefill_{tokens}_gain", what, gain, "×", at_least=1.08))
+    for shape in WIDE_SHAPES:
+        by_kernel = {
+            row["kernel"]: row
+            for row in results
+            if (row["shape"], row["batch"], row["tokens"]) == (shape.name, 32, [8192, 8192])
+            and row["layout"] == ("dense" if row["kernel"] in TORCH_KERNELS else "vmkv, all layers")
+        }
+        ours = by_kernel.pop("sdpa", None)
+        if ours is not None and ours["over_floor"] is not None:
+            rival = ", ".join(
+                f"{each}: {its['over_floor']:.2f} ×" for each, its in by_kernel.items()
+            )
+            what = f"{shape.name}: decode of 32 x 8k with heads of 512, over the memory floor"
+            key = f"wide_decode_{shape.kv_heads}_over_floor"
+            found.append(Figure(key, what, ours["over_floor"], "×", 1.4, rival=rival))
     return found
 
 
@@ -333,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.option("--shape", action="append", help="only shapes whose name contains this")
     bench.option("--phase", help="only decode, prefill or chunk")
     options = bench.parse(argv)
-    shapes = [SMOKE_SHAPE] if options.smoke else SHAPES
+    shapes = SMOKE_SHAPES if options.smoke else [*SHAPES, *WIDE_SHAPES]
     if options.shape:
         shapes = [each for each in shapes if any(part in each.name for part in options.shape)]
     vm_backend = open_backend("cuda:0" if HAS_GPU else "host")
@@ -345,7 +427,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         reasons = {name: why_not(name, spec) for name in KERNELS}
         kernels = [name for name in KERNELS if reasons[name] is None] or ["sdpa"]
         skipped += [f"{shape.name}, {name}: {why}" for name, why in reasons.items() if why]
-        for case in SMOKE_CASES if options.smoke else CASES:
+        cases = WIDE_CASES if shape.dim > 256 else CASES
+        for case in SMOKE_CASES if options.smoke else cases:
             kv_bytes = sum(case.lengths()) * shape.layers * shape.layer_token_bytes(DTYPE)
             if (case.first_shape_only and position) or options.phase not in (None, case.phase):
                 continue
