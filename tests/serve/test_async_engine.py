@@ -6,6 +6,7 @@ Both run in this process here; the process is replaced by a thread.
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -13,11 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers.hosted import hosted
 from helpers.requests import PATIENCE_S, last, prompts, reference, run
 from helpers.serving import Watch
+from helpers.tiny_models import tiny_model
 
 from vmkv import ClosedError, ConfigError
+from vmkv.errors import PausedError
 from vmkv.serve import AsyncEngine, Engine, FinishReason, RequestOutput, SamplingParams, joined
 from vmkv.serve.step_loop import StepLoop
 
@@ -389,3 +393,118 @@ def test_each_step_resets_the_silence(
     run(main())
     assert len(failures) > 5
     assert set(failures) == {None}
+
+
+# ---- training --------------------------------------------------------------------------------
+
+
+def test_training_has_the_model_between_requests(make_engine: MakeEngine) -> None:
+    """Requests before finish first; those made meanwhile are served with the weights after."""
+    watch = Watch()
+    model, (prompt, other) = copy.deepcopy(tiny_model("llama")), prompts(2)
+    engine = make_engine(model, observer=watch)
+
+    async def main() -> None:
+        it = AsyncEngine(engine)
+        before = asyncio.create_task(last(it.stream(prompt, GREEDY)))
+        await asyncio.to_thread(watch.wait, lambda: bool(watch.added), "a request")
+        async with it.paused():
+            assert 1 == len(watch.finished)
+            model.train()
+            ids = torch.tensor([prompt])
+            model(input_ids=ids, labels=ids).loss.backward()
+            assert model.lm_head.weight.grad is not None
+            during = asyncio.create_task(last(it.stream(other, GREEDY)))
+            with torch.no_grad():
+                for each in model.parameters():
+                    each.mul_(-1.5)
+            engine.sleep()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert 1 == len(watch.added)
+            plain = copy.deepcopy(model).eval()
+        assert reference(prompt) == list((await before).outputs[0].token_ids)
+        wanted = plain.generate(torch.tensor([other]), max_new_tokens=8, do_sample=False)
+        assert wanted[0, len(other) :].tolist() == list((await during).outputs[0].token_ids)
+        assert wanted[0, len(other) :].tolist() != reference(other)
+        await it.shutdown()
+
+    run(main())
+
+
+def test_pauses_take_turns(make_engine: MakeEngine) -> None:
+    """One that is cancelled while it waits is none, and leaves the others theirs."""
+    engine, order = make_engine(), []
+
+    async def main() -> None:
+        it = AsyncEngine(engine)
+
+        async def pause(name: str) -> None:
+            async with it.paused():
+                order.append(name)
+                for _ in range(9):
+                    await asyncio.sleep(0)
+                order.append(name)
+
+        async with it.paused():
+            tasks = [asyncio.create_task(pause(name)) for name in ("first", "gone", "last")]
+            for _ in range(5):
+                await asyncio.sleep(0)
+            tasks[1].cancel()
+            await asyncio.sleep(0)
+            assert not order
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [None, None] == ended[::2]
+        assert isinstance(ended[1], asyncio.CancelledError)
+        assert ["first", "first", "last", "last"] == order
+        with pytest.raises(ZeroDivisionError):
+            async with it.paused():
+                raise ZeroDivisionError
+        assert reference(prompts(1)[0]) == list(
+            (await last(it.stream(prompts(1)[0], GREEDY))).outputs[0].token_ids
+        )
+        await it.shutdown()
+        with pytest.raises(ClosedError):
+            async with it.paused():
+                order.append("closed")
+
+    run(main())
+    assert 4 == len(order)
+
+
+def test_a_model_that_cannot_be_served_after_a_pause(make_engine: MakeEngine) -> None:
+    """Whoever paused is told so; requests are refused until another pause mends the model."""
+    model, (prompt,) = copy.deepcopy(tiny_model("llama")), prompts(1)
+    engine = make_engine(model)
+
+    async def main() -> None:
+        it = AsyncEngine(engine)
+        with pytest.raises(ConfigError, match="other keys and values"):
+            async with it.paused():
+                model.to(torch.bfloat16)
+        with pytest.raises(PausedError, match=r"paused\(\)"):
+            await last(it.stream(prompt, GREEDY))
+        async with it.paused():
+            model.to(torch.float32)
+            plain = copy.deepcopy(model)
+        wanted = plain.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+        output = await last(it.stream(prompt, GREEDY))
+        assert wanted[0, len(prompt) :].tolist() == list(output.outputs[0].token_ids)
+        await it.shutdown()
+
+    run(main())
+
+
+def test_a_shutdown_ends_a_pause(make_engine: MakeEngine) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    before = model.config._attn_implementation
+    engine = make_engine(model)
+    assert before != model.config._attn_implementation
+
+    async def main() -> None:
+        it = AsyncEngine(engine)
+        async with it.paused():
+            await it.shutdown()
+            assert before == model.config._attn_implementation
+
+    run(main())

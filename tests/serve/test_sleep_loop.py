@@ -18,7 +18,18 @@ from vmkv import ClosedError, ConfigError, HostBackend
 from vmkv.errors import DriverError, OutOfPagesError
 from vmkv.serve import AsyncEngine, Engine, SamplingParams
 from vmkv.serve import engine as engine_module
-from vmkv.serve.engine_loop import Add, Cancel, Command, EngineLoop, News, Sleep, Stop, Wake
+from vmkv.serve.engine_loop import (
+    Add,
+    Cancel,
+    Command,
+    EngineLoop,
+    News,
+    Pause,
+    Resume,
+    Sleep,
+    Stop,
+    Wake,
+)
 from vmkv.serve.metrics import Metrics
 from vmkv.serve.observer import Observers
 from vmkv.testing.faults import FaultInjectingBackend
@@ -106,6 +117,20 @@ def test_an_engine_sleeps_after_a_time_without_requests(make_engine: MakeEngine)
         assert reference(prompts(1)[0]) == told(link, key)
     assert len(link.waits) < 16
     assert None in link.waits
+
+
+def test_a_pause_is_no_idle_time(make_engine: MakeEngine) -> None:
+    """Training has had the model meanwhile, and generates next."""
+
+    class Over(threading.Event):
+        def is_set(self) -> bool:
+            return link.now_s >= 40.0
+
+    link = Scripted([(5.0, Pause(1, Over())), (40.0, Resume(2)), (60.0, Stop(drain=True))])
+    engine = make_engine(sleep_after_s=10.0)
+    EngineLoop(engine, link, clock=link.clock).run()
+    assert [(5.0, 1), (40.0, 2)] == [(at_s, key) for at_s, news in link.news for key in news.done]
+    assert [(50.0, True)] == link.times_asleep()[:1]
 
 
 def test_an_engine_that_cannot_sleep_tries_again_later(

@@ -15,11 +15,11 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .engine_client import EngineClient
-from .engine_loop import Command, EngineLoop, Look, News
+from .engine_loop import Command, EngineLoop, Look, News, Pause, Resume
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -84,6 +84,28 @@ class AsyncEngine(EngineClient):
 
     def _end(self) -> None:
         self._lose(self._end_notice)
+
+    @contextlib.asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Context in which training has the model, as `Engine.paused`.
+
+        It begins once the requests that were made before have finished; those that are made
+        meanwhile are served after it, as is whoever else asks for a pause. Within it,
+        `engine.sleep()` of the engine inside may be called. Steps run in a thread of their own,
+        where an autocast of the caller's is not on; accelerate's is in the model's `forward`.
+
+        Raises:
+            ConfigError: As `Engine.paused` at its beginning and end.
+            ClosedError: The engine is shutting down or has ended.
+        """
+        is_over = threading.Event()
+        try:
+            await self._ask(lambda key: Pause(key, is_over))
+            yield
+        finally:
+            is_over.set()
+            if not self._is_stopping:
+                await self._ask(Resume)
 
     async def _connect(self) -> None:
         self._link.loop = asyncio.get_running_loop()

@@ -128,7 +128,7 @@ class EngineClient(abc.ABC):
         self._heard_s = clock()  # Last news, or the start of the current work.
         self._new_keys = itertools.count()
         self._streams: dict[int, _Stream] = {}
-        self._asked: dict[int, asyncio.Future[None]] = {}  # Sleeps and wakes.
+        self._asked: dict[int, asyncio.Future[None]] = {}  # What is no request.
         self._num_failed_steps = 0
         self._is_sleeping = False
         self._is_stopping = False

@@ -7,6 +7,7 @@ news. The loop never waits for a reader: a link keeps the news that were not rea
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -74,7 +75,23 @@ class Wake(NamedTuple):
     key: int
 
 
-Command = Add | Cancel | Finish | Stop | Look | Sleep | Wake
+class Pause(NamedTuple):
+    """Give the model to training until `is_over`, once the requests before have ended.
+
+    Commands that come later wait. From a client of the same process only.
+    """
+
+    key: int
+    is_over: threading.Event
+
+
+class Resume(NamedTuple):
+    """Wake the loop after a pause; it was refused where the model could not be taken up again."""
+
+    key: int
+
+
+Command = Add | Cancel | Finish | Stop | Look | Sleep | Wake | Pause | Resume
 
 
 # ---- from the engine --------------------------------------------------------------------------
@@ -100,8 +117,8 @@ class Update(NamedTuple):
 class News(NamedTuple):
     """Everything new since the last news.
 
-    `refused` are the keys of requests, sleeps and wakes that were not accepted, and why; `done` are
-    those of sleeps and wakes that were. `events`, pickled, and `stats` are for an observer at the
+    `refused` are the keys of requests and other commands that were not accepted, and why; `done`
+    are those of commands that were. `events`, pickled, and `stats` are for an observer at the
     client; a link adds them.
     """
 
@@ -172,10 +189,11 @@ class EngineLoop:
         self._updated: dict[RequestHandle, None] = {}
         self._clock = clock
         self._active_s = clock()  # The last time with requests.
-        self._sleep: Sleep | None = None  # Asked for, and what was asked for since then.
+        self._rest: Sleep | Pause | None = None  # Asked for, and what was asked for since then.
         self._held: list[Command] = []
         self._done: list[int] = []
         self._lost: Exception | None = None  # Why the engine could not wake.
+        self._unpaused: Exception | None = None  # Why the last pause failed.
         engine.on_update = lambda handle: self._updated.update({handle: None})
         engine.when_lost(link.wake)
 
@@ -216,9 +234,12 @@ class EngineLoop:
         if self._engine.has_unfinished:
             self._active_s = self._clock()
             return True
-        if self._sleep is not None:
-            self._answer(self._sleep.key, self._fall_asleep)
-            self._sleep = None
+        if self._rest is not None:
+            if isinstance(self._rest, Pause):
+                self._pause(self._rest)
+            else:
+                self._answer(self._rest.key, self._fall_asleep)
+            self._rest = None
             self._commands.extendleft(reversed(self._held))
             self._held.clear()
         self._publish()  # Includes the observers' idle event.
@@ -266,6 +287,26 @@ class EngineLoop:
         if self._engine.is_sleeping and isinstance(error, DriverError | RankError):
             self._lost = error
 
+    # ---- training -------------------------------------------------------------------------
+
+    def _pause(self, asked: Pause) -> None:
+        """Wait while training has the model; commands queue up."""
+        self._unpaused = None
+        try:
+            with self._engine.paused():
+                self._done.append(asked.key)
+                self._publish()
+                while not (asked.is_over.is_set() or self._is_stopping):
+                    self._is_wanted(None)
+        except Exception as error:  # noqa: BLE001  # reported to the client
+            self._unpaused = error
+            self._refuse(asked.key, error)
+        self._active_s = self._clock()
+
+    def _check_pause(self) -> None:
+        if self._unpaused is not None:
+            raise self._unpaused
+
     # ---- commands -------------------------------------------------------------------------
 
     def _is_wanted(self, timeout_s: float | None = 0.0) -> bool:
@@ -287,12 +328,14 @@ class EngineLoop:
         start_s = time.monotonic()
         while (self._commands or self._is_wanted()) and self._commands:
             command = self._commands.popleft()
-            if self._sleep is not None and isinstance(command, Add | Sleep | Wake):
+            if self._rest is not None and isinstance(command, Add | Sleep | Wake | Pause):
                 self._held.append(command)
-            elif isinstance(command, Sleep):
-                self._sleep = command
-                if command.aborts:
+            elif isinstance(command, Sleep | Pause):
+                self._rest = command
+                if isinstance(command, Sleep) and command.aborts:
                     self._engine.cancel_all()
+            elif isinstance(command, Resume):
+                self._answer(command.key, self._check_pause)
             elif isinstance(command, Wake):
                 self._active_s = self._clock()
                 self._answer(command.key, self._engine.wake)
@@ -306,7 +349,7 @@ class EngineLoop:
                     self._forget(handle)
                     self._engine.cancel(handle)
             elif isinstance(command, Stop):
-                self._sleep, held, self._held = None, self._held, []
+                self._rest, held, self._held = None, self._held, []
                 if command.drain:
                     self._commands.extendleft(reversed(held))
                 else:
