@@ -17,17 +17,18 @@ kernels.
 
 Method. `GRPOTrainer` of TRL with the defaults of its configuration, but for the sizes: checkpointed
 gradients, autocast to bfloat16, AdamW (fused), dapo loss, temperature 1. 1B: Llama-3.2-1B's shape,
-weights in float32, all trained, 64 prompts x 8 samples, 64 for each backward pass. 8B:
-Llama-3-8B's shape, weights in bfloat16, LoRA of rank 16 on all linear layers, 16 prompts x 8
-samples, 16 for each backward pass. Random weights, prompts of 64 to 192 random tokens, the same for
-all; no token ends a completion, so that each has all new tokens. The reward counts token ids. Each
-way is a process of its own. A step is the time from one update of the weights to the next:
-generation (handing weights over included), scoring (log-probabilities for the correction, rewards)
-and training; medians after one step of warm-up. Memory: what the driver says is in use, polled
-every 20 ms, and torch's reserve at most. What a way holds while the model is trained: free memory
-before the first generation, after a short pass forward and backward, and after that generation;
-torch's idle memory is given back both times. The engine's captured steps are given back once, after
-the last step, to see their size.
+weights in float32, all trained, 64 prompts x 8 samples, 64 for each backward pass. 8B: Llama-3-8B's
+shape, weights in bfloat16, LoRA of rank 16 on all linear layers, 16 prompts x 8 samples, 16 for
+each backward pass. Random weights, prompts of 64 to 192 random tokens, the same for all; no token
+ends a completion, so that each has all new tokens. The reward counts token ids. Each way is a
+process of its own. A step is the time from one update of the weights to the next: generation
+(handing weights over included), scoring (log-probabilities for the correction, rewards) and
+training; medians after one step of warm-up. A way begins no step that its time limit would cut;
+where no second step fits, `steps` is 0 and the first one counts. Memory: what the driver says is in
+use, polled every 20 ms, and torch's reserve at most. What a way holds while the model is trained:
+free memory before the first generation, after a short pass forward and backward, and after that
+generation; torch's idle memory is given back both times. The engine's captured steps are given back
+once, after the last step, to see their size.
 
 Rivals. TRL's generation by `model.generate`, by transformers' continuous batching
 (`use_transformers_continuous_batching`; TRL turns the weights into bfloat16 for good then), and by
@@ -68,6 +69,9 @@ WAYS = (PLAIN, BATCHED, VLLM, OURS, "vmkv_uncorrected", "vmkv_recaptured")
 WARMUP = 1
 PROMPT_TOKENS = (64, 192)
 POLL_S = 0.02
+#: Time that a way has to end by itself, once its limit has passed; lines of its log that are shown.
+GRACE_S = 10.0
+LOG_LINES = 60
 #: Most time of each way against the fastest rival.
 BOUNDS = {"1b": 0.9, "8b": 1.0}
 SHAPE_1B = {
@@ -80,7 +84,7 @@ SHAPE_1B = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What one process measures."""
+    """What one process measures, until when (`time.time`), and the file for its row."""
 
     way: str
     shape: str
@@ -91,6 +95,8 @@ class Plan:
     steps: int
     vllm_memory: float
     smoke: bool
+    ends_s: float
+    row: str
 
 
 # ---- one way, in its process --------------------------------------------------------------------
@@ -296,10 +302,14 @@ def measure(plan: Plan) -> Row:
             def on_train_begin(self, *_: Any, **__: Any) -> None:
                 watch.next_step()
 
-            def on_step_end(self, *_: Any, **__: Any) -> None:
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 watch.next_step()
                 row["torch_peak_bytes"] = reserved_bytes(peak=True)
-                if is_ours and HAS_GPU and len(watch.parts) == plan.steps + WARMUP:
+                if time.time() + watch.parts[-1]["step"] > plan.ends_s:
+                    control.should_training_stop = True
+                Path(plan.row).write_text(json.dumps(row_of(plan, watch, row)))
+                is_last = control.should_training_stop or state.global_step == args.max_steps
+                if is_ours and HAS_GPU and is_last:
                     reset_memory()
                     before_bytes = free_device_bytes()
                     trainer.rollouts.engine.sleep(graphs=True)
@@ -309,15 +319,20 @@ def measure(plan: Plan) -> Row:
         trainer.add_callback(Steps())
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == len(watch.parts) == plan.steps + WARMUP
-    timed = watch.parts[WARMUP:]
+    assert len(losses) == len(watch.parts)
+    return row_of(plan, watch, row)
+
+
+def row_of(plan: Plan, watch: Watch, row: Row) -> Row:
+    """Times of the steps so far, after that of warm-up if there are more."""
+    timed = watch.parts[WARMUP:] or watch.parts
     seconds = {
         "step_s": [each["step"] for each in timed],
         "generation_s": [each["generation"] for each in timed],
         "scoring_s": [each["rollout"] - each["generation"] for each in timed],
         "training_s": [each["step"] - each["rollout"] for each in timed],
     }
-    times: Row = {}
+    times: Row = {"steps": len(watch.parts) - WARMUP}
     for name, samples in seconds.items():
         times |= quartiles(name, samples)
     times["first_step_s"] = watch.parts[0]["step"]
@@ -329,44 +344,60 @@ def measure(plan: Plan) -> Row:
 # ---- all of them --------------------------------------------------------------------------------
 
 
-def run(plan: Plan, folder: Path, limit_s: float, vllm_path: str | None) -> Row:
-    """Measure in a process of its own; a fault is a row in words."""
-    name = plan.way if plan.way != VLLM else f"{VLLM} {plan.vllm_memory:g}"
-    result, log = folder / f"{name}.json", folder / f"{name}.log"
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+def run(plan: Plan, name: str, vllm_path: str | None) -> Row:
+    """Measure in a process of its own; a fault is a row in words, and its log is printed."""
+    result = Path(plan.row)
+    log = result.with_suffix(".log")
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
     if plan.way == VLLM:
         paths = (vllm_path, os.environ.get("PYTHONPATH"))
         environment |= {**VLLM_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, __file__, "--plan", json.dumps(asdict(plan)), "--json", str(result)]
+    command = [sys.executable, __file__, "--plan", json.dumps(asdict(plan))]
     command += ["--smoke"] * plan.smoke
     start_s = time.perf_counter()
+    result.unlink(missing_ok=True)
     with log.open("w") as out:
         process = subprocess.Popen(
             command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
+        is_late = False
         try:
-            process.wait(limit_s)
+            process.wait(plan.ends_s + GRACE_S - time.time())
         except subprocess.TimeoutExpired:
-            print(f"{name} takes more than {limit_s:g} s")
+            is_late = True
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     row: Row = {"way": name, "shape": plan.shape}
-    if result.exists():
-        row |= json.loads(result.read_text())
-    else:
-        lines = log.read_text().splitlines()
-        print(*lines[-30:], sep="\n")
-        late = process.returncode == -signal.SIGKILL
-        row["failed"] = f"takes over {limit_s:g} s" if late else lines[-1][:200] if lines else "?"
+    row |= json.loads(result.read_text()) if result.exists() else {}
+    lines = log.read_text(errors="replace").splitlines()
+    if is_late:  # What was measured before counts.
+        row["stopped"] = f"in step {row.get('steps', -WARMUP) + WARMUP + 1}, by the time limit"
+    elif process.returncode and "failed" not in row:
+        row["failed"] = f"exit status {process.returncode}: {lines[-1][:200] if lines else ''}"
+    if "step_s" not in row or "failed" in row:
+        print(f"---- log of {name}", *lines[-LOG_LINES:], sep="\n", file=sys.stderr, flush=True)
     print(f"{name}: {time.perf_counter() - start_s:.0f} s, {row}", flush=True)
     return row
 
 
+def measure_in_words(plan: Plan) -> None:
+    """Measure, and write the row, with the cause of a fault."""
+    result = Path(plan.row)
+    try:
+        row = measure(plan)
+    except BaseException as error:
+        before = json.loads(result.read_text()) if result.exists() else {}
+        row = {**before, "failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+        raise
+    finally:
+        result.write_text(json.dumps(row))
+
+
 def figures_of(rows: Sequence[Row], shape: str) -> list[Figure]:
     """Ours against the fastest rival, and what the engine holds."""
-    done = {row["way"]: row for row in rows if "step_s" in row}
+    done = {row["way"]: row for row in rows if "step_s" in row and "failed" not in row}
     figures: list[Figure] = []
     if OURS not in done:
         return figures
@@ -386,7 +417,8 @@ def figures_of(rows: Sequence[Row], shape: str) -> list[Figure]:
                 ours["step_s"] / rival["step_s"],
                 "×",
                 at_most=on_gpu(BOUNDS[shape]),
-                rival=f"{rival['way']} {rival['step_s']:.3g} s",
+                rival=f"{rival['way']} {rival['step_s']:.3g} s"
+                + ("" if rival["steps"] else ", its first step"),
             )
         )
     if "held_bytes" not in ours:
@@ -427,13 +459,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.option("--prompts", type=int, help="64, or 16 for the 8B shape; 8 samples of each")
     bench.option("--new-tokens", type=int, default=512)
     bench.option("--batch", type=int, help="completions of a backward pass: 64, or 16 for 8B")
-    bench.option("--limit-s", type=float, default=240.0, help="for each way")
+    bench.option("--limit-s", type=float, default=240.0, help="for each way, its start included")
+    bench.option("--total-s", type=float, help="for all ways; those without time are left out")
+    bench.option("--after", type=Path, help="record of the same sizes: its other ways are kept")
+    bench.option("--logs", type=Path, help="folder for the whole log of each way")
     bench.option("--vllm-memory", type=float, nargs="+", default=[0.3], help="shares of the device")
     bench.option("--vllm-path", help="folders with vLLM, as of PYTHONPATH")
     bench.option("--plan", help="run one way in this process: a JSON object")
     options = bench.parse(argv)
     if options.plan:
-        options.json.write_text(json.dumps(measure(Plan(**json.loads(options.plan)))))
+        measure_in_words(Plan(**json.loads(options.plan)))
         return 0
     if importlib.util.find_spec("trl") is None:
         bench.error('TRL is not installed: pip install -e ".[trl]"')
@@ -446,15 +481,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         "num_samples": 2 if smoke else 8,
         "new_tokens": 8 if smoke else options.new_tokens,
         "batch": 2 if smoke else options.batch or (16 if is_8b else 64),
-        "steps": 1 if smoke else options.steps,
+    }
+    shares = {way: options.vllm_memory[: None if way == VLLM else 1] for way in options.ways}
+    plans = {
+        f"{VLLM} {share:g}" if way == VLLM else way: (way, share)
+        for way, its in shares.items()
+        for share in its
     }
     rows: list[Row] = []
+    if options.after:
+        before = json.loads(options.after.read_text())
+        if before["constants"] != sizes:
+            bench.error(f"--after: that record is of other sizes, {before['constants']}")
+        rows = [row for row in before["rows"] if row["way"] not in plans]
+    end_s = time.time() + (options.total_s or float("inf"))
+    steps = 1 if smoke else options.steps
     with tempfile.TemporaryDirectory() as folder:
-        for way in options.ways:
-            for share in options.vllm_memory[: None if way == VLLM else 1]:
-                plan = Plan(way=way, vllm_memory=share, smoke=smoke, **sizes)
-                rows.append(run(plan, Path(folder), options.limit_s, options.vllm_path))
-    return bench.finish(rows, figures_of(rows, options.shape), sizes)
+        logs = options.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        for name, (way, share) in plans.items():
+            its_end_s = min(time.time() + options.limit_s, end_s - GRACE_S)
+            path = str(logs / f"{options.shape}-{name.replace(' ', '-')}.json")
+            plan = Plan(
+                way=way,
+                vllm_memory=share,
+                smoke=smoke,
+                steps=steps,
+                ends_s=its_end_s,
+                row=path,
+                **sizes,
+            )
+            if its_end_s > time.time():
+                rows.append(run(plan, name, options.vllm_path))
+            else:
+                rows.append({"way": name, "shape": options.shape, "stopped": "no time was left"})
+            bench.finish(rows, figures_of(rows, options.shape), sizes)
+    return 0
 
 
 if __name__ == "__main__":
