@@ -77,12 +77,18 @@ class Play:
 
     def __init__(self, seed: int, budget: int = 100):
         self.random = random.Random(seed)
-        self.budget = budget
+        self.base = budget
+        self.most = budget  # Of what exists, until members have come down after a leave.
         self.shares = Shares(budget, PAGE)
         self.processes: dict[int, Process] = {}
         self.dead: list[int] = []
         self.now_s = 0.0
         self.num_joined = self.num_refused = self.num_met = self.num_turns = 0
+
+    @property
+    def budget(self) -> int:
+        """The budget, with what members have brought."""
+        return self.shares.budget_bytes
 
     def step(self) -> None:
         """Play one event, at random, and check what holds at every moment."""
@@ -135,11 +141,16 @@ class Play:
         floor = self.random.randrange(PAGE, 30, PAGE)
         limit = self.random.randrange(floor, self.budget + PAGE, PAGE)
         process = Process(key, floor, limit, self.random.choice((0.5, 1, 3)))  # type: ignore[arg-type]
-        before = {key: process.floor for key, process in self.processes.items()}
+        brought = self.random.choice((0, 0, 0, floor, floor + 10 * PAGE))
+        before = {
+            key: max(0, process.floor - self.shares.members[key].brought_bytes)
+            for key, process in self.processes.items()
+        }
         try:
-            self.shares.join(key, Member(str(key), floor, limit, process.weight), self.now_s)
+            member = Member(str(key), floor, limit, process.weight, brought)
+            self.shares.join(key, member, self.now_s)
         except ConfigError:
-            assert sum(before.values()) + floor > self.budget
+            assert sum(before.values()) + floor > self.base
             self.num_refused += 1
             return
         self.processes[key] = process
@@ -173,8 +184,10 @@ class Play:
 
     def check(self) -> None:
         """Check that the books bound what exists, and that floors are kept."""
-        assert sum(each.created for each in self.processes.values()) <= self.budget
-        assert self.shares.free_bytes >= 0
+        if self.shares.free_bytes >= 0:
+            self.most = self.budget
+        assert self.shares.free_bytes >= self.budget - self.most
+        assert sum(each.created for each in self.processes.values()) <= self.most
         for key, process in self.processes.items():
             member = self.shares.members[key]
             assert process.created <= process.budget <= member.given_bytes
@@ -419,7 +432,7 @@ def test_a_lower_budget_is_taken_back_from_those_above_their_floors() -> None:
     ask(play, 0, 90, created=50)
     play.shares.fit(10)
     assert play.shares.free_bytes == -40
-    play.budget = 100  # Until the members have come down.
+    play.most = 100  # Until the members have come down.
     for _ in range(3):
         for key, order in play.shares.decide(play.now_s):
             play.processes[key].orders.append(order)

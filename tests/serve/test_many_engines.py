@@ -20,6 +20,7 @@ from vmkv import BackendUsage, ConfigError, ExtentPool, HostBackend
 from vmkv.core.memory import Broker, PoolMember, shares
 from vmkv.core.memory.arbiter import PATIENCE_STEPS
 from vmkv.serve import Engine, SamplingParams, memory_view, step_loop
+from vmkv.serve import engine as engine_module
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
@@ -201,3 +202,43 @@ def test_a_request_may_be_as_long_as_the_floors_of_others_leave(
     with pytest.raises(ConfigError, match="leaves no room for an answer"):
         engine.add([1] * alone_tokens)
     assert other.max_tokens == 128
+
+
+def test_others_use_the_memory_of_weights_that_sleep(
+    broker: Broker,
+    open_engine: Callable[..., Engine],
+    alone: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And give it back, from live rows, when the weights return."""
+    monkeypatch.setattr(engine_module, "open_backend", lambda _: HostBackend(PAGE))
+    sleeper, other = open_engine(enable_sleep_mode=True), open_engine(max_num_seqs=16)
+    assert sleeper._weights is not None
+    num_pages = sleeper._weights.num_bytes // PAGE
+    assert num_pages > 20
+    assert (PAGES + num_pages) * PAGE == broker.budget_bytes
+    assert [alone[0]] == [each.outputs[0].token_ids for each in sleeper.generate(PROMPTS[:1], LONG)]
+    sleeper.sleep(weights=True)
+    assert until(lambda: sum(each.given_bytes for each in broker.members()) <= 17 * PAGE)
+
+    longer = SamplingParams(temperature=0, max_tokens=68, ignore_eos=True)
+    handles = [other.add(prompt, longer) for prompt in PROMPTS]
+    for prompt in PROMPTS[:4]:
+        other.add(prompt[::-1], longer)
+    answers: list[Any] = []
+    waker = threading.Thread(target=lambda: answers.extend(sleeper.generate(PROMPTS[:1], LONG)))
+    most = 0
+    while other.has_unfinished:
+        other.step()
+        most = max(most, held(other))
+        if most > PAGES and not waker.ident:
+            waker.start()
+    other.step()  # Falls idle.
+    waker.join()
+    assert most > PAGES
+    assert [alone[0]] == [each.outputs[0].token_ids for each in answers]
+    for expected, each in zip(alone, handles, strict=True):
+        assert expected == each.output().outputs[0].token_ids[: len(expected)]
+    other.close()
+    sleeper.close()
+    assert until(lambda: broker.budget_bytes == PAGES * PAGE)

@@ -112,7 +112,8 @@ class Engine:
             self._weights: Weights | None = None
             if given.can_sleep:
                 agree = (given.runner_options or RunnerOptions()).agree
-                self._weights = Weights(model, partial(self._open_memory, pool), agree)
+                open_memory = partial(self._open_memory, pool)
+                self._weights = Weights(model, open_memory, agree, given.pool_socket)
                 undo.callback(self._weights.close)
             self.cache: KVCache = rows.cache
             self._view = MemoryView(

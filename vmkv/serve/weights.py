@@ -5,6 +5,9 @@ become views of one reservation, before layers are compiled. To sleep, the weigh
 host memory and their extents go to the driver; to wake, other extents are mapped at the same
 addresses. The reservation has a pool of its own, over a second backend of the device.
 
+Where a broker shares the device's memory, this pool is a member of it, so that others use what the
+weights leave.
+
 See DESIGN.md, Note [Weights sleep in host memory].
 """
 
@@ -21,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..core import _native
 from ..core.backend import Backend, MemoryLocation
 from ..core.cache.layer_group import bytes_over, stream_getter
-from ..core.memory import Extent, ExtentPool, HostCopy, PageTable, size_classes
+from ..core.memory import Extent, ExtentPool, HostCopy, PageTable, PoolMember, size_classes
 from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
 from ..interrupts import uninterrupted
 from ..step.joined_layers import join
@@ -31,6 +34,8 @@ from ..units import align_up, div_ceil, format_bytes
 _LOG = logging.getLogger(__name__)
 #: torch's own alignment of storages.
 _ALIGNMENT_BYTES = 512
+#: Share in a broker's memory, relative to that of keys and values: nothing runs without weights.
+_WEIGHT = 1000.0
 
 #: Tensors of one storage.
 _Sharing = list[torch.Tensor]
@@ -47,12 +52,19 @@ class Weights:
         model: The model, on one device.
         open_memory: Opens a further backend of the model's device.
         agree: Returns the maximum of a number over all ranks.
+        pool_socket: Socket of the broker to join.
     """
 
     def __init__(
-        self, model: Any, open_memory: Callable[[], Backend], agree: Callable[[int], int] = int
+        self,
+        model: Any,
+        open_memory: Callable[[], Backend],
+        agree: Callable[[int], int] = int,
+        pool_socket: str | None = None,
     ):
         self._model = model
+        self._pool_socket = pool_socket
+        self._num_bytes = 0
         self._open_memory = open_memory
         self._agree = agree
         self._device: torch.device = model.get_input_embeddings().weight.device
@@ -65,7 +77,7 @@ class Weights:
     @property
     def num_bytes(self) -> int:
         """Device memory of the weights, whether they are there or not."""
-        return 0 if self._pool is None else self._pool.budget_bytes
+        return self._num_bytes
 
     @property
     def are_away(self) -> bool:
@@ -86,6 +98,7 @@ class Weights:
         Raises:
             ConfigError: The model is served by somebody else, whose steps hold addresses.
             CapacityError: Neither device nor host has the memory. The model is as before.
+            TimeoutError: A broker cannot give a page. Likewise.
         """
         self.close()
         if has_users(self._model):
@@ -103,10 +116,14 @@ class Weights:
             end_bytes += align_up(its[0].untyped_storage().nbytes(), _ALIGNMENT_BYTES)
         page_bytes = backend.granularity_bytes
         num_pages = self._agree(div_ceil(end_bytes, page_bytes))
-        budgets = num_pages * page_bytes, num_pages * page_bytes
+        num_bytes = num_pages * page_bytes
+        member = self._join(backend, num_bytes)
+        budget_bytes = num_bytes if member is None else member.budget_bytes
         pool = ExtentPool(
-            backend, budgets[0], host_budget_bytes=budgets[1], on_pressure=self._release_idle
+            backend, budget_bytes, host_budget_bytes=num_bytes, on_pressure=self._release_idle
         )
+        if member is not None:
+            member.bind(pool)
         # Consecutive rows, so that each moves by itself.
         row_pages = min(num_pages, 1 << pool.largest_class)
         with contextlib.ExitStack() as undo:
@@ -116,13 +133,35 @@ class Weights:
             self._side_stream = backend.new_stream()
             undo.pop_all()
         self._pool, self._current_stream = pool, stream_getter(backend)
+        self._num_bytes = num_bytes
         try:
+            self._have_budget()
             self._fill(sharing, starts)
             self.come_back()
             self._release_idle()
         except BaseException:
             self.close()
             raise
+
+    def _join(self, backend: Backend, num_bytes: int) -> PoolMember | None:
+        """Join the broker, if there is one, with the memory that the weights take already."""
+        if self._pool_socket is None:
+            return None
+        return PoolMember.join(
+            self._pool_socket,
+            name=f"{self._model.config.name_or_path or type(self._model).__name__}, weights",
+            device=backend.name,
+            free_bytes=backend.free_memory_bytes(),
+            weight=_WEIGHT,
+            brought_bytes=num_bytes,
+        )
+
+    def _have_budget(self) -> None:
+        """Wait for a broker to give what the weights need; `acquire` fails if it does not."""
+        pool = self._table.pool
+        while pool.member is not None and pool.budget_bytes < self._num_bytes:
+            if not pool.member.grow(self._num_bytes - pool.budget_bytes):
+                break
 
     def _fill(self, sharing: Sequence[_Sharing], starts: Sequence[int]) -> None:
         """Map row after row, and copy each storage's part in it; a storage moves once copied."""
@@ -170,7 +209,7 @@ class Weights:
 
     def _classes(self, row: int) -> list[int]:
         table, pool = self._table, self._table.pool
-        left_pages = pool.budget_bytes // pool.page_bytes - row * table.row_pages
+        left_pages = self._num_bytes // pool.page_bytes - row * table.row_pages
         return size_classes(min(table.row_pages, left_pages), pool.largest_class)
 
     def _view(self, its: _Sharing, start: int) -> torch.Tensor:
@@ -218,6 +257,8 @@ class Weights:
         pool, for the next time. Raises as `HostCopy.come_back`; the weights then stay in host
         memory, and another call tries again.
         """
+        if self._away:
+            self._have_budget()
         while self._away:
             self._away[0].come_back(self._side_stream, self._current_stream())
             del self._away[0]
@@ -263,7 +304,7 @@ class Weights:
             pool.backend.stream_destroy(self._side_stream)
             self._side_stream = 0
         pool.close()
-        self._pool = None
+        self._pool, self._num_bytes = None, 0
 
     def _move_out(self, its: _Sharing, start: int) -> int:
         """Move a storage that begins at `start` to torch's memory; returns where it ended."""

@@ -35,7 +35,7 @@ from .shares import Member, Report, Shares
 from .unix_sockets import listen, peer_of
 
 _LOG = logging.getLogger(__name__)
-VERSION = 1
+VERSION = 2
 MESSAGE_BYTES_MAX = 1 << 16
 #: Interval of decisions that depend on time alone.
 _TICK_S = 0.1
@@ -208,6 +208,7 @@ class Broker:
         floor_bytes: int,
         limit_bytes: int | None,
         weight: float,
+        brought_bytes: int,
     ) -> None:
         if version != VERSION:
             raise ConfigError(
@@ -222,8 +223,8 @@ class Broker:
         shares = self._shares
         if self._fits_device:
             self._fit(int(_FREE_SHARE * free_bytes))
-        most_bytes = shares.budget_bytes if limit_bytes is None else limit_bytes
-        its.member = Member(name, floor_bytes, most_bytes, weight)
+        most_bytes = _UNKNOWN_BYTES if limit_bytes is None else limit_bytes
+        its.member = Member(name, floor_bytes, most_bytes, weight, brought_bytes)
         try:
             shares.join(its, its.member, time.monotonic())
         except ConfigError:

@@ -79,6 +79,7 @@ class PoolMember:
         floor_bytes: int = 0,
         limit_bytes: int | None = None,
         weight: float = 1.0,
+        brought_bytes: int = 0,
         timeout_s: float = 60.0,
     ) -> PoolMember:
         """Join a broker, and wait until it has given the floor.
@@ -91,6 +92,8 @@ class PoolMember:
             floor_bytes: Budget below which it is never taken back; at least one page.
             limit_bytes: Budget at most; by default all that the floors of others leave.
             weight: Share relative to the other members, where live rows must be given up.
+            brought_bytes: Memory that the caller holds already, and moves into the pool: it adds to
+                the budget of all while the pool is a member.
             timeout_s: Time for the floor to be given, and for later growth that is waited for.
 
         Raises:
@@ -111,6 +114,7 @@ class PoolMember:
             peer_of(connection)
             figures = {"free_bytes": free_bytes, "floor_bytes": floor_bytes}
             figures |= {"limit_bytes": limit_bytes, "weight": weight}  # type: ignore[dict-item]
+            figures["brought_bytes"] = brought_bytes
             facts = {"version": VERSION, "name": name, "device": device, **figures}
             connection.send(json.dumps(["join", facts]).encode())
             try:
@@ -290,7 +294,9 @@ class PoolMember:
             stats = pool.stats()
             parked_bytes = pool.pressure.freeable_bytes(stats.resident_bytes)
         with self._changed:
-            before_bytes, self._live_bytes = self._live_bytes, stats.resident_bytes - parked_bytes
+            before_bytes, live_bytes = self._live_bytes, stats.resident_bytes - parked_bytes
+            # Growth that is waited for adds to the budget, which may not be resident yet.
+            self._live_bytes = max(live_bytes, before_bytes) if self._is_awaited else live_bytes
             if not self._asks_ahead and not self._is_awaited:
                 self._is_busy = self._live_bytes != before_bytes
                 self._more_bytes = 0

@@ -1,7 +1,7 @@
 """Shares of one budget between processes: pure logic over reports, without sockets or a clock.
 
     given = max(budget last reported, budget of the unanswered order)        per member
-    sum of given <= budget
+    sum of given <= budget + sum of brought
 
 A member's pool creates at most its budget, which only an order raises. It answers each order once
 it has carried it out as far as it can at once, and reports each later decrease. So memory counts as
@@ -78,12 +78,17 @@ class Report(NamedTuple):
 
 @dataclass(eq=False)
 class Member:
-    """One process's share. `weight` counts where live rows must be given up."""
+    """One pool's share. `weight` counts where live rows must be given up.
+
+    `brought_bytes` is memory that it held before, and that counts while it is a member: weights,
+    which others may use while they are in host memory.
+    """
 
     name: str
     floor_bytes: int
     limit_bytes: int
     weight: float = 1.0
+    brought_bytes: int = 0
     has_joined: bool = field(default=False, init=False)  #: Has been given its floor.
     report: Report = field(default=Report(), init=False)
     #: The last order, and whether it waits for an answer.
@@ -131,7 +136,9 @@ class Shares:
 
     @property
     def _floors_bytes(self) -> int:
-        return sum([each.floor_bytes for each in self.members.values()])
+        """Promised memory; what a member brings is promised to nobody else."""
+        its = self.members.values()
+        return sum([max(each.floor_bytes, each.brought_bytes) for each in its])
 
     # ---- events ---------------------------------------------------------------------------
 
@@ -143,7 +150,8 @@ class Shares:
         """
         member.floor_bytes = max(self.page_bytes, self._pages_up(member.floor_bytes))
         member.limit_bytes = self._pages(member.limit_bytes)
-        left_bytes = self.budget_bytes - self._floors_bytes
+        member.brought_bytes = self._pages_up(member.brought_bytes)
+        left_bytes = self.budget_bytes - self._floors_bytes + member.brought_bytes
         if member.floor_bytes > left_bytes:
             raise ConfigError(
                 f"{member.name} wants a floor of {format_bytes(member.floor_bytes)}, and "
@@ -158,6 +166,7 @@ class Shares:
             )
         member.busy_s = member.moved_s = now_s
         self.members[key] = member
+        self.budget_bytes += member.brought_bytes
 
     def take(self, key: Hashable, report: Report, now_s: float) -> None:
         """Take a member's report."""
@@ -176,14 +185,20 @@ class Shares:
 
     def leave(self, key: Hashable) -> None:
         """Remove a member that has released everything, or whose process has ended."""
-        del self.members[key]
+        self.budget_bytes -= self.members.pop(key).brought_bytes
 
     def fit(self, free_bytes: int) -> None:
         """Lower the budget to what has been created and what the device has left, if it is above.
 
         Floors stay. Members come down to it by the next orders.
         """
-        created_bytes = sum([each.report.created_bytes for each in self.members.values()])
+        # What is brought may still be outside its pool.
+        created_bytes = sum(
+            [
+                max(each.report.created_bytes, min(each.given_bytes, each.brought_bytes))
+                for each in self.members.values()
+            ]
+        )
         most_bytes = self._pages(created_bytes + free_bytes)
         most_bytes = max(self.page_bytes, self._floors_bytes, most_bytes)
         self.budget_bytes = min(self.budget_bytes, most_bytes)
@@ -262,7 +277,7 @@ class Shares:
     def _orders(self, now_s: float) -> Iterator[tuple[Hashable, Order | None]]:
         left_bytes = self.budget_bytes - self._floors_bytes
         for key, each in self.members.items():
-            most_bytes = left_bytes + each.floor_bytes
+            most_bytes = left_bytes + max(each.floor_bytes, each.brought_bytes)
             most_bytes = min(each.limit_bytes, most_bytes)
             last = each.order
             wanted = Order(last.serial + 1, each.goal_bytes, each.preempts, most_bytes)
