@@ -6,6 +6,7 @@ import copy
 import logging
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,24 @@ def held(model: Any, backend: Backend, **how: bool) -> Weights:
     weights = Weights(model, lambda: backend)
     weights.hold(**how)
     return weights
+
+
+def test_a_broker_that_cannot_be_joined(tmp_path: Path) -> None:
+    """The model is as before, and what was opened for its weights is closed."""
+    model, closed = make_model(), []
+
+    class Backend(HostBackend):
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    expected, where = contents(model), addresses(model)
+    weights = Weights(model, lambda: Backend(PAGE), pool_socket=str(tmp_path / "none.sock"))
+    with pytest.raises(ConfigError, match="there is no broker at"):
+        weights.hold()
+    assert 1 == len(closed)
+    assert (0, expected, where) == (weights.num_bytes, contents(model), addresses(model))
+    weights.close()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "mixtral"])

@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core import _native
 from ..core.backend import Backend, MemoryLocation
+from ..core.cache.device_memory import open_member_pool
 from ..core.cache.layer_group import bytes_over, stream_getter
-from ..core.memory import Extent, ExtentPool, HostCopy, PageTable, PoolMember, size_classes
+from ..core.memory import Extent, ExtentPool, HostCopy, PageTable, size_classes
 from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
 from ..interrupts import uninterrupted
 from ..step.joined_layers import join
@@ -98,7 +99,7 @@ class Weights:
         Raises:
             ConfigError: The model is served by somebody else, whose steps hold addresses.
             CapacityError: Neither device nor host has the memory. The model is as before.
-            TimeoutError: A broker cannot give a page. Likewise.
+            TimeoutError: The broker cannot give a page. Likewise.
         """
         self.close()
         if has_users(self._model):
@@ -117,13 +118,11 @@ class Weights:
         page_bytes = backend.granularity_bytes
         num_pages = self._agree(div_ceil(end_bytes, page_bytes))
         num_bytes = num_pages * page_bytes
-        member = self._join(backend, num_bytes)
-        budget_bytes = num_bytes if member is None else member.budget_bytes
-        pool = ExtentPool(
-            backend, budget_bytes, host_budget_bytes=num_bytes, on_pressure=self._release_idle
-        )
-        if member is not None:
-            member.bind(pool)
+        try:
+            pool = self._open_pool(backend, num_bytes)
+        except BaseException:
+            backend.close()
+            raise
         # Consecutive rows, so that each moves by itself.
         row_pages = min(num_pages, 1 << pool.largest_class)
         with contextlib.ExitStack() as undo:
@@ -143,15 +142,17 @@ class Weights:
             self.close()
             raise
 
-    def _join(self, backend: Backend, num_bytes: int) -> PoolMember | None:
-        """Join the broker, if there is one, with the memory that the weights take already."""
+    def _open_pool(self, backend: Backend, num_bytes: int) -> ExtentPool:
+        """Open the weights' pool, which brings a broker the memory that they take already."""
         if self._pool_socket is None:
-            return None
-        return PoolMember.join(
+            return ExtentPool(
+                backend, num_bytes, host_budget_bytes=num_bytes, on_pressure=self._release_idle
+            )
+        return open_member_pool(
+            backend,
             self._pool_socket,
+            host_budget_bytes=num_bytes,
             name=f"{self._model.config.name_or_path or type(self._model).__name__}, weights",
-            device=backend.name,
-            free_bytes=backend.free_memory_bytes(),
             weight=_WEIGHT,
             brought_bytes=num_bytes,
         )

@@ -83,7 +83,7 @@ class Fields(NamedTuple):
 
 
 class _Like(NamedTuple):
-    """What the input of a bucket depends on, beside the bucket."""
+    """Facts that the input of a bucket depends on, beside the bucket."""
 
     max_num_seqs: int
     state_tokens: int

@@ -192,7 +192,7 @@ class Shares:
 
         Floors stay. Members come down to it by the next orders.
         """
-        # What is brought may still be outside its pool.
+        # Brought memory may still lie outside the pool.
         created_bytes = sum(
             [
                 max(each.report.created_bytes, min(each.given_bytes, each.brought_bytes))
