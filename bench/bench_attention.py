@@ -203,7 +203,8 @@ def torch_sdpa(query, keys, values):
 def compiled_flex() -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
-    flex = torch.compile(flex_attention, dynamic=False)
+    # Compiling takes half a minute on a CPU, of which nobody asks for times.
+    flex = torch.compile(flex_attention, dynamic=False) if HAS_GPU else flex_attention
     return lambda query, keys, values: flex(query[:, :, None], keys, values, enable_gqa=True)
 
 
