@@ -257,4 +257,5 @@ def test_layers_that_compute_otherwise() -> None:
     """By other functions, or with other states."""
     assert can_pack(Layer(), {"conv_states", "recurrent_states"})
     assert not can_pack(Layer(), {"conv_states"})
+    assert not can_pack(Layer(), ["conv_states", "conv_states", "recurrent_states"])
     assert not can_pack(torch.nn.Linear(2, 2), {"conv_states"})

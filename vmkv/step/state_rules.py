@@ -369,19 +369,22 @@ def _packed_class(of: Any) -> Any:
 
 
 def can_pack(module: torch.nn.Module, names: Collection[str]) -> bool:
-    """Whether a layer with states of these names in transformers' cache has a known code."""
+    """Whether a layer with states of these names in transformers' cache has a known code.
+
+    A name comes as often as the layer has such a state.
+    """
     kind: Any = type(module)
     code = None if "forward" in vars(module) else _code_of(kind)
     if code is None:
         return False
-    return {*names} == {*_STATES[: 1 if code.functions.chunks is None else 2]}
+    return sorted(names) == [*_STATES[: 1 if code.functions.chunks is None else 2]]
 
 
 class PackedRules:
     """Runs layers over packed tokens in one call, with the states of rows.
 
-    `modules` are the layers; `states` their tensors `[rows, …]` by name in transformers' cache.
-    `layers` are those whose code is known; `called` receives each that runs.
+    `modules` are layers that `can_pack`; `states` their tensors `[rows, …]` by name in
+    transformers' cache. `called` receives each of `layers` that runs.
     """
 
     def __init__(
@@ -398,9 +401,8 @@ class PackedRules:
         self._modules: dict[int, torch.nn.Module] = {}
         self._functions: dict[int, _Functions] = {}
         for layer, module in sorted(modules.items()):
-            if can_pack(module, states[layer]):
-                self._modules[layer] = module
-                self._functions[layer] = self._code(layer).functions
+            self._modules[layer] = module
+            self._functions[layer] = self._code(layer).functions
         self.layers = tuple(self._modules)
         widths = {states[layer][_STATES[0]].shape[-1] for layer in self.layers}
         if len(widths) > 1:
@@ -421,6 +423,7 @@ class PackedRules:
             yield
         finally:
             _RULES.reset(token)
+            self._sequences = None
 
     def plan(self, pieces: Sequence[Piece], device: torch.device) -> PackedSequences:
         """Return the sequences of a step of `pieces` in `packing_order`."""

@@ -82,6 +82,11 @@ class StateLayer(NamedTuple):
     shapes: Mapping[Path, StateShape]
     is_chunkable: bool = True
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the states in transformers' cache, each as often as there is one."""
+        return [name for name, _ in self.shapes]
+
     def cache_of(self, layer: int, its: Any) -> Any:
         """Return a cache whose layer `layer` is `its`."""
         cache = copy.copy(self.cache)
@@ -112,7 +117,12 @@ class PackedStates:
             layer: {path[0]: its for path, its in zip(each.shapes, self._rows[layer], strict=True)}
             for layer, each in layers.items()
         }
-        self.rules = PackedRules(modules, named, called)
+        known = {
+            layer: module
+            for layer, module in modules.items()
+            if can_pack(module, layers[layer].names)
+        }
+        self.rules = PackedRules(known, named, called)
         self._pieces: Sequence[Piece] = ()
         self._num_batched = 0  # The first pieces, one token each after others of their sequence.
         self._batched_rows: torch.Tensor | None = None
@@ -358,10 +368,7 @@ def state_modules(
 def run_packed(model: torch.nn.Module, layers: Mapping[int, StateLayer]) -> bool:
     """Whether all layers with states run once for a step, so that they can be compiled."""
     modules = state_modules(model, layers)
-    return all(
-        at in modules and can_pack(modules[at][0], {path[0] for path in its.shapes})
-        for at, its in layers.items()
-    )
+    return all(at in modules and can_pack(modules[at][0], its.names) for at, its in layers.items())
 
 
 @contextlib.contextmanager

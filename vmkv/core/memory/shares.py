@@ -1,7 +1,7 @@
 """Shares of one budget between processes: pure logic over reports, without sockets or a clock.
 
     given = max(budget last reported, budget of the unanswered order)        per member
-    sum of given <= budget + sum of brought
+    sum of given <= budget, which is larger by what members have brought
 
 A member's pool creates at most its budget, which only an order raises. It answers each order once
 it has carried it out as far as it can at once, and reports each later decrease. So memory counts as
