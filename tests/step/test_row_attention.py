@@ -82,6 +82,42 @@ def attended(
     return got, exact
 
 
+class _LikeQueries(ReferenceBackend):
+    """Lays its results out as torch's kernels do."""
+
+    name = "like queries"
+
+    def attend(self, call: Call) -> torch.Tensor:
+        return torch.empty_like(call.query).copy_(super().attend(call))
+
+
+register("like queries", _LikeQueries)
+
+
+@pytest.mark.parametrize("spans", [[(0, 30)], [(40, 1), (41, 1)], [(40, 1), (0, 30)]])
+def test_the_operator_returns_the_layout_that_compilers_expect(
+    cache: KVCache, spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever that of queries is: rotary embeddings put heads first."""
+    rows = [cache.open() for _ in spans]
+    cache.grow([(row, past + new) for row, (past, new) in zip(rows, spans, strict=True)])
+    pieces = [
+        Piece(slot, row.row, past, new, [1] * new)
+        for slot, (row, (past, new)) in enumerate(zip(rows, spans, strict=True))
+    ]
+    pieces = [pieces[at] for at in packing_order(pieces)]
+    device, total = torch.device("cpu"), sum(new for _, new in spans)
+    attention = RowAttention([cache], "like queries")
+    attention.steps = {device: pack(pieces, row_capacities(cache), device).parts}
+    monkeypatch.setitem(row_attention._SERVING, -1, attention)
+    its = [torch.randn(1, count, total, DIM) for count in (HEADS, KV_HEADS, KV_HEADS)]
+    place = torch.tensor([-1, 0])
+    out = torch.ops.vmkv.attend_rows(*its, place, None, SCALE, 0, 0.0)
+    wanted = row_attention._shape_of_attend_rows(*its)
+    assert (out.shape, out.stride()) == (wanted.shape, wanted.stride())
+    attention.close()
+
+
 @pytest.mark.parametrize("longest", [16_384, 300])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_has_one_launch_or_one_for_decode_and_one_for_prompts(

@@ -155,7 +155,8 @@ class LayerCall(NamedTuple):
 def in_autocast(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """Convert to the type in which autocast attends; rotary embeddings leave float32 behind."""
     kind = tensors[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    # "meta" has none. Compilers cannot trace `is_autocast_available`, and would split layers.
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     return [each.to(torch.get_autocast_dtype(kind)) for each in tensors]
 
@@ -492,7 +493,7 @@ def _attend_rows(
         raise ClosedError("the runner that this model was set up for is closed")
     angles = None if cos is None or sin is None else (cos, sin)
     asked = LayerCall(query, key, value, scale, window or None, softcap, sinks=sinks, angles=angles)
-    return serving.attend(layer, asked)
+    return serving.attend(layer, asked).contiguous()
 
 
 def _shape_of_attend_rows(
