@@ -28,6 +28,9 @@ from ..phases import part
 from . import early_norms, graph_passes, joined_layers
 
 _Compiled = Callable[..., Any]
+#: A kernel from a worker process is tuned again in each start: triton's `Config` loses the mark of
+#: tuned ones when it is pickled. Worker processes also import torch first.
+_IN_PROCESS = {"compile_threads": 1}
 #: Torch 2.11's static launcher tunes kernels that have one configuration again in each process.
 _KEEPS_TUNED = {"use_static_cuda_launcher": False} if torch.__version__.startswith("2.11.") else {}
 
@@ -50,8 +53,9 @@ class CompiledLayers:
             )
         self._paused: list[tuple[Any, Any, dict[str, Any]]] = []
         joined_layers.join(model)
-        self._one = _compiler(backend, {"coordinate_descent_tuning": True, **_KEEPS_TUNED})
-        self._many = _compiler(backend, {})
+        tuning = {"coordinate_descent_tuning": True, **_KEEPS_TUNED}
+        self._one = _compiler(backend, {**_IN_PROCESS, **tuning})
+        self._many = _compiler(backend, _IN_PROCESS)
         self._variants: dict[tuple[Any, bool, bool], _Compiled] = {}
         self._decoder, self._last = layers, _last_norm(model)
         self._compiled = [*layers, *self._last]
