@@ -29,6 +29,7 @@ from vmkv.step import Piece, Stepper
 from vmkv.step.graphs import GraphSpace
 from vmkv.step.model_guard import PACKED, attending_through
 from vmkv.step.piece import packing_order
+from vmkv.step.warm_up import warm_up
 
 SLOTS = 5
 EAGER_AND_PADDED = pytest.mark.parametrize("padded_tokens", [0, 256], ids=["eager", "padded"])
@@ -67,9 +68,13 @@ def make() -> Iterator[Callable[..., Place]]:
     with contextlib.ExitStack() as stack:
 
         def place(
-            name: str = "llama", *, num_rows: int = SLOTS + 1, padded_tokens: int = 0
+            name: str = "llama",
+            *,
+            num_rows: int = SLOTS + 1,
+            padded_tokens: int = 0,
+            compile_with: str | None = None,
         ) -> Place:
-            model = tiny_model(name)
+            model = tiny_model(name) if compile_with is None else copy.deepcopy(tiny_model(name))
             options = CacheOptions(max_tokens=300, max_batch_size=num_rows)
             signatures = prove(model).signatures
             memory = stack.enter_context(
@@ -77,8 +82,11 @@ def make() -> Iterator[Callable[..., Place]]:
             )
             memory.bind_all(signatures)
             (cache,) = memory.cores
-            stack.enter_context(attending_through(model, PACKED))
-            stepper = stack.enter_context(contextlib.closing(Stepper(model, [cache], SLOTS)))
+            if compile_with is None:
+                stack.enter_context(attending_through(model, PACKED))
+            stepper = stack.enter_context(
+                contextlib.closing(Stepper(model, [cache], SLOTS, compile_with=compile_with))
+            )
             if padded_tokens:
                 stepper.make_graphs(VOCABULARY, torch.float32, padded_tokens)
             return Place(model, cache, stepper)
@@ -115,6 +123,24 @@ def test_any_mixture_of_pieces_computes_what_each_row_computes_alone(
             past[at] = end
         place.cache.check()
     assert sum(past) > 150
+
+
+def test_layers_that_cannot_be_compiled_run_as_they_are(
+    make: Callable[..., Place], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their weights are joined before, and where the model had them after."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(torch._dynamo.backends.registry, "lookup_backend", lambda _: fails)
+    place = make(compile_with="fails")
+    warm_up(place.stepper, 64)
+    assert "run as they are" in caplog.text
+    tokens = _tokens(30, seed=1)
+    (logits,) = place.run([(0, place.cache.open(), tokens, 0)]).values()
+    place.stepper.close()
+    torch.testing.assert_close(logits, place.plain(tokens), atol=1e-4, rtol=1e-4)
 
 
 class _WatchedHead:

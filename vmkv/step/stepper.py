@@ -479,6 +479,8 @@ class Stepper:
             return False
         self._layers.close()
         self._layers = None
+        # The parameters are where the model had them before.
+        self.guard = ModelGuard(self.model, row_attention.IMPLEMENTATION)
         return True
 
     # ---- end ------------------------------------------------------------------------------
