@@ -54,7 +54,7 @@ def test_captured_steps_find_weights_again(compiles: bool) -> None:
         expected = said_by(engine)
         graphs = engine.loop.runner.stepper.decode_graphs
         assert graphs is not None
-        captured = dict(graphs.captured)
+        captured = graphs.captured
         assert captured
         addresses = [each.data_ptr() for each in model.parameters()]
         for turn in range(6):
