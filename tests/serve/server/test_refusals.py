@@ -123,6 +123,7 @@ def test_invalid_completions_are_400(
         ({"stream": True, "prompt_logprobs": 2}, "prompt_logprobs", "stream=true"),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "required"),
         ({"functions": [{"name": "f"}]}, "functions", "send tools"),
+        ({"response_format": 5}, "response_format", "should be a JSON object"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
         (

@@ -329,7 +329,12 @@ def test_a_failure_tells_the_items_so_far() -> None:
         ({"tools": [{"type": "function"}]}, "tools.0", "needs name"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "valid string"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
-        ({"text": {"format": "json"}}, "text.format", ""),
+        ({"text": {"format": "json"}}, "text.format", "text.format: input should be a JSON object"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x"}}},
+            "text.format.schema",
+            "text.format.schema: field required",
+        ),
         ({"reasoning": {"effort": 3}}, "reasoning.effort", ""),
     ],
 )

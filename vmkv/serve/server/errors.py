@@ -104,6 +104,10 @@ class ApiError(VMKVError):
         if first not in names:
             return self
         message, name = str(self), names[first]
+        if name.endswith(".format") and rest.startswith("json_schema."):
+            # The format holds the schema itself.
+            rest = rest.removeprefix("json_schema.")
+            message = message.replace("json_schema.", "", 1)
         # A name that is an English word may be just that within the sentence.
         if "_" in first or message.startswith(first):
             message = re.sub(rf"\b{first}\b", name, message)
