@@ -142,17 +142,79 @@ def test_spilling_moves_keys_and_no_states(cache: KVCache) -> None:
 
 
 def test_what_moves_tokens_alone_is_refused(cache: KVCache, tmp_path: Path) -> None:
-    """Files, other processes and beams, in words."""
+    """Other processes and beams, in words."""
     sequence = _begun(cache, 10, 3.0)
     for doing, call in {
-        "save": lambda: sequence.save(tmp_path / "file"),
         "export": lambda: sequence.export(tmp_path / "socket"),
-        "load": lambda: cache.load(tmp_path / "file"),
         "import": lambda: cache.import_prefix(tmp_path / "socket"),
         "reorder": lambda: cache.reorder([sequence], [0]),
     }.items():
         with pytest.raises(ConfigError, match=f"cannot {doing} sequences of a model whose layers"):
             call()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 10])
+@pytest.mark.parametrize("leaves", [lambda _: None, Sequence.swap_out], ids=["here", "swapped"])
+def test_files_have_the_state(
+    cache: KVCache,
+    make_cache: Callable[..., KVCache],
+    tmp_path: Path,
+    leaves: Callable[[Sequence], object],
+    num_tokens: int,
+) -> None:
+    """Restored here, and where pages have another size; the sequence goes on from it."""
+    sequence = _begun(cache, num_tokens, 3.0) if num_tokens else cache.open()
+    sequence.record(range(num_tokens))
+    leaves(sequence)
+    sequence.save(tmp_path / "file")
+    other = make_cache(ExtentPool(HostBackend(4 * PAGE), 640 * KiB, close_when_unused=True))
+    other.add_states(SHAPES)
+    for its in (cache, other):
+        restored = its.load(tmp_path / "file")
+        assert (num_tokens, num_tokens) == (restored.num_tokens, restored.num_recorded)
+        if num_tokens:
+            _assert_state(restored, 3.0)
+        assert_holds(restored, range(num_tokens))
+        append(restored, range(num_tokens, num_tokens + 5))
+        _write(restored, 4.0)
+        if num_tokens:
+            with pytest.raises(ConfigError, match=r"after \d+ tokens only"):
+                restored.truncate(num_tokens)
+        restored.close()
+        its.check()
+    other.close()
+
+
+def test_a_restored_sequence_is_found_with_its_state(cache: KVCache, tmp_path: Path) -> None:
+    sequence = _with_checkpoints(cache, 40, end=60)
+    sequence.save(tmp_path / "file")
+    sequence.close()
+    cache.trim()
+    cache.load(tmp_path / "file").close()
+    found = cache.open(prompt=_tokens(60))
+    assert 60 == found.num_cached_tokens
+    _assert_state(found, 60)
+
+
+def test_files_of_other_states_are_refused(
+    cache: KVCache, make_cache: Callable[..., KVCache], tmp_path: Path
+) -> None:
+    """The message names the layer group, and the books are as before."""
+    _begun(cache, 10, 3.0).save(tmp_path / "file")
+    shapes = {
+        "fewer": {7: SHAPES[7]},
+        "in another type": {**SHAPES, 9: [StateShape((4, 16, 20), torch.float64)]},
+        "none": {},
+    }
+    for what, its in shapes.items():
+        other = make_cache(ExtentPool(HostBackend(PAGE), 160 * KiB, close_when_unused=True))
+        if its:
+            other.add_states(its)
+        wanted = "layer groups" if what == "none" else "has states=.* this cache has"
+        with pytest.raises(ConfigError, match=wanted):
+            other.load(tmp_path / "file")
+        other.check()
+        other.close()
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

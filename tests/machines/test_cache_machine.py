@@ -448,7 +448,6 @@ class CacheMachine(RuleBasedStateMachine):
     # ---- disk, and other processes ----------------------------------------------------
 
     @has_sequences
-    @is_stateless
     @rule(pick=picks, fail_at=st.sampled_from([0, 0, 0, 2, 5, 9]))
     def save_and_load(self, pick: int, fail_at: int) -> None:
         """A loaded sequence has the contents of the saved one, which may be swapped out."""

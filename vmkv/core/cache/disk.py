@@ -2,7 +2,7 @@
 
     token_ids    int64 [recorded tokens]
     group.<n>    uint8 [tokens, token_bytes]: raw token rows of layer group n, from the first
-                 token on that a query can still see
+                 token on that a query can still see; of states, the one after the last token
 
 The metadata says which cache can load them. Contents pass through a small buffer, since memory may
 be short when a sequence is saved.
@@ -237,10 +237,19 @@ def _shapes(
     space: RowSpace, num_tokens: int, first_tokens: Sequence[int]
 ) -> dict[str, tuple[int, int]]:
     """Shapes of the layer groups' tensors, by their names in the file."""
-    return {
-        f"group.{at}": (max(0, num_tokens - first_token), group.geometry.token_bytes)
-        for at, (group, first_token) in enumerate(zip(space.groups, first_tokens, strict=True))
-    }
+    shapes = {}
+    for at, (group, first_token) in enumerate(zip(space.groups, first_tokens, strict=True)):
+        start, end = _span(group, first_token, num_tokens)
+        row_bytes = group.geometry.bytes_for(1)
+        shapes[f"group.{at}"] = (end - start) // row_bytes, row_bytes
+    return shapes
+
+
+def _span(group: LayerGroup, first_token: int, num_tokens: int) -> tuple[int, int]:
+    """Return where the bytes of tokens, or of the state after them, start and end in a row."""
+    bytes_for = group.geometry.bytes_for
+    end = bytes_for(num_tokens)
+    return (0 if group.is_fixed else min(end, bytes_for(first_token))), end
 
 
 def _ranges(
@@ -250,8 +259,7 @@ def _ranges(
 
     The first ones lie in the row, and those that were swapped out in staging.
     """
-    token_bytes, page_bytes = group.geometry.token_bytes, group.geometry.page_bytes
-    start, end = first_token * token_bytes, num_tokens * token_bytes
+    page_bytes, (start, end) = group.geometry.page_bytes, _span(group, first_token, num_tokens)
     moved, moved_address = end, Address(0)  # Bytes from `moved` on were swapped out.
     for each in () if swapped is None else swapped.firsts():
         if swapped is not None and each.group is group:
@@ -324,6 +332,12 @@ def _fill(
     buffer: _Buffer,
 ) -> None:
     """Copy saved token rows, the first of which is token `saved_from`, to a group's mapped row."""
+    if group.is_fixed:
+        cursor = Address(group.table.page_address(row, 0))
+        for part in rows[:].flatten().split(_CHUNK_BYTES):
+            interruptible(buffer.write, cursor, part)
+            cursor = Address(cursor + len(part))
+        return
     token_bytes = group.geometry.token_bytes
     # With another page size the window's first page differs from the saving cache's.
     first_token = max(saved_from, group.first_mapped_token(row, num_tokens))

@@ -144,7 +144,6 @@ class KVCache(RowSpace):
 
         Cost: what the disk takes, and a copy.
         """
-        self.check_stateless("load")
         return self._restored(*load(self, path, tenant), tenant)
 
     @uninterrupted

@@ -227,15 +227,13 @@ class Sequence:
 
         It may be swapped out, and may be closed afterwards. The file's mode is 0600; it takes its
         name when it is complete, so after an error (`OSError`, `OutOfPagesError`) an old file is
-        still there. `ConfigError` for a path that is no regular file's, and if
-        layers keep states.
+        still there. `ConfigError` for a path that is no regular file's.
 
         Cost: what the disk takes; 1 MiB of memory.
         Ordering: after all work submitted so far on the current stream and others;
             host-synchronous.
         """
         self._check_not_closed()
-        self.cache.check_stateless("save")
         with self.cache.pinned_row(self.row):  # First, so that nothing moves it meanwhile.
             save(self, self.swapped, path)
 

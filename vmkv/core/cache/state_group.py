@@ -16,7 +16,7 @@ See DESIGN.md, Note [States beside rows].
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -88,6 +88,15 @@ class StateGroup(LayerGroup):
                     shaped = part.unflatten(1, each.shape)  # type: ignore[no-untyped-call]
                     self._tensors.setdefault(its_layer, []).append(shaped)
         return self._tensors[layer]
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Layout as plain values."""
+        names = {
+            str(layer): [[list(each.shape), str(each.dtype)] for each in its]
+            for layer, its in sorted(self.shapes.items())
+        }
+        return {"states": names}
 
     @property
     def is_fixed(self) -> bool:
