@@ -60,7 +60,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import HAS_GPU, VLLM_ENVIRONMENT, Bench, Figure, Row, environment
+from harness import HAS_GPU, VLLM_CONFIG, VLLM_ENVIRONMENT, Bench, Figure, Row, environment
 from live_load import Load, Timing
 from models import SHAPES, make_model, reset_memory
 
@@ -175,6 +175,7 @@ def command_of(server: str, folder: Path, port: int, *, smoke: bool) -> list[str
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(folder), "--max-model-len", tokens]
         command += ["--gpu-memory-utilization", "0.85"]
+        command += ["--additional-config", json.dumps(VLLM_CONFIG)]
     command += ["--served-model-name", MODEL, "--max-num-seqs", sequences]
     return [*command, "--host", "127.0.0.1", "--port", str(port)]
 

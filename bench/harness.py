@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +38,8 @@ VLLM_ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
+#: vLLM's own kernel of Gated DeltaNet: on Hopper it takes FlashInfer's, installed or not.
+VLLM_CONFIG = {} if find_spec("flashinfer") else {"gdn_prefill_backend": "triton"}
 _SECTION = re.compile(r"(Question|Prediction|Verdict|Method|Rivals|Not measured)[.:]\s+")
 _PACKAGES = ("vmkv", "torch", "transformers", "cuda-bindings", "flash-attn", "triton")
 

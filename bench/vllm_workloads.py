@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from bench_serve import MAX_NUM_SEQS, MAX_TOKENS, WORKLOADS
-from harness import VLLM_ENVIRONMENT
+from harness import VLLM_CONFIG, VLLM_ENVIRONMENT
 from models import SHAPES
 from transformers import LlamaConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             enable_prefix_caching=False,
             kv_cache_dtype=arguments.kv_cache_dtype,
             tensor_parallel_size=arguments.tensor_parallel_size,
+            additional_config=VLLM_CONFIG,
         )
         if not arguments.dummy_weights:
             llm.apply_model(initialise)
