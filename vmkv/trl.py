@@ -26,6 +26,7 @@ from trl import GRPOTrainer, RLOOTrainer
 from .errors import ConfigError
 from .options import EngineOptions
 from .serve import Engine, SamplingParams
+from .serve.runner import RunnerOptions
 
 #: Most samples of one request, and requests at once; each of these takes memory of its own.
 _SAMPLES_MAX = 512
@@ -46,7 +47,8 @@ class Rollouts:
     Args:
         engine_options: `EngineOptions` that differ from a rollout's: log-probabilities of the
             distribution that is sampled from; as many requests at once as a batch has completions,
-            at most 512; on the CPU, half of the free memory for keys and values.
+            at most 512; no captured steps with prompts, which come at once; on the CPU, half of the
+            free memory for keys and values.
         keep_graphs: Whether captured steps keep their memory while the model is trained. Otherwise
             each rollout captures them again.
 
@@ -142,7 +144,11 @@ class Rollouts:
         args = trainer.args
         num_completions = args.per_device_train_batch_size * args.steps_per_generation
         most = max(num_completions, args.per_device_eval_batch_size)
-        defaults = {"logprobs_mode": "processed_logprobs", "max_num_seqs": min(most, _SAMPLES_MAX)}
+        defaults = {
+            "logprobs_mode": "processed_logprobs",
+            "max_num_seqs": min(most, _SAMPLES_MAX),
+            "runner_options": RunnerOptions(max_graph_tokens=0),
+        }
         if model.device.type == "cpu":
             defaults["memory_fraction"] = _HOST_FRACTION / trainer.accelerator.num_processes
         in_training = [module for module in model.modules() if module.training]

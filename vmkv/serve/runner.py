@@ -264,8 +264,8 @@ class ModelRunner:
                 self.stepper.resume()
             if self._wants(self._options.capture):
                 largest = min(self._options.max_graph_tokens, max_num_batched_tokens)
-                dtype = model.get_output_embeddings().weight.dtype
                 its: dict[str, Any] = {"agree": self._options.agree, "head": self._options.head}
+                dtype = self.stepper.logits_dtype
                 self.stepper.make_graphs(vocab_size, dtype, largest, **its)
                 if self.stepper.has_states and self.stepper.mixed_graphs is None:
                     _LOG.info("layers keep states: steps with prompts are not captured")
@@ -433,7 +433,7 @@ class ModelRunner:
         Cost: for an 8-billion-parameter model half a minute the first time, some seconds where
             torch's folder of compiled code (`TORCHINDUCTOR_CACHE_DIR`) has been kept.
         """
-        options, dtype = self._options, self._model.get_output_embeddings().weight.dtype
+        options, dtype = self._options, self.stepper.logits_dtype
         self.graph_bytes = warm_up(
             self.stepper,
             self._max_num_batched_tokens,

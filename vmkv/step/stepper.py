@@ -427,6 +427,12 @@ class Stepper:
         return self.scratch
 
     @property
+    def logits_dtype(self) -> torch.dtype:
+        """The type in which the model's head computes logits."""
+        dtype: torch.dtype = self.model.get_output_embeddings().weight.dtype
+        return self._autocast or dtype
+
+    @property
     def can_capture(self) -> bool:
         """Whether steps may be captured, before trying: CUDA, one device, no autocast, no hooks."""
         return (
