@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import logging
 import platform
 import re
 import statistics
@@ -105,6 +106,9 @@ class Bench:
             self.error("this bench needs a GPU; --smoke runs a tiny one anywhere")
         options.device = torch.device("cuda" if HAS_GPU and not options.smoke else "cpu")
         self.smoke, self._path = options.smoke, options.json
+        if not options.smoke:  # An engine's start may take minutes, and may be cut by a limit.
+            logging.basicConfig(format="[%(relativeCreated)6d ms] %(message)s")
+            logging.getLogger("vmkv.phases").setLevel(logging.INFO)
         return options
 
     def finish(
