@@ -261,6 +261,21 @@ def test_figure_knows_whether_it_is_met(harness) -> None:
     assert harness.Figure("a", "a", 1.0, "×").is_met is None
 
 
+def test_a_record_goes_on_with_the_same_sizes_and_device_only(harness, tmp_path: Path) -> None:
+    bench = harness.Bench("x", "Question. Why?")
+    rows, path = [{"n": 1}], tmp_path / "x.json"
+    record = harness.make_record("Question. Why?", rows, [], {"size": 1})
+    harness.write_result("x", record, path)
+    assert bench.rows_before(None, {"size": 1}) == []
+    assert bench.rows_before(path, {"size": 1}) == rows
+    with pytest.raises(SystemExit):
+        bench.rows_before(path, {"size": 2})
+    record["environment"]["device"] = "another"
+    harness.write_result("x", record, path)
+    with pytest.raises(SystemExit):
+        bench.rows_before(path, {"size": 1})
+
+
 def test_rival_block_tables_are_right(report) -> None:
     """The rival's slots follow its block tables across many block ends, from any length."""
     import torch
