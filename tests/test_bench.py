@@ -276,6 +276,19 @@ def test_a_record_goes_on_with_the_same_sizes_and_device_only(harness, tmp_path:
         bench.rows_before(path, {"size": 1})
 
 
+def test_many_models_are_compared_over_rates_that_both_servers_had(harness) -> None:
+    import bench_many as many
+
+    def row(server: str, rate_per_s: float, *, is_served: bool = True) -> dict[str, object]:
+        its = many.Part(2, server, rate_per_s)._asdict()
+        return {**its, "ttft_p99_ms": 100.0, "is_served": is_served}
+
+    left_out = {**many.Part(2, many.SHARED, 2.0)._asdict(), "stopped": "no time was left"}
+    rows = [row(many.SHARED, 1.0), left_out, row(many.FIXED, 1.0), row(many.FIXED, 2.0)]
+    figures = {figure.name: figure.got for figure in many.figures_of(rows)}
+    assert figures == {"many_2_rate": 1.0, "many_2_rate_fixed": 1.0, "many_2_ttft_fixed": 1.0}
+
+
 def test_rival_block_tables_are_right(report) -> None:
     """The rival's slots follow its block tables across many block ends, from any length."""
     import torch
