@@ -16,7 +16,9 @@ Method. Each server gets the same loads from other processes, with arrivals by a
 times from when a request was due (`live_load.py`). For 20 s one model gets the rate, and every
 other one a sixteenth of it; then the next; each model has two such phases. Before, every model
 answers a request. `hot`: a server of all models and a server of one run at the same time, and get
-the lowest rate in turns, for one model and a phase, three times; medians count.
+the lowest rate in turns, for one model and a phase, three times; medians count. On a device that
+cannot hold the weights and the keys and values of both, the second server starts after the first
+has had its three loads and has ended.
 
 A part is one load on one server. The record is written after each part, and `--after` adds the
 parts of another call, so that a run can be divided between calls by `--models`, `--servers` and
@@ -47,6 +49,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from bench_live import (
     VLLM,
     VMKV,
@@ -57,7 +60,7 @@ from bench_live import (
     running,
     save_model,
 )
-from harness import Bench, Figure, Row, on_gpu, print_rows
+from harness import HAS_GPU, Bench, Figure, Row, on_gpu, print_rows
 from live_load import Arrival, Load, Timing, body_of, send
 from models import llama_config, token_bytes_of
 
@@ -71,6 +74,8 @@ COLD_SHARE = 1 / 16
 #: Of one H200, to compute live tokens beforehand: a prefill of 8,192 tokens takes 220 ms.
 PREFILL_TOKENS_PER_S, TOKEN_S = 8192 / 0.22, 0.02
 WARM_UP = "warm-up"
+#: Of the device's memory, for weights, keys and values; the rest is for activations and graphs.
+HELD_SHARE = 0.9
 
 
 class Part(NamedTuple):
@@ -237,7 +242,9 @@ def rows_of(
             yield row
 
 
-def parts_of(server: str, num_models: int, options: argparse.Namespace) -> list[list[Part]]:
+def parts_of(
+    server: str, num_models: int, options: argparse.Namespace, weights_bytes: int
+) -> list[list[Part]]:
     """The parts of a server, in lists of those whose servers run at the same time."""
     case = case_of(options)
     if server != HOT:
@@ -247,7 +254,15 @@ def parts_of(server: str, num_models: int, options: argparse.Namespace) -> list[
         [Part(num_models, each, min(case.rates_per_s), at) for at in rounds]
         for each in (HOT, ALONE)
     ]
+    cache_bytes = case.share_tokens * token_bytes_of(llama_config(smoke=options.smoke))
+    if (num_models + 1) * (weights_bytes + cache_bytes) > HELD_SHARE * device_bytes():
+        return parts
     return [list(itertools.chain(*zip(*parts, strict=True)))]
+
+
+def device_bytes() -> float:
+    """The device's memory; without a device, memory has no bound here."""
+    return torch.cuda.get_device_properties(0).total_memory if HAS_GPU else float("inf")
 
 
 def case_of(options: argparse.Namespace) -> Case:
@@ -365,6 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = options.folder or Path(made, "model")
         if not (model / "config.json").exists():
             save_model(model, smoke=smoke)
+        weights_bytes = sum(each.stat().st_size for each in model.glob("*.safetensors"))
         wanted = options.models[:1] if smoke else options.models
         folders = [Path(made, f"model-{at}") for at in range(max(wanted))]
         for each in folders:
@@ -376,7 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if server == VLLM and not has_vllm(options.vllm_path):
                 print("vLLM cannot be imported here")
                 continue
-            for parts in parts_of(server, num_models, options):
+            for parts in parts_of(server, num_models, options, weights_bytes):
                 for part, row in zip(parts, rows_of(parts, folders, options, end_s), strict=True):
                     is_kept = "stopped" in row and part in results
                     results[part] = results[part] if is_kept else row

@@ -6,6 +6,7 @@ paths, and whether a plot is readable.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import subprocess
@@ -274,6 +275,24 @@ def test_a_record_goes_on_with_the_same_sizes_and_device_only(harness, tmp_path:
     harness.write_result("x", record, path)
     with pytest.raises(SystemExit):
         bench.rows_before(path, {"size": 1})
+
+
+def test_servers_of_many_models_run_by_turns_where_one_device_cannot_hold_both(
+    harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bench_many as many
+    from models import llama_config, token_bytes_of
+
+    options = argparse.Namespace(smoke=True, rates=None, phases=None)
+    cache_bytes = many.SMALL.share_tokens * token_bytes_of(llama_config(smoke=True))
+    needed_bytes = 3 * (1000 + cache_bytes)  # Two models in one server, and one in the other.
+    for factor, num_starts in ((0.99, 2), (1.01, 1)):
+        device_bytes = factor * needed_bytes / many.HELD_SHARE
+        monkeypatch.setattr(many, "device_bytes", lambda found=device_bytes: found)
+        starts = many.parts_of(many.HOT, 2, options, weights_bytes=1000)
+        assert len(starts) == num_starts
+        parts = [part for start in starts for part in start]
+        assert len(set(parts)) == len(parts) == 2 * many.NUM_ALTERNATIONS
 
 
 def test_many_models_are_compared_over_rates_that_both_servers_had(harness) -> None:
