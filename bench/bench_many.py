@@ -14,9 +14,16 @@ Idle models submit nothing and poll nothing: the hot one takes as long as alone,
 
 Method. Each server gets the same loads from other processes, with arrivals by a Poisson process and
 times from when a request was due (`live_load.py`). For 20 s one model gets the rate, and every
-other one a sixteenth of it; then the next. Before, every model answers a request. `hot`: a server
-of all models and a server of one run at the same time, and get the lowest rate in turns, for one
-model and a phase, three times; medians count.
+other one a sixteenth of it; then the next; each model has two such phases. Before, every model
+answers a request. `hot`: a server of all models and a server of one run at the same time, and get
+the lowest rate in turns, for one model and a phase, three times; medians count. On a device that
+cannot hold the weights and the keys and values of both, the second server starts after the first
+has had its three loads and has ended.
+
+A part is one load on one server. The record is written after each part, and `--after` adds the
+parts of another call, so that a run can be divided between calls by `--models`, `--servers` and
+`--rates`. The memory follows from the highest of the five default rates, so it is the same for all
+calls. Two servers are compared over the rates that both had.
 
 Rivals. The same server once for each model, with a fixed share of the memory; and vLLM in the same
 way, where it can be imported.
@@ -29,17 +36,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import multiprocessing
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from bench_live import (
     VLLM,
     VMKV,
@@ -50,7 +60,7 @@ from bench_live import (
     running,
     save_model,
 )
-from harness import Bench, Figure, Row, on_gpu, print_rows
+from harness import HAS_GPU, Bench, Figure, Row, on_gpu, print_rows
 from live_load import Arrival, Load, Timing, body_of, send
 from models import llama_config, token_bytes_of
 
@@ -64,11 +74,30 @@ COLD_SHARE = 1 / 16
 #: Of one H200, to compute live tokens beforehand: a prefill of 8,192 tokens takes 220 ms.
 PREFILL_TOKENS_PER_S, TOKEN_S = 8192 / 0.22, 0.02
 WARM_UP = "warm-up"
+#: Of the device's memory, for weights, keys and values; the rest is for activations and graphs.
+HELD_SHARE = 0.9
+
+
+class Part(NamedTuple):
+    """One load on one server of so many models; `hot` has several rounds of a load."""
+
+    models: int
+    server: str
+    rate_per_s: float
+    round: int = 1
+
+    @property
+    def num_asked(self) -> int:
+        """How many of the models get requests."""
+        return 1 if self.server in (HOT, ALONE) else self.models
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of a run: bounds of prompts and answers, rates, and phases of so many seconds."""
+    """Sizes of a run: bounds of prompts and answers, rates, and phases of so many seconds.
+
+    `start_s` is the time that a start is expected to take for each model.
+    """
 
     prompt_tokens: tuple[int, int]
     new_tokens: tuple[int, int]
@@ -77,6 +106,7 @@ class Case:
     num_phases: int
     max_tokens: int
     vocabulary: int
+    start_s: float
 
     def length(self, source: random.Random) -> tuple[int, int]:
         """Draw a prompt's and an answer's tokens, uniformly by their logarithms."""
@@ -102,12 +132,21 @@ class Case:
             total += stay_s * (prompt + new / 2)
         return int(max(self.rates_per_s) * total / 1000)
 
-    def arrivals(self, rate_per_s: float, num_models: int) -> list[tuple[int, Arrival]]:
-        """Return the requests of a load with their models, in order; the same every time."""
+    def phases_of(self, part: Part) -> int:
+        """How many phases a part has: `num_phases` for each model, or one with `hot`."""
+        return 1 if part.server in (HOT, ALONE) else self.num_phases * part.models
+
+    def seconds_of(self, part: Part) -> float:
+        """How long a part takes at most, if an answer waits for the end of another one."""
+        return self.phases_of(part) * self.phase_s + 2 * self.new_tokens[1] * TOKEN_S
+
+    def arrivals(self, part: Part) -> list[tuple[int, Arrival]]:
+        """Return the requests of a part with their models, in order; the same every time."""
+        rate_per_s, num_models = part.rate_per_s, part.num_asked
         source = random.Random(f"{rate_per_s} {num_models}")
         tokens = range(5, self.vocabulary)
         made = []
-        for phase in range(self.num_phases * num_models):
+        for phase in range(self.phases_of(part)):
             for model in range(num_models):
                 rate = rate_per_s * (1 if phase % num_models == model else COLD_SHARE)
                 due_s = source.expovariate(rate)
@@ -119,8 +158,8 @@ class Case:
         return sorted(made, key=lambda each: each[1].due_s)
 
 
-FULL = Case((8192, 32_000), (256, 1024), (0.4, 0.6, 0.8, 1.0, 1.2), 20.0, 2, 34_000, 120_000)
-SMALL = Case((32, 128), (4, 8), (4.0, 8.0), 0.5, 1, 256, 128)
+FULL = Case((8192, 32_000), (256, 1024), (0.4, 0.6, 0.8, 1.0, 1.2), 20.0, 2, 34_000, 120_000, 40.0)
+SMALL = Case((32, 128), (4, 8), (4.0, 8.0), 0.5, 1, 256, 128, 5.0)
 
 
 # ---- servers -------------------------------------------------------------------------------------
@@ -128,11 +167,11 @@ SMALL = Case((32, 128), (4, 8), (4.0, 8.0), 0.5, 1, 256, 128)
 
 @contextlib.contextmanager
 def serving(
-    server: str, folders: Sequence[Path], share_tokens: int, options: argparse.Namespace
+    server: str, folders: Sequence[Path], options: argparse.Namespace
 ) -> Iterator[list[str]]:
     """Serve the models, and yield the address of each; fixed shares have a server each."""
-    smoke = options.smoke
-    case, token_bytes = (SMALL if smoke else FULL), token_bytes_of(llama_config(smoke=smoke))
+    smoke, case = options.smoke, case_of(options)
+    share_tokens, token_bytes = case.share_tokens, token_bytes_of(llama_config(smoke=smoke))
     path = options.vllm_path if server == VLLM else None
     environment = environment_of(VLLM if server == VLLM else VMKV, path)
     sequences = ["--max-num-seqs", "8" if smoke else "128"]
@@ -149,7 +188,7 @@ def serving(
         its = ["--memory", f"{memory:.6f}", "--log-level", "warning"]
         return [sys.executable, "-m", "vmkv.cli", "serve", *map(str, names), *its, *lengths]
 
-    groups = [folders] if server == SHARED else [[each] for each in folders]
+    groups = [folders] if server in (SHARED, HOT) else [[each] for each in folders]
     with contextlib.ExitStack() as stack:
         urls: list[str] = []
         for names in groups:
@@ -176,40 +215,60 @@ def apply(
 
 
 def rows_of(
-    server: str, num_models: int, folders: Sequence[Path], options: argparse.Namespace
+    parts: Sequence[Part], folders: Sequence[Path], options: argparse.Namespace, end_s: float
 ) -> Iterator[Row]:
-    """All rates on one server of so many models."""
-    case, names = case_of(options), folders[:num_models]
-    with serving(server, names, case.share_tokens, options) as urls:
-        warm_up(case, urls, names)
-        for rate in case.rates_per_s:
-            timings = apply(case, urls, names, case.arrivals(rate, num_models))
-            yield row_of(server, num_models, rate, timings)
+    """Run the servers of these parts at the same time; parts that would not fit are left out."""
+    case = case_of(options)
+
+    def fits(seconds: float) -> bool:
+        return time.monotonic() + seconds < end_s
+
+    names = {part.server: folders[: 1 if part.server == ALONE else part.models] for part in parts}
+    starts_s = case.start_s * sum(map(len, names.values()))
+    urls: dict[str, list[str]] = {}
+    with contextlib.ExitStack() as stack:
+        if fits(starts_s + case.seconds_of(parts[0])):
+            for server, its in names.items():
+                urls[server] = stack.enter_context(serving(server, its, options))
+                warm_up(case, urls[server], its)
+        for part in parts:
+            if not urls or not fits(case.seconds_of(part)):
+                row = {**part._asdict(), "stopped": "no time was left"}
+            else:
+                asked = slice(part.num_asked)
+                places = urls[part.server][asked], names[part.server][asked]
+                row = row_of(part, apply(case, *places, case.arrivals(part)))
+            print_rows([row])
+            yield row
 
 
-def hot_rows(
-    num_models: int, folders: Sequence[Path], options: argparse.Namespace
-) -> Iterator[Row]:
-    """The lowest rate for one model, beside loaded models that nobody asks, and alone; in turns."""
-    case, names = case_of(options), folders[:num_models]
-    rate = min(case.rates_per_s)
-    one = replace(case, num_phases=1)
-    with (
-        serving(SHARED, names, case.share_tokens, options) as shared,
-        serving(FIXED, names[:1], case.share_tokens, options) as alone,
-    ):
-        warm_up(case, shared, names)
-        warm_up(case, alone, names[:1])
-        for _ in range(NUM_ALTERNATIONS):
-            for server, urls in ((HOT, shared), (ALONE, alone)):
-                timings = apply(case, urls[:1], names[:1], one.arrivals(rate, 1))
-                yield row_of(server, num_models, rate, timings)
+def parts_of(
+    server: str, num_models: int, options: argparse.Namespace, weights_bytes: int
+) -> list[list[Part]]:
+    """The parts of a server, in lists of those whose servers run at the same time."""
+    case = case_of(options)
+    if server != HOT:
+        return [[Part(num_models, server, rate) for rate in options.rates or case.rates_per_s]]
+    rounds = range(1, NUM_ALTERNATIONS + 1)
+    parts = [
+        [Part(num_models, each, min(case.rates_per_s), at) for at in rounds]
+        for each in (HOT, ALONE)
+    ]
+    cache_bytes = case.share_tokens * token_bytes_of(llama_config(smoke=options.smoke))
+    if (num_models + 1) * (weights_bytes + cache_bytes) > HELD_SHARE * device_bytes():
+        return parts
+    return [list(itertools.chain(*zip(*parts, strict=True)))]
+
+
+def device_bytes() -> float:
+    """The device's memory; without a device, memory has no bound here."""
+    return torch.cuda.get_device_properties(0).total_memory if HAS_GPU else float("inf")
 
 
 def case_of(options: argparse.Namespace) -> Case:
     """The sizes that were asked for."""
     case = SMALL if options.smoke else FULL
-    return replace(case, rates_per_s=options.rates) if options.rates else case
+    return replace(case, num_phases=options.phases or case.num_phases)
 
 
 def warm_up(case: Case, urls: Sequence[str], names: Sequence[Path]) -> None:
@@ -219,39 +278,32 @@ def warm_up(case: Case, urls: Sequence[str], names: Sequence[Path]) -> None:
     apply(case, urls, names, [(at, Arrival(0.0, prompt, 4)) for at in range(len(names))])
 
 
-def row_of(server: str, num_models: int, rate_per_s: float, timings: Sequence[Timing]) -> Row:
+def row_of(part: Part, timings: Sequence[Timing]) -> Row:
     """Latencies of a load's clients."""
     good = [each for each in timings if not each.error and each.first_s is not None]
     for error in sorted({each.error for each in timings if each.error})[:3]:
-        print(f"{server}, {rate_per_s}/s: {error}", file=sys.stderr)
+        print(f"{part.server}, {part.rate_per_s}/s: {error}", file=sys.stderr)
     ttft = [each.first_s - each.due_s for each in good if each.first_s is not None]
     tpot = [
         (each.last_s - each.first_s) / (each.num_tokens - 1)
         for each in good
         if each.num_tokens > 1 and each.first_s is not None and each.last_s is not None
     ]
-    row: Row = {"server": server, "models": num_models, "rate_per_s": rate_per_s}
-    row |= {"requests": len(timings), "failed": len(timings) - len(good)}
+    row: Row = {**part._asdict(), "requests": len(timings), "failed": len(timings) - len(good)}
     for name, values in (("ttft", ttft), ("tpot", tpot)):
         for share in (0.5, 0.99):
             row[f"{name}_p{round(100 * share)}_ms"] = milliseconds(values, share)
     is_slow = (row["ttft_p99_ms"] or 1e9) > TTFT_MS or (row["tpot_p99_ms"] or 1e9) > TPOT_MS
     row["is_served"] = not row["failed"] and not is_slow
-    print_rows([row])
     return row
 
 
 def figures_of(rows: Sequence[Row]) -> list[Figure]:
     """The highest rate served against each rival, and first tokens at the rate that it serves."""
     figures = []
+    rows = [row for row in rows if "stopped" not in row]
     for models in sorted({row["models"] for row in rows}):
         mine = [row for row in rows if row["models"] == models]
-        its = {(row["server"], row["rate_per_s"]): row for row in mine}
-
-        def highest(server: str, its: dict[tuple[str, float], Row] = its) -> float:
-            served = [rate for (name, rate), row in its.items() if name == server]
-            return max([each for each in served if its[server, each]["is_served"]], default=0.0)
-
         for key in ("ttft_p50_ms", "tpot_p50_ms"):
             hot, alone = (
                 [row[key] for row in mine if row["server"] == each and row[key] is not None]
@@ -263,20 +315,28 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
                 name, said = f"many_{models}_hot_{key[:4]}", f"{theirs:.4g} ms"
                 at_most = on_gpu(1.05)
                 figures.append(Figure(name, what, ours / theirs, "×", at_most, rival=said))
-        if not any(row["server"] == SHARED for row in mine):
+        by_rate = {
+            server: {row["rate_per_s"]: row for row in mine if row["server"] == server}
+            for server in (SHARED, FIXED, VLLM)
+        }
+        shared = by_rate[SHARED]
+        if not shared:
             continue
-        best = highest(SHARED)
         what = f"{models} models: highest rate served within {TTFT_MS / 1e3:g} s and {TPOT_MS:g} ms"
-        figures.append(Figure(f"many_{models}_rate", what, best, "requests/s"))
+        figures.append(Figure(f"many_{models}_rate", what, highest(shared), "requests/s"))
         for rival, slug in ((VLLM, "vllm"), (FIXED, "fixed")):
-            theirs = highest(rival)
+            its = {rate: row for rate, row in by_rate[rival].items() if rate in shared}
+            theirs = highest(its)
             if not theirs:
                 continue
+            best = highest({rate: shared[rate] for rate in its})
             bound = on_gpu(1.5) if rival == VLLM else None
             said = f"{rival}: {theirs:g}/s"
             name, what = f"many_{models}_rate_{slug}", f"{models} models: that rate, of {rival}'s"
             figures.append(Figure(name, what, best / theirs, "×", at_least=bound, rival=said))
-            ours, other = (its[each, theirs]["ttft_p99_ms"] for each in (SHARED, rival))
+            ours, other = shared[theirs]["ttft_p99_ms"], its[theirs]["ttft_p99_ms"]
+            if ours is None:  # No request was answered.
+                continue
             what = f"{models} models: TTFT at p99, at the highest rate of {rival}"
             bound, said = (on_gpu(0.8) if rival == VLLM else None), f"{other:.4g} ms"
             name = f"many_{models}_ttft_{slug}"
@@ -284,45 +344,61 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
     return figures
 
 
+def highest(by_rate: dict[float, Row]) -> float:
+    """The highest rate that is served; 0 without one."""
+    return max((rate for rate, row in by_rate.items() if row["is_served"]), default=0.0)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
     bench = Bench("many", __doc__, needs_gpu=True)
     bench.option("--models", nargs="+", type=int, default=[2, 3], help="by default 2 and 3")
     servers = {"hot": HOT, "shared": SHARED, "fixed": FIXED, "vllm": VLLM}
-    bench.option("--rates", nargs="+", type=float, help="arrivals a second; by default five")
+    said = "arrivals a second, by default five; `hot` always has the lowest of the five"
+    bench.option("--rates", nargs="+", type=float, help=said)
+    bench.option("--phases", type=int, help="of each model, but for `hot`; by default two")
     bench.option("--servers", nargs="+", choices=servers, default=list(servers))
+    bench.option("--total-s", type=float, help="for all parts; those without time are left out")
+    bench.option("--after", type=Path, help="record of the same sizes: its other parts are kept")
+    bench.option("--folder", type=Path, help="keeps the model; by default a temporary one")
     bench.option("--vllm-path", help="PYTHONPATH of vLLM, where it is not installed")
     bench.option("--logs", type=Path, help="a folder for what servers say")
     options = bench.parse(argv)
-    smoke = options.smoke
-    case = case_of(options)
-    wanted: Iterable[int] = options.models[:1] if smoke else options.models
+    smoke, case = options.smoke, case_of(options)
+    end_s = time.monotonic() + (options.total_s or float("inf"))
     constants = {
         "expected_live_tokens": case.expected_live_tokens,
         "share_tokens": case.share_tokens,
         "token_bytes": token_bytes_of(llama_config(smoke=smoke)),
+        "phases": case.num_phases,
     }
-    rows: list[Row] = []
+    before = bench.rows_before(options.after, constants)
+    results = {Part(*(row[name] for name in Part._fields)): row for row in before}
     with tempfile.TemporaryDirectory() as made:
         options.logs = options.logs or Path(made)
-        folders = [Path(made) / f"model-{at}" for at in range(max(wanted))]
-        save_model(folders[0], smoke=smoke)
-        for each in folders[1:]:
-            each.symlink_to(folders[0])  # The same weights under another name.
-        for num_models in wanted:
-            for name in options.servers:
-                server = servers[name]
-                if smoke and server not in (SHARED, HOT):  # A start takes seconds.
-                    continue
-                if server == VLLM and not has_vllm(options.vllm_path):
-                    print("vLLM cannot be imported here")
-                    continue
-                its = num_models, folders, options
-                measured = hot_rows(*its) if server == HOT else rows_of(server, *its)
-                for row in measured:
-                    rows.append(row)
+        options.logs.mkdir(parents=True, exist_ok=True)
+        model = options.folder or Path(made, "model")
+        if not (model / "config.json").exists():
+            save_model(model, smoke=smoke)
+        weights_bytes = sum(each.stat().st_size for each in model.glob("*.safetensors"))
+        wanted = options.models[:1] if smoke else options.models
+        folders = [Path(made, f"model-{at}") for at in range(max(wanted))]
+        for each in folders:
+            each.symlink_to(model.resolve())  # The same weights under several names.
+        for num_models, name in itertools.product(wanted, options.servers):
+            server = servers[name]
+            if smoke and server not in (SHARED, HOT):  # A start takes seconds.
+                continue
+            if server == VLLM and not has_vllm(options.vllm_path):
+                print("vLLM cannot be imported here")
+                continue
+            for parts in parts_of(server, num_models, options, weights_bytes):
+                for part, row in zip(parts, rows_of(parts, folders, options, end_s), strict=True):
+                    is_kept = "stopped" in row and part in results
+                    results[part] = results[part] if is_kept else row
+                    rows = [results[each] for each in sorted(results)]
                     bench.finish(rows, figures_of(rows), constants)
-    return bench.finish(rows, figures_of(rows), constants)
+    return 0
 
 
 if __name__ == "__main__":

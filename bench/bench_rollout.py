@@ -488,12 +488,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for way, its in shares.items()
         for share in its
     }
-    rows: list[Row] = []
-    if options.after:
-        before = json.loads(options.after.read_text())
-        if before["constants"] != sizes:
-            bench.error(f"--after: that record is of other sizes, {before['constants']}")
-        rows = [row for row in before["rows"] if row["way"] not in plans]
+    before = bench.rows_before(options.after, sizes)
+    rows = [row for row in before if row["way"] not in plans]
     end_s = time.time() + (options.total_s or float("inf"))
     steps = 1 if smoke else options.steps
     with tempfile.TemporaryDirectory() as folder:

@@ -129,6 +129,18 @@ class Bench:
             print("wrote", write_result(self.name, record, self._path), flush=True)
         return 0
 
+    def rows_before(self, path: Path | None, constants: Row) -> list[Row]:
+        """Rows of the record that `--after` names, or none; it is of the same sizes and device."""
+        if path is None:
+            return []
+        before = json.loads(path.read_text())
+        if before["constants"] != constants:
+            self.error(f"--after: that record is of other sizes, {before['constants']}")
+        device = before["environment"]["device"]
+        if device != environment()["device"]:
+            self.error(f"--after: that record is of another device, {device}")
+        return before["rows"]
+
 
 def make_record(
     doc: str, rows: Sequence[Row], figures: Iterable[Figure], constants: Row | None = None

@@ -6,6 +6,7 @@ paths, and whether a plot is readable.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import subprocess
@@ -259,6 +260,52 @@ def test_figure_knows_whether_it_is_met(harness) -> None:
     assert not harness.Figure("a", "a", 2.1, "ms", at_most=2.0).is_met
     assert harness.Figure("a", "a", 1.08, "×", at_least=1.08).is_met
     assert harness.Figure("a", "a", 1.0, "×").is_met is None
+
+
+def test_a_record_goes_on_with_the_same_sizes_and_device_only(harness, tmp_path: Path) -> None:
+    bench = harness.Bench("x", "Question. Why?")
+    rows, path = [{"n": 1}], tmp_path / "x.json"
+    record = harness.make_record("Question. Why?", rows, [], {"size": 1})
+    harness.write_result("x", record, path)
+    assert bench.rows_before(None, {"size": 1}) == []
+    assert bench.rows_before(path, {"size": 1}) == rows
+    with pytest.raises(SystemExit):
+        bench.rows_before(path, {"size": 2})
+    record["environment"]["device"] = "another"
+    harness.write_result("x", record, path)
+    with pytest.raises(SystemExit):
+        bench.rows_before(path, {"size": 1})
+
+
+def test_servers_of_many_models_run_by_turns_where_one_device_cannot_hold_both(
+    harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bench_many as many
+    from models import llama_config, token_bytes_of
+
+    options = argparse.Namespace(smoke=True, rates=None, phases=None)
+    cache_bytes = many.SMALL.share_tokens * token_bytes_of(llama_config(smoke=True))
+    needed_bytes = 3 * (1000 + cache_bytes)  # Two models in one server, and one in the other.
+    for factor, num_starts in ((0.99, 2), (1.01, 1)):
+        device_bytes = factor * needed_bytes / many.HELD_SHARE
+        monkeypatch.setattr(many, "device_bytes", lambda found=device_bytes: found)
+        starts = many.parts_of(many.HOT, 2, options, weights_bytes=1000)
+        assert len(starts) == num_starts
+        parts = [part for start in starts for part in start]
+        assert len(set(parts)) == len(parts) == 2 * many.NUM_ALTERNATIONS
+
+
+def test_many_models_are_compared_over_rates_that_both_servers_had(harness) -> None:
+    import bench_many as many
+
+    def row(server: str, rate_per_s: float, *, is_served: bool = True) -> dict[str, object]:
+        its = many.Part(2, server, rate_per_s)._asdict()
+        return {**its, "ttft_p99_ms": 100.0, "is_served": is_served}
+
+    left_out = {**many.Part(2, many.SHARED, 2.0)._asdict(), "stopped": "no time was left"}
+    rows = [row(many.SHARED, 1.0), left_out, row(many.FIXED, 1.0), row(many.FIXED, 2.0)]
+    figures = {figure.name: figure.got for figure in many.figures_of(rows)}
+    assert figures == {"many_2_rate": 1.0, "many_2_rate_fixed": 1.0, "many_2_ttft_fixed": 1.0}
 
 
 def test_rival_block_tables_are_right(report) -> None:
