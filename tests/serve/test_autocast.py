@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.tiny_models import VOCABULARY, tiny_model
+from torch.nn.functional import linear
 
 from vmkv.errors import ConfigError
 from vmkv.serve import Engine
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import RunnerOptions
+from vmkv.step import stepper
 
 RUNNERS: dict[str, dict[str, Any]] = {
     "eager": {"runner": "eager"},
@@ -97,6 +99,25 @@ def test_a_model_in_float32_is_served_under_autocast(
         optimizer.step()
         plain = copy.deepcopy(model).eval()
     check_tokens(plain, engine)
+
+
+@pytest.mark.parametrize("options", ["eager", "padded"])
+def test_a_large_head_is_converted_in_slices(
+    make_engine: Callable[..., Engine], options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven of them here, of which the last is smaller; the head is as before afterwards."""
+    model = copy.deepcopy(tiny_model("llama"))
+    plain, (size, width) = copy.deepcopy(model), model.lm_head.weight.shape
+    monkeypatch.setattr(stepper, "_SLICE_BYTES", 2 * width * -(-size // 7))
+    seen: list[int] = []
+    monkeypatch.setattr(stepper, "linear", lambda *its: seen.append(len(its[1])) or linear(*its))
+    with torch.autocast("cpu", torch.bfloat16):
+        engine = make_engine(model, **RUNNERS[options])
+    seen.clear()
+    check_tokens(plain, engine)
+    assert size == sum(seen[:7])
+    assert max(seen) == -(-size // 7)
+    assert "forward" not in vars(model.lm_head)
 
 
 @pytest.mark.parametrize("options", RUNNERS)

@@ -20,9 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import Linear
+from torch.nn.functional import linear
 
 from ..core.cache import KVCache
 from ..errors import CapacityError, ConfigError, VMKVError
+from ..units import MiB, div_ceil
 from . import row_attention
 from .compiled_layers import CompiledLayers
 from .graphs import BatchGraphs, DecodeGraphs, GraphSpace, Scratch
@@ -349,7 +352,10 @@ class Stepper:
         for each in trained:
             each.requires_grad = False
         try:
-            with torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=False):
+            with (
+                torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=False),
+                _head_in_slices(self.model.get_output_embeddings(), dtype),
+            ):
                 yield
         finally:
             for each in trained:
@@ -498,6 +504,36 @@ class Stepper:
         self._close_graphs()
         self.mixed_graphs = self.decode_graphs = self._space = None
         self._undo.close()
+
+
+#: Converted weights of a head at once; a vocabulary of 128,256 at the 1B shape takes 525 MB.
+_SLICE_BYTES = 64 * MiB
+
+
+@contextlib.contextmanager
+def _head_in_slices(head: Any, dtype: torch.dtype | None) -> Iterator[None]:
+    """Context of autocast in which a large head converts a slice of its weights at a time."""
+    weight, bias = head.weight, getattr(head, "bias", None)
+    num_slices = 0 if dtype is None else div_ceil(weight.numel() * dtype.itemsize, _SLICE_BYTES)
+    if type(head) is not Linear or "forward" in vars(head) or weight.dtype == dtype:
+        num_slices = 0
+    if num_slices < 2:
+        yield
+        return
+    size = div_ceil(len(weight), num_slices)
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        logits = hidden.new_empty((*hidden.shape[:-1], len(weight)), dtype=dtype)
+        for at in range(0, len(weight), size):
+            part = slice(at, at + size)
+            logits[..., part] = linear(hidden, weight[part], None if bias is None else bias[part])
+        return logits
+
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
 
 
 def _packed_states(
