@@ -513,11 +513,12 @@ _SLICE_BYTES = 64 * MiB
 @contextlib.contextmanager
 def _head_in_slices(head: Any, dtype: torch.dtype | None) -> Iterator[None]:
     """Context of autocast in which a large head converts a slice of its weights at a time."""
-    weight, bias = head.weight, getattr(head, "bias", None)
-    num_slices = 0 if dtype is None else div_ceil(weight.numel() * dtype.itemsize, _SLICE_BYTES)
-    if type(head) is not Linear or "forward" in vars(head) or weight.dtype == dtype:
-        num_slices = 0
-    if num_slices < 2:
+    if dtype is None or type(head) is not Linear or "forward" in vars(head):
+        yield
+        return
+    weight, bias = head.weight, head.bias
+    num_slices = div_ceil(weight.numel() * dtype.itemsize, _SLICE_BYTES)
+    if num_slices < 2 or weight.dtype == dtype:
         yield
         return
     size = div_ceil(len(weight), num_slices)
@@ -529,11 +530,11 @@ def _head_in_slices(head: Any, dtype: torch.dtype | None) -> Iterator[None]:
             logits[..., part] = linear(hidden, weight[part], None if bias is None else bias[part])
         return logits
 
-    head.forward = forward
+    vars(head)["forward"] = forward
     try:
         yield
     finally:
-        del head.forward
+        del vars(head)["forward"]
 
 
 def _packed_states(
