@@ -16,7 +16,7 @@ from helpers.mixing import BACKENDS
 from helpers.reference_backend import ReferenceBackend
 
 import vmkv.step.row_attention as row_attention
-from vmkv import HostBackend
+from vmkv import HostBackend, Sequence
 from vmkv.attention import AttentionBackend, AttentionSpec, Call, register
 from vmkv.core.cache import KVCache
 from vmkv.step import Piece
@@ -42,10 +42,8 @@ def cache() -> Iterator[KVCache]:
         yield cache
 
 
-def attended(
-    cache: KVCache, backend: str, spans: list[tuple[int, int]]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Outputs of both layers for each `(past, new)` tokens, and the exact outputs."""
+def begun(cache: KVCache, spans: list[tuple[int, int]]) -> tuple[list[Sequence], list[Piece]]:
+    """Grown sequences, and their pieces in packing order, for each `(past, new)` tokens."""
     rows = [cache.open() for _ in spans]
     cache.grow([(row, past + new) for row, (past, new) in zip(rows, spans, strict=True)])
     pieces = [
@@ -53,6 +51,14 @@ def attended(
         for slot, (row, (past, new)) in enumerate(zip(rows, spans, strict=True))
     ]
     pieces = [pieces[at] for at in packing_order(pieces)]
+    return rows, pieces
+
+
+def attended(
+    cache: KVCache, backend: str, spans: list[tuple[int, int]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Outputs of both layers for each `(past, new)` tokens, and the exact outputs."""
+    rows, pieces = begun(cache, spans)
     device = torch.device("cpu")
     step = pack(pieces, row_capacities(cache), device).parts
     attention = RowAttention([cache], backend)
@@ -99,13 +105,7 @@ def test_the_operator_returns_the_layout_that_compilers_expect(
     cache: KVCache, spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever that of queries is: rotary embeddings put heads first."""
-    rows = [cache.open() for _ in spans]
-    cache.grow([(row, past + new) for row, (past, new) in zip(rows, spans, strict=True)])
-    pieces = [
-        Piece(slot, row.row, past, new, [1] * new)
-        for slot, (row, (past, new)) in enumerate(zip(rows, spans, strict=True))
-    ]
-    pieces = [pieces[at] for at in packing_order(pieces)]
+    _, pieces = begun(cache, spans)
     device, total = torch.device("cpu"), sum(new for _, new in spans)
     attention = RowAttention([cache], "like queries")
     attention.steps = {device: pack(pieces, row_capacities(cache), device).parts}

@@ -334,7 +334,7 @@ def _fill(
     """Copy saved token rows, the first of which is token `saved_from`, to a group's mapped row."""
     if group.is_fixed:
         cursor = Address(group.table.page_address(row, 0))
-        for part in rows[:].flatten().split(_CHUNK_BYTES):
+        for part in rows[:].flatten().split(_CHUNK_BYTES) if num_tokens else ():
             interruptible(buffer.write, cursor, part)
             cursor = Address(cursor + len(part))
         return

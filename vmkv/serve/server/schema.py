@@ -409,8 +409,8 @@ _NO_BACKSLASH = re.compile(rb"[^\\]")
 #: Values that a list, an object or a key counts as, by its parsing time.
 _NESTED_WEIGHT = 8
 _SIZES = ("too_short", "too_long", "string_too_long")
-#: Types of errors whose messages name classes of vmkv.
-_NO_OBJECTS = ("model_type", "model_attributes_type")
+#: Types of pydantic's errors that name a class of vmkv where an object was expected.
+_NAMING_CLASSES = ("model_type", "model_attributes_type")
 #: Names of alternatives that pydantic has tried, within an error's location.
 _ALTERNATIVE = re.compile(r"(body|str|int|float|bool|constrained-str|(list|literal)\[.*|[A-Z]\w*)$")
 
@@ -479,6 +479,6 @@ def _explained(error: ValidationError) -> ApiError:
     found: Any = max(errors, key=lambda each: (each["type"] in _SIZES, len(each["loc"])))
     names = [str(part) for part in found["loc"] if not _ALTERNATIVE.match(str(part))]
     param, message = ".".join(names), f"{found['msg'][0].lower()}{found['msg'][1:]}"
-    if found["type"] in _NO_OBJECTS:
+    if found["type"] in _NAMING_CLASSES:
         message = "input should be a JSON object"
     return invalid(f"{param}: {message}", param)
