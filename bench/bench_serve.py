@@ -398,13 +398,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         with make_engine(model, steps, case, *formats) as engine:
             for name, workload in wanted.items():
                 if workload.vllm_s is not None and (vllm_s or is_other):
-                    workload = replace(workload, **ALONE, vllm_s=vllm_s.get(workload.name))
+                    workload = replace(workload, **{**ALONE, "vllm_s": vllm_s.get(workload.name)})
                 row, step_ms = serve(engine, steps, workload, config.vocab_size)
                 rows[name] = row | {"workload": name}
                 decode_ms = step_ms if name == "W2" and not smoke else decode_ms
                 print_rows([rows[name]])
             if options.profile:
-                kernels += decode_kernels(engine, config.vocab_size, smoke=smoke)
+                kernels += step_kernels(engine, config.vocab_size, smoke=smoke)
                 print_rows(kernels)
     if is_wanted(IDLE, options.only):
         case, idle_s = (SMOKE_IDLE_CASE, 0.2) if smoke else (IDLE_CASE, 10.0)
@@ -422,7 +422,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     constants = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
     constants |= {"weight_bytes": WEIGHT_BYTES, "vllm_in_this_run": bool(vllm_s)}
     constants |= {"kv_dtype": formats[0], "attention_backend": formats[1] or "auto"}
-    constants |= {"shape": options.shape, "decode_kernels": kernels}
+    constants |= {"shape": options.shape, "step_kernels": kernels}
     # A part of the workloads does not replace the result of all.
     whole = {each.name + case.suffix for case in CASES for each in case.workloads}
     only = () if whole <= rows.keys() else options.only or ()
@@ -430,28 +430,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     return bench.finish(list(rows.values()), figures, constants)
 
 
-def decode_kernels(engine: Engine, vocabulary: int, *, smoke: bool) -> list[Row]:
-    """Time of a decode step by kernel in us, of 256 sequences of 512 tokens; the largest first."""
+def step_kernels(engine: Engine, vocabulary: int, *, smoke: bool) -> list[Row]:
+    """Time of a step by kernel in us, the largest first: prompts, then 256 decoding sequences.
+
+    Prompts have 512 tokens, and each step of prompts as many as it may.
+    """
     count, length, num_steps = (3, 9, 4) if smoke else (256, 512, 8)
     prompts = Workload("", count, (length,), 4 * num_steps).prompts(vocabulary)
     params = SamplingParams(temperature=0, max_tokens=4 * num_steps, ignore_eos=True)
     handles = [engine.add(prompt, params) for prompt in prompts]
+    engine.step()
+    found = _largest(engine, "prompts", 1 if smoke else 4)
     while not all(each.requests[0].output_token_ids for each in handles):
         engine.step()
+    found += _largest(engine, "decode", num_steps)
+    engine.cancel_all()
+    while engine.has_unfinished:
+        engine.step()
+    return found
+
+
+def _largest(engine: Engine, what: str, num_steps: int) -> list[Row]:
     with torch.profiler.profile() as profile:
         for _ in range(num_steps):
             engine.step()
         synchronize()
-    engine.cancel_all()
-    while engine.has_unfinished:
-        engine.step()
     is_cuda = engine.cache.device.type == "cuda"
     totals = {
         each.key: each.self_device_time_total if is_cuda else each.self_cpu_time_total
         for each in profile.key_averages()
     }
     largest = sorted(totals, key=totals.__getitem__, reverse=True)[:15]
-    return [{"kernel": name[:80], "us": totals[name] / num_steps} for name in largest]
+    return [{"step": what, "kernel": name[:80], "us": totals[name] / num_steps} for name in largest]
 
 
 def is_wanted(name: str, only: Sequence[str] | None) -> bool:

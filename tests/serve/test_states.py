@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -284,10 +285,20 @@ def test_a_model_with_another_module_is_served_after_a_pause(make_engine: MakeEn
 # ---- prefixes ------------------------------------------------------------------------------------
 
 
+def _as_expected(name: str, prompt: list[int], said: list[int]) -> None:
+    assert _expected(name, prompt) == said
+
+
 def _converse(
-    engine: Engine, name: str, begins: list[list[int]], num_turns: int
+    engine: Engine,
+    begins: list[list[int]],
+    num_turns: int,
+    check: Callable[[list[int], list[int]], None],
 ) -> tuple[int, int]:
-    """Hold conversations beside each other; return tokens found, and those of the turns before."""
+    """Hold conversations beside each other; return tokens found, and those of the turns before.
+
+    `check` takes the prompt and the answer of each turn.
+    """
     num_found = num_known = 0
     texts, knowns = begins, [0] * len(begins)
     for turn in range(num_turns):
@@ -298,7 +309,7 @@ def _converse(
         for at, handle in enumerate(handles):
             output, text = handle.output(), texts[at]
             said = list(output.outputs[0].token_ids)
-            assert _expected(name, text) == said
+            check(text, said)
             num_found += output.num_cached_tokens if turn else 0
             num_known += knowns[at]
             knowns[at] = len(text) + len(said)
@@ -311,7 +322,8 @@ def _converse(
 def test_a_conversation_goes_on_from_its_last_state(make_engine: MakeEngine, name: str) -> None:
     """Six turns each: nearly all of the turn before is found, and answers are those without."""
     engine = make_engine(_model(name), max_num_batched_tokens=64)
-    num_found, num_known = _converse(engine, name, random_prompts(21, 34, 40), 6)
+    check = functools.partial(_as_expected, name)
+    num_found, num_known = _converse(engine, random_prompts(21, 34, 40), 6, check)
     assert num_found > 0.9 * num_known
     assert num_found == engine.cache.stats().num_prefix_hit_tokens
 
@@ -322,7 +334,8 @@ def test_a_conversation_on_a_gpu(name: str) -> None:
     """The copies of states are in the order of the stream."""
     options: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_tokens": 256}
     with Engine(_model(name).to("cuda"), budget_bytes=256 * MiB, seed=0, **options) as engine:
-        num_found, num_known = _converse(engine, name, random_prompts(21, 34, 40), 6)
+        check = functools.partial(_as_expected, name)
+    num_found, num_known = _converse(engine, random_prompts(21, 34, 40), 6, check)
     assert num_found > 0.9 * num_known
 
 
@@ -331,7 +344,8 @@ def test_conversations_where_memory_is_short(make_engine: MakeEngine) -> None:
     """Rows, states and checkpoints are evicted and swapped; answers stay the same."""
     pages = make_engine(_model(NAME))._view.peak_pages(130)
     engine = make_engine(_model(NAME), budget_bytes=2 * pages * 4 * KiB, host_budget_bytes=MiB)
-    num_found, _ = _converse(engine, NAME, random_prompts(21, 34, 40), 5)
+    check = functools.partial(_as_expected, NAME)
+    num_found, _ = _converse(engine, random_prompts(21, 34, 40), 5, check)
     assert num_found
 
 

@@ -11,14 +11,8 @@ from torch.nn import functional
 
 from vmkv.errors import InternalError
 from vmkv.step.piece import Piece, packing_order
-from vmkv.step.state_rules import (
-    CHUNK_TOKENS,
-    CapturedSizes,
-    PackedRules,
-    PackedSequences,
-    can_pack,
-    plan_step,
-)
+from vmkv.step.state_plan import CHUNK_TOKENS, CapturedSizes, PackedSequences, plan_step
+from vmkv.step.state_rules import Call, PackedRules, can_pack
 
 WIDTH, HEADS, DIM, ROWS, SCRATCH = 4, 2, 3, 12, 11
 SIZES = CapturedSizes(256, 4, 5, 48)
@@ -159,7 +153,7 @@ def _draw(seed: int, *, captured: bool) -> list[Piece]:
 
 def _check(rules: PackedRules, layer: Layer, pieces: list[Piece], planned: PackedSequences) -> None:
     total = sum(each.num_new_tokens for each in pieces)
-    size = planned.own.shape[0] if planned.extended is not None else total
+    size = total if planned.order is None else len(planned.order)
     hidden = torch.randn(size, 5)
     tensors = list(rules._states[0].values())
     for each in tensors:
@@ -259,3 +253,32 @@ def test_layers_that_compute_otherwise() -> None:
     assert not can_pack(Layer(), {"conv_states"})
     assert not can_pack(Layer(), ["conv_states", "conv_states", "recurrent_states"])
     assert not can_pack(torch.nn.Linear(2, 2), {"conv_states"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_by_key", [False, True])
+def test_states_change_where_they_lie(is_by_key: bool) -> None:
+    """As by the rule on copies; an entry without a token changes nothing."""
+    name = "kda" if is_by_key else "gated_delta_rule"
+    rule = getattr(pytest.importorskip(f"fla.ops.{name}"), f"fused_recurrent_{name}")
+    torch.manual_seed(0)
+    on_gpu: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    query, key = torch.randn(2, 1, 5, 2, 64, **on_gpu)
+    value = torch.randn(1, 5, 4, 64, **on_gpu)
+    g = -torch.rand((1, 5, 4, 64) if is_by_key else (1, 5, 4), device="cuda")
+    if is_by_key:
+        query, key = query.repeat_interleave(2, 2), key.repeat_interleave(2, 2)
+    call = Call(query, key, value, g, torch.rand(1, 5, 4, **on_gpu), True)
+    states, rows = torch.randn(9, 4, 64, 64, device="cuda"), torch.tensor([7, 0, 3, 8, 2]).cuda()
+    expected, made = call.as_batch().compute(rule, states[rows])
+    whole = states.clone()
+    found = call.compute_in_place(whole, rows, None)
+    torch.testing.assert_close(found, expected.transpose(0, 1), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(whole, states.index_copy(0, rows, made), rtol=1e-4, atol=1e-4)
+    part = states.clone()
+    starts = torch.tensor([0, 1, 2, 3, 3, 3]).cuda()
+    found = call.of(slice(0, 4)).compute_in_place(part, rows, starts)
+    torch.testing.assert_close(found[0, :3], expected[:3, 0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(part[rows[:3]], made[:3], rtol=1e-4, atol=1e-4)
+    untouched = torch.tensor([1, 2, 4, 5, 6, 8]).cuda()
+    assert torch.equal(part[untouched], states[untouched])

@@ -28,7 +28,7 @@ from ..errors import CapacityError, ConfigError, one_line
 from .model_guard import refusing_waits
 from .piece import HeadInParts, Piece, likeliest, pinned
 from .row_attention import StepParts, batches, row_capacities
-from .state_rules import PackedSequences
+from .state_plan import PackedSequences
 
 if TYPE_CHECKING:
     from .stepper import Stepper

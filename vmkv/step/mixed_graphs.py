@@ -7,7 +7,7 @@ with tiles without keys at the scratch row, for which nothing is written or atte
 
 Decoding sequences come first, with a launch of their own over a fixed number of entries; unused
 entries see no keys, and their output is dropped. Layers with states see pieces, not tiles
-(`state_rules.py`).
+(`state_plan.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..units import div_ceil
 from .graphs import GraphSpace, StepGraphs
 from .piece import Piece, pinned
 from .row_attention import StepParts, batches
-from .state_rules import CapturedSizes, Plan
+from .state_plan import CapturedSizes, Plan
 
 TILE_TOKENS = 128
 """Most queries of a tile: the block size of kernels, so that tiling repeats no work."""

@@ -13,9 +13,8 @@ bounds of sequences. flash-linear-attention's take such bounds; others are calle
 Layers run in order, so an operator needs no number: a convolution is the next layer's. To compilers
 both are opaque, so such layers are compiled like others.
 
-A checkpoint divides a sequence into parts, which rounds compute one after the other. A captured
-step (`mixed_graphs.py`) has two rounds of fixed sizes: chunks of everything, and then token by
-token what decodes or follows a checkpoint.
+What decodes changes its states where they lie, if flash-linear-attention is there: states are most
+of what such a step reads and writes.
 
 See DESIGN.md, Note [States beside rows].
 """
@@ -24,285 +23,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import itertools
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ..errors import InternalError
-from .piece import Piece, pinned
+from .piece import Piece
+from .state_plan import Kind, PackedSequences, Round, plan_step
 
-CHUNK_TOKENS = 64
-"""Tokens of a chunk of flash-linear-attention's rules."""
 _CONVOLUTION, _UPDATE = "causal_conv1d_fn", "causal_conv1d_update"
 _STATES = "conv_states", "recurrent_states"
 #: Tolerance of the comparison that tells whether a rule takes bounds of sequences.
 _ROUNDING = 0.05
-
-# ---- sequences of a step -------------------------------------------------------------------------
-
-
-class Part(NamedTuple):
-    """Consecutive packed tokens of one sequence in a round.
-
-    Its state comes from `row` unless it begins there, and goes to `target`; also to `kept_row`, a
-    checkpoint, unless that is None.
-    """
-
-    row: int
-    start: int
-    num_tokens: int
-    is_begun: bool
-    target: int
-    kept_row: int | None = None
-
-    @classmethod
-    def of(cls, piece: Piece, start: int, first: int, end: int, kept_row: int | None) -> Part:
-        """Return the part of a piece, at packed token `start`, from token `first` to `end`."""
-        at = start + first - piece.num_past_tokens
-        return cls(piece.row, at, end - first, first > 0, piece.row, kept_row)
-
-
-class Round(NamedTuple):
-    """Parts that a rule computes in one call; tensors are `int64` but for `is_begun`.
-
-    `tokens` selects packed tokens, which `starts [n + 1]` divides; `rows`, `is_begun [n] bool` and
-    `targets` are the parts'; with None, all are begun. `kept_from` and `kept_rows [m]` are parts
-    with a checkpoint and its row. `indices [c, 2]` lists the chunks: part and number in it.
-    """
-
-    is_recurrent: bool
-    tokens: slice | torch.Tensor
-    starts: torch.Tensor
-    rows: torch.Tensor
-    is_begun: torch.Tensor | None
-    targets: torch.Tensor
-    kept_from: torch.Tensor
-    kept_rows: torch.Tensor
-    indices: torch.Tensor
-
-
-@dataclass(frozen=True)
-class PackedSequences:
-    """Sequences of a step as layers with states see them; tensors are `int64` but for `is_begun`.
-
-    For convolutions each sequence lies behind the last tokens that its state holds: `extended` says
-    where these tokens come from, first states and then packed tokens; `own [T]` where the packed
-    ones lie there, `tails` which become states, and `kept_tails` those of checkpoints at
-    `kept_rows`. With None, and without rounds, each sequence has one more token. `order [T]` has
-    the place of each packed token in the rounds' joint output; None if they are in order.
-    """
-
-    rows: torch.Tensor
-    is_begun: torch.Tensor
-    extended: torch.Tensor | None
-    own: torch.Tensor
-    tails: torch.Tensor
-    kept_tails: torch.Tensor
-    kept_rows: torch.Tensor
-    order: torch.Tensor | None
-    rounds: Sequence[Round]
-
-    @classmethod
-    def decoding(cls, rows: torch.Tensor) -> PackedSequences:
-        """Return sequences with one more token each; nothing on the host depends on the rows."""
-        nothing = rows[:0]
-        return cls(rows, nothing, None, nothing, nothing, nothing, nothing, None, [])
-
-
-class Plan(NamedTuple):
-    """Integers of a `PackedSequences`, and by round: whether it is recurrent, and its tokens.
-
-    Tokens of None are among the integers.
-    """
-
-    arrays: Sequence[np.ndarray]
-    state_tokens: int
-    rounds: Sequence[tuple[bool, slice | None]]
-    is_in_order: bool
-
-    def send(self, device: torch.device) -> PackedSequences:
-        """Copy the plan to the device."""
-        host, flat = pinned(sum(map(len, self.arrays)), device)
-        np.concatenate(self.arrays, out=flat)
-        return self.read(host.to(device, non_blocking=True))
-
-    def read(self, integers: torch.Tensor) -> PackedSequences:
-        """Return the sequences from this plan's integers, or those of one of the same sizes."""
-        fields = iter(torch.split(integers.long(), [len(each) for each in self.arrays]))
-        rows, begun, extended, own, tails, kept_tails, kept_rows = (next(fields) for _ in range(7))
-        order = None if self.is_in_order else next(fields)
-        rounds = []
-        for is_recurrent, tokens in self.rounds:
-            at = next(fields) if tokens is None else tokens
-            starts, its_rows, its_begun, *its, indices = (next(fields) for _ in range(7))
-            is_begun = None if is_recurrent else its_begun != 0
-            targets, kept_from, its_kept = its
-            kept = targets, kept_from, its_kept, indices.view(-1, 2)
-            rounds.append(Round(is_recurrent, at, starts, its_rows, is_begun, *kept))
-        tails, kept_tails = [each.view(-1, self.state_tokens) for each in (tails, kept_tails)]
-        return PackedSequences(
-            rows, begun != 0, extended, own, tails, kept_tails, kept_rows, order, rounds
-        )
-
-
-def plan_step(pieces: Sequence[Piece], state_tokens: int) -> Plan:
-    """Plan a step of `pieces` in `packing_order`; a convolution's state has `state_tokens`.
-
-    One round decodes; then comes one for the parts of prompts up to the first checkpoint, and one
-    for each further part.
-    """
-    rounds: list[tuple[bool, list[Part]]] = []
-    kept: list[tuple[int, int, int]] = []
-    start = 0
-    for index, piece in enumerate(pieces):
-        decodes = piece.decodes and piece.num_past_tokens > 0
-        stops: list[tuple[int, int | None]] = [*piece.checkpoints]
-        kept += [(index, stop, row) for stop, row in piece.checkpoints]
-        if not stops or stops[-1][0] < piece.num_tokens:
-            stops.append((piece.num_tokens, None))
-        first = piece.num_past_tokens
-        for number, (stop, kept_row) in enumerate(stops):
-            at = 0 if decodes else number + bool(rounds and rounds[0][0])
-            if at == len(rounds):
-                rounds.append((decodes, []))
-            rounds[at][1].append(Part.of(piece, start, first, stop, kept_row))
-            first = stop
-        start += piece.num_new_tokens
-    tokens = [_tokens(parts) for _, parts in rounds]
-    joint = np.concatenate(tokens)
-    is_in_order = bool((np.diff(joint) == 1).all())
-    arrays = _convolution_arrays(pieces, state_tokens, kept)
-    if not is_in_order:
-        arrays.append(np.argsort(joint))
-    kinds: list[tuple[bool, slice | None]] = []
-    for (is_recurrent, parts), its in zip(rounds, tokens, strict=True):
-        is_run = bool((np.diff(its) == 1).all())
-        kinds.append((is_recurrent, slice(int(its[0]), int(its[-1]) + 1) if is_run else None))
-        arrays += [] if is_run else [its]
-        arrays += _round_arrays(parts, 0)
-    return Plan(arrays, state_tokens, kinds, is_in_order)
-
-
-class CapturedSizes(NamedTuple):
-    """Sizes of a captured step: tokens, entries that decode, pieces, and tokens after checkpoints.
-
-    The last piece is padding.
-    """
-
-    num_tokens: int
-    num_decode: int
-    num_pieces: int
-    num_tail_tokens: int
-
-    def fits(self, pieces: Sequence[Piece], num_decode: int) -> bool:
-        """Whether a step of `pieces`, the first `num_decode` of which decode, has these sizes."""
-        decoding, prompts = pieces[:num_decode], pieces[num_decode:]
-        tails = [each.num_tokens - each.checkpoints[0][0] for each in prompts if each.checkpoints]
-        return (
-            len(prompts) < self.num_pieces
-            and sum(tails) <= self.num_tail_tokens
-            and all(len(each.checkpoints) < 2 for each in prompts)
-            and all(each.num_past_tokens and not each.checkpoints for each in decoding)
-        )
-
-    def plan(
-        self, pieces: Sequence[Piece], num_decode: int, state_tokens: int, scratch_row: int
-    ) -> Plan:
-        """Plan a step that `fits`; padding is of `scratch_row`."""
-        total = sum(each.num_new_tokens for each in pieces)
-        nothing = Piece(0, scratch_row, 1, 0, None)
-        padding = Piece(0, scratch_row, 0, self.num_tokens - total, None)
-        num_nothing = self.num_decode - num_decode
-        prompts = [*pieces[num_decode:], padding]
-        prompts += [nothing] * (self.num_pieces - len(prompts))
-        sequences = [*pieces[:num_decode], *[nothing] * num_nothing, *prompts]
-        recurrent = [
-            Part.of(each, min(at, num_decode), each.num_past_tokens, each.num_tokens, None)
-            for at, each in enumerate(sequences[: self.num_decode])
-        ]
-        chunks: list[Part] = []
-        kept: list[tuple[int, int, int]] = []
-        start = num_decode
-        for index, each in enumerate(prompts, self.num_decode):
-            stop, kept_row = (*each.checkpoints, (each.num_tokens, scratch_row))[0]
-            kept.append((index, stop, kept_row))
-            tail = Part.of(each, start, stop, each.num_tokens, None)
-            recurrent.append(tail._replace(is_begun=True))
-            chunks.append(Part.of(each, start, each.num_past_tokens, stop, kept_row))
-            chunks.append(tail._replace(target=scratch_row))  # Computed again, from its state.
-            start += each.num_new_tokens
-        tokens = _tokens(recurrent)
-        order = np.arange(self.num_tokens)
-        order[tokens] = self.num_tokens + np.arange(len(tokens))
-        unused = self.num_decode + self.num_tail_tokens - len(tokens)
-        tokens = np.concatenate([tokens, np.zeros(unused, np.int64)])
-        num_chunks = self.num_tokens // CHUNK_TOKENS + len(chunks)
-        arrays = _convolution_arrays(sequences, state_tokens, kept)
-        arrays += [order, *_round_arrays(chunks, num_decode, num_chunks)]
-        arrays += [tokens, *_round_arrays(recurrent, 0, 0)]
-        kinds = [(False, slice(None)), (True, None)]
-        return Plan(arrays, state_tokens, kinds, is_in_order=False)
-
-
-def _tokens(parts: Sequence[Part]) -> np.ndarray:
-    """Return the packed tokens of parts, one part after the other."""
-    return np.concatenate([np.arange(each.start, each.start + each.num_tokens) for each in parts])
-
-
-def _round_arrays(
-    parts: Sequence[Part], start: int, num_chunks: int | None = None
-) -> list[np.ndarray]:
-    """Return the integers of a round over tokens from `start`, with so many chunks.
-
-    Chunks beyond those of the parts are of the last part, which has no tokens then.
-    """
-    new = np.array([each.num_tokens for each in parts])
-    starts = start + np.concatenate([[0], np.cumsum(new)])
-    counts = -(-new // CHUNK_TOKENS)
-    of_part = np.repeat(np.arange(len(parts)), counts)
-    in_part = np.arange(len(of_part)) - np.repeat(np.cumsum(counts) - counts, counts)
-    indices = np.stack([of_part, in_part], 1)
-    if num_chunks is not None:
-        padded = np.full((num_chunks, 2), (len(parts) - 1, 0))
-        padded[: len(indices)] = indices[:num_chunks]
-        indices = padded
-    kept = [(at, each.kept_row) for at, each in enumerate(parts) if each.kept_row is not None]
-    vectors = zip(*((each.row, each.is_begun, each.target) for each in parts), strict=True)
-    return [starts, *map(np.array, vectors), *np.array(kept, int).reshape(-1, 2).T, indices.ravel()]
-
-
-def _convolution_arrays(
-    sequences: Sequence[Piece], state_tokens: int, kept: Sequence[tuple[int, int, int]]
-) -> list[np.ndarray]:
-    """Return the integers for convolutions; `kept` has sequence, tokens and row of checkpoints."""
-    count = len(sequences)
-    past, new = np.array([(each.num_past_tokens, each.num_new_tokens) for each in sequences]).T
-    starts = np.cumsum(new) - new
-    extended_starts = starts + state_tokens * np.arange(count)
-    sequence = np.repeat(np.arange(count), new + state_tokens)
-    offset = np.arange(len(sequence)) - extended_starts[sequence]
-    from_state = sequence * state_tokens + offset
-    from_tokens = count * state_tokens + starts[sequence] + offset - state_tokens
-    own = np.arange(new.sum()) + state_tokens * (1 + np.repeat(np.arange(count), new))
-    last = np.arange(state_tokens)
-    which, stops, rows = np.array(kept, int).reshape(-1, 3).T
-    return [
-        np.array([each.row for each in sequences]),
-        past > 0,
-        np.where(offset < state_tokens, from_state, from_tokens),
-        own,
-        np.add.outer(extended_starts + new, last).ravel(),
-        np.add.outer((extended_starts - past)[which] + stops, last).ravel(),
-        rows,
-    ]
-
 
 # ---- a layer's code ------------------------------------------------------------------------------
 
@@ -396,6 +134,7 @@ class PackedRules:
         self._states = states
         self._called = called
         self._takes_starts: dict[Callable[..., Any], bool] = {}
+        self._is_in_place: dict[Callable[..., Any], bool] = {}
         self._sequences: PackedSequences | None = None
         self._num_run = 0  # Layers that have run in this pass.
         self._modules: dict[int, torch.nn.Module] = {}
@@ -470,41 +209,48 @@ class PackedRules:
         self._called.append(layer)
         functions, states = self._functions[layer], self._states[layer][_STATES[0]]
         given = states.index_select(0, sequences.rows)
-        if sequences.extended is None:
-            by_sequence = hidden[0].T[:, :, None]
-            out = functions.update(by_sequence, given, weight, bias, activation)
+        by_token = hidden[0].T
+        if sequences.near is None:
+            out = functions.update(by_token[:, :, None], given, weight, bias, activation)
             states.index_copy_(0, sequences.rows, given)
             return out[:, :, 0].contiguous().T[None]
         given = given.masked_fill(~sequences.is_begun[:, None, None], 0).to(hidden.dtype)
-        by_token = torch.cat((given.transpose(1, 2).flatten(0, 1), hidden[0].T))
-        extended = by_token.index_select(0, sequences.extended)
-        for tails, rows in (
-            (sequences.tails, sequences.rows),
-            (sequences.kept_tails, sequences.kept_rows),
-        ):
-            made = extended.index_select(0, tails.flatten())
-            made = made.view(*tails.shape, extended.shape[1]).transpose(1, 2)
-            states.index_copy_(0, rows, made.to(states.dtype))
-        out = functions.convolution(extended.T[None], weight, bias, activation=activation)
-        return out[0].T.index_select(0, sequences.own).T[None]
+        near = by_token.index_select(0, sequences.near)
+        sources = torch.cat((given.transpose(1, 2).flatten(0, 1), near))
+        sources = sources.index_select(0, sequences.sources)
+        num_ends = (len(sequences.rows) + len(sequences.kept_rows)) * self.state_tokens
+        extended, ends = sources[:-num_ends], sources[-num_ends:]
+        ends = ends.view(-1, self.state_tokens, len(hidden[0])).transpose(1, 2).to(states.dtype)
+        states.index_copy_(0, sequences.rows, ends[: len(sequences.rows)])
+        states.index_copy_(0, sequences.kept_rows, ends[len(sequences.rows) :])
+        convolved = [
+            functions.convolution(each, weight, bias, activation=activation)[0].T.contiguous()
+            for each in (hidden, extended.T[None])
+        ]
+        heads = convolved[1].index_select(0, sequences.own)
+        return convolved[0].index_copy_(0, sequences.heads, heads).T[None]
 
-    def apply(self, whole: _Call) -> torch.Tensor:
+    def apply(self, whole: Call) -> torch.Tensor:
         """Apply the rules of the layer that has convolved, round by round; store the states."""
         layer, sequences = self.layers[self._num_run - 1], self._now
         functions, states = self._functions[layer], self._states[layer][_STATES[1]]
-        if sequences.extended is None and functions.recurrent is not None:
-            given = states.index_select(0, sequences.rows)
-            out, made = whole.as_batch().compute(functions.recurrent, given)
-            states.index_copy_(0, sequences.rows, made.to(states.dtype))
-            return out.transpose(0, 1).contiguous()
+        if sequences.near is None:
+            return self._decode(layer, whole, sequences.rows).contiguous()
         outputs = []
         for each in sequences.rounds:
-            rule = functions.recurrent if each.is_recurrent else functions.chunks
+            call = whole.of(each.tokens)
+            if each.kind is Kind.DECODE:
+                outputs.append(self._decode(layer, call, each.rows, each.starts))
+                if each.kept_rows.numel():
+                    kept = each.rows.index_select(0, each.kept_from)
+                    states.index_copy_(0, each.kept_rows, states.index_select(0, kept))
+                continue
+            rule = functions.chunks if each.kind is Kind.CHUNKS else functions.recurrent
             assert rule is not None  # The code calls none otherwise.
             given = states.index_select(0, each.rows)
             if each.is_begun is not None:
                 given = given.masked_fill(~each.is_begun[:, None, None, None], 0)
-            out, made = self._compute(rule, whole.of(each.tokens), given, each)
+            out, made = self._compute(rule, call, given, each)
             made = made.to(states.dtype)
             if each.kept_rows.numel():
                 states.index_copy_(0, each.kept_rows, made.index_select(0, each.kept_from))
@@ -515,6 +261,20 @@ class PackedRules:
             joint = joint.index_select(1, sequences.order)
         return joint.contiguous()
 
+    def _decode(
+        self, layer: int, call: Call, rows: torch.Tensor, starts: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute one more token of each row, `[1, n, H, D]`, or none where `starts` says so."""
+        rule, states = self._functions[layer].recurrent, self._states[layer][_STATES[1]]
+        assert rule is not None  # The code calls none otherwise.
+        if rule not in self._is_in_place:
+            self._is_in_place[rule] = _is_in_place(rule, call.of(slice(0, 1)), states)
+        if self._is_in_place[rule]:
+            return call.compute_in_place(states, rows, starts)
+        out, made = call.as_batch().compute(rule, states.index_select(0, rows))
+        states.index_copy_(0, rows, made.to(states.dtype))
+        return out.transpose(0, 1)
+
     @property
     def _now(self) -> PackedSequences:
         if self._sequences is None:
@@ -522,7 +282,7 @@ class PackedRules:
         return self._sequences
 
     def _compute(
-        self, rule: Callable[..., Any], call: _Call, given: torch.Tensor, its: Round
+        self, rule: Callable[..., Any], call: Call, given: torch.Tensor, its: Round
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute parts from states `[n, …]`; returns `[1, t, H, D]` and the states after them."""
         if rule not in self._takes_starts and call.query.shape[1] >= 3:
@@ -532,7 +292,7 @@ class PackedRules:
         return _one_by_one(rule, call, given, its.starts)
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """A rule's arguments for packed tokens `[1, T, …]`, without states and bounds."""
 
     query: torch.Tensor
@@ -542,19 +302,19 @@ class _Call(NamedTuple):
     beta: torch.Tensor
     normalizes: bool
 
-    def of(self, tokens: slice | torch.Tensor) -> _Call:
+    def of(self, tokens: slice | torch.Tensor) -> Call:
         """Return the call for some of its tokens."""
 
         def part(whole: torch.Tensor) -> torch.Tensor:
             return whole[:, tokens] if isinstance(tokens, slice) else whole.index_select(1, tokens)
 
         query, key, value, g, beta, normalizes = self
-        return _Call(part(query), part(key), part(value), part(g), part(beta), normalizes)
+        return Call(part(query), part(key), part(value), part(g), part(beta), normalizes)
 
-    def as_batch(self) -> _Call:
+    def as_batch(self) -> Call:
         """Return the call with each token as a batch entry `[T, 1, …]`."""
         query, key, value, g, beta = [each.transpose(0, 1) for each in self[:-1]]
-        return _Call(query, key, value, g, beta, self.normalizes)
+        return Call(query, key, value, g, beta, self.normalizes)
 
     def compute(
         self, rule: Callable[..., Any], given: torch.Tensor, **bounds: torch.Tensor
@@ -573,9 +333,59 @@ class _Call(NamedTuple):
         )
         return out, made
 
+    def compute_in_place(
+        self, states: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Compute a token of each of `rows` of `states [rows, H, K, V]`, which it changes.
+
+        Sequences without a token between their `starts [n + 1]` cost nothing.
+        """
+        call = self.as_batch() if starts is None else self
+        gates = (
+            call.g if call.g.ndim == 4 else call.g[..., None].expand(*call.g.shape, states.shape[2])
+        )
+        tensors = [each.contiguous() for each in (*call[:3], gates, call.beta)]
+        out: torch.Tensor
+        out, _ = _rule_in_place()(
+            *tensors,
+            initial_state=states,
+            inplace_final_state=True,
+            cu_seqlens=starts,
+            ssm_state_indices=rows,
+            use_qk_l2norm_in_kernel=self.normalizes,
+        )
+        return out if starts is not None else out.transpose(0, 1)
+
+
+@functools.cache
+def _rule_in_place() -> Any:
+    """Return flash-linear-attention's rule for one token that changes states where they lie."""
+    try:
+        return importlib.import_module("fla.ops.kda.fused_recurrent").fused_recurrent_kda_fwd
+    except (ImportError, AttributeError):
+        return None
+
+
+def _is_in_place(rule: Callable[..., Any], call: Call, states: torch.Tensor) -> bool:
+    """Whether the rule that changes states where they lie computes the same as `rule`."""
+    if not states.is_cuda or _rule_in_place() is None:
+        return False
+    given = torch.linspace(-1, 1, states[0].numel(), device=states.device).view(states[:1].shape)
+    there = torch.cat((given, given)).to(states.dtype)
+    row = torch.ones(1, dtype=torch.int64, device=states.device)
+    out = call.compute_in_place(there, row, None)
+    expected, made = call.as_batch().compute(rule, given)
+    return _is_close(out, expected.transpose(0, 1)) and _is_close(there, torch.cat((given, made)))
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return found.shape == expected.shape and torch.allclose(
+        found.float(), expected.float(), rtol=_ROUNDING, atol=_ROUNDING
+    )
+
 
 def _one_by_one(
-    rule: Callable[..., Any], call: _Call, given: torch.Tensor, starts: torch.Tensor
+    rule: Callable[..., Any], call: Call, given: torch.Tensor, starts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the parts of a round with a call for each."""
     out, made = torch.zeros_like(call.value), given.clone()
@@ -586,7 +396,7 @@ def _one_by_one(
     return out, made
 
 
-def _takes_starts(rule: Callable[..., Any], call: _Call, given: torch.Tensor) -> bool:
+def _takes_starts(rule: Callable[..., Any], call: Call, given: torch.Tensor) -> bool:
     """Whether a rule computes several sequences, one of them empty, in one call."""
     few, states = call.of(slice(0, 3)), torch.cat((given, given / 2, given))
     starts = torch.tensor([0, 1, 3, 3], device=given.device)
@@ -596,11 +406,7 @@ def _takes_starts(rule: Callable[..., Any], call: _Call, given: torch.Tensor) ->
     except Exception:  # noqa: BLE001  # whatever it says of arguments that it does not know
         return False
     expected = _one_by_one(rule, few, states, starts)
-    return all(
-        each.shape == wanted.shape
-        and torch.allclose(each.float(), wanted.float(), rtol=_ROUNDING, atol=_ROUNDING)
-        for each, wanted in zip(found, expected, strict=True)
-    )
+    return all(map(_is_close, found, expected))
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -633,7 +439,7 @@ def _convolve_rows(
 
 
 def _apply_rule(*arguments: Any) -> torch.Tensor:
-    return _running().apply(_Call(*arguments))
+    return _running().apply(Call(*arguments))
 
 
 def _like_convolved(hidden: torch.Tensor, *_: Any) -> torch.Tensor:

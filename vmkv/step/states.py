@@ -32,7 +32,8 @@ import torch
 
 from ..core.cache import StateGroup, StateShape
 from ..errors import ConfigError
-from .state_rules import PackedRules, PackedSequences, can_pack
+from .state_plan import PackedSequences
+from .state_rules import PackedRules, can_pack
 
 if TYPE_CHECKING:
     from .piece import Piece

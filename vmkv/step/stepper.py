@@ -33,7 +33,7 @@ from .mixed_graphs import MixedGraphs
 from .model_guard import PACKED, ModelGuard, attending_through, has_users
 from .piece import HeadInParts, Piece, StepLogits, cut_at_chunks, pack, packing_order
 from .row_attention import AttentionCalls, PackedPast, RowAttention, StepParts, row_capacities
-from .state_rules import PackedSequences
+from .state_plan import PackedSequences
 from .states import PackedStates, StateLayer, splitting, state_modules
 
 
