@@ -81,6 +81,7 @@ COPY_BYTES_PER_S = 4.3e12  # Measured: torch's device-to-device copy, reads and 
 WAIT_MIN_S = 50e-6
 QUARTER_BYTES = 12 * 2**30  # W1's keys and values take 48 GiB.
 IDLE = "idle"
+NUM_KERNELS = 30  # Of a profile.
 WATERMARK_BYTES = 4 * 2**30
 
 
@@ -459,8 +460,9 @@ def _largest(engine: Engine, what: str, num_steps: int) -> list[Row]:
     totals = {
         each.key: each.self_device_time_total if is_cuda else each.self_cpu_time_total
         for each in profile.key_averages()
+        if (each.device_type == torch.profiler.DeviceType.CUDA) == is_cuda
     }
-    largest = sorted(totals, key=totals.__getitem__, reverse=True)[:15]
+    largest = sorted(totals, key=totals.__getitem__, reverse=True)[:NUM_KERNELS]
     return [{"step": what, "kernel": name[:80], "us": totals[name] / num_steps} for name in largest]
 
 
