@@ -67,7 +67,7 @@ class GraphSpace:
         self.agree = agree
         self.head = head
         self.vocab_size = vocab_size
-        self._forward = stepper.forward_padded
+        self._forward, self._head_in = stepper.forward_padded, stepper.head_in
         self.is_compiled = stepper.uses_operator
         self.has_states = stepper.has_states
         self.state_tokens = stepper.state_tokens
@@ -138,7 +138,7 @@ class GraphSpace:
     ) -> torch.Tensor:
         """Return the model's logits of a step, or this rank's part of them."""
         head = self.head
-        with contextlib.nullcontext() if head is None else head.in_part(self.logits):
+        with self._head_in(self.logits) if head is None else head.in_part(self.logits):
             return self._forward(token_ids, positions, keep, {self.device: parts}, sequences)
 
     def take(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
