@@ -369,12 +369,17 @@ def _decode_parts(
 
 
 def batch_buckets(max_batch: int, *, few: bool = False) -> list[int]:
-    """Return graph widths to `max_batch`: powers of two to 8, then finer; if `few`, only powers."""
+    """Return graph widths to `max_batch`: powers of two to 8, then finer.
+
+    If `few`, powers of two to 64, up to which decoding is bound by memory, then midpoints too.
+    """
     widths, width = [], 1
     while width < max_batch:
         widths.append(width)
-        if few or width < 8:
+        if width < (64 if few else 8):
             width *= 2
+        elif few:
+            width += 1 << width.bit_length() - 2
         else:
             width += 8 if width < 64 else 16 if width < 256 else 32
     return [*widths, max_batch]
