@@ -381,7 +381,7 @@ class Stepper:
 
         Logits are `dtype` with `vocab_size` columns. Steps with prompts are captured up to
         `max_mixed_tokens`, unless layers attend in chunks, or keep states and are called for each
-        prompt. `few` uses few sizes of decode steps, for captures on demand; `agree` and `head` as
+        prompt. `few` uses few sizes of decode steps, which pad more; `agree` and `head` as
         in `GraphSpace`. Raises `CapacityError` if no row or page is left for padding.
         """
         scratch = self.open_scratch()
