@@ -47,8 +47,8 @@ class Rollouts:
     Args:
         engine_options: `EngineOptions` that differ from a rollout's: log-probabilities of the
             distribution that is sampled from; as many requests at once as a batch has completions,
-            at most 512; no captured steps with prompts, which come at once; on the CPU, half of the
-            free memory for keys and values.
+            at most 512; few sizes of captured steps, and none with prompts, which come at once; on
+            the CPU, half of the free memory for keys and values.
         keep_graphs: Whether captured steps keep their memory while the model is trained. Otherwise
             each rollout captures them again.
 
@@ -147,7 +147,7 @@ class Rollouts:
         defaults = {
             "logprobs_mode": "processed_logprobs",
             "max_num_seqs": min(most, _SAMPLES_MAX),
-            "runner_options": RunnerOptions(max_graph_tokens=0),
+            "runner_options": RunnerOptions(max_graph_tokens=0, few_sizes=True),
         }
         if model.device.type == "cpu":
             defaults["memory_fraction"] = _HOST_FRACTION / trainer.accelerator.num_processes

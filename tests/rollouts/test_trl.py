@@ -127,6 +127,16 @@ def trainer_of(tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
+def test_rollouts_capture_few_steps_and_hold_no_row(trainer_of: Any, opened: list[Any]) -> None:
+    """By their own options, which say how steps are captured wherever they are."""
+    trainer = trainer_of(VMKVGRPOTrainer, engine_options={"runner": "eager"})
+    opened.append(trainer)
+    trainer._generate([[{"role": "user", "content": text}] for text in PROMPTS])
+    engine = trainer.rollouts.engine
+    assert RunnerOptions(max_graph_tokens=0, few_sizes=True) == engine.options.runner_options
+    assert 0 == engine.cache.pool.backend.usage().physical_bytes
+
+
 OF_TRAINERS = {
     "engine_options",
     "eval_dataset",

@@ -18,7 +18,7 @@ from vmkv.errors import ConfigError
 from vmkv.serve import Engine
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import RunnerOptions
-from vmkv.step import stepper
+from vmkv.step import graphs, stepper
 
 RUNNERS: dict[str, dict[str, Any]] = {
     "eager": {"runner": "eager"},
@@ -111,6 +111,13 @@ def test_a_large_head_is_converted_in_slices(
     monkeypatch.setattr(stepper, "_SLICE_BYTES", 2 * width * -(-size // 7))
     seen: list[int] = []
     monkeypatch.setattr(stepper, "linear", lambda *its: seen.append(len(its[1])) or linear(*its))
+    take, copied = graphs.GraphSpace.take, []
+
+    def note(self: Any, logits: torch.Tensor, slots: torch.Tensor) -> None:
+        copied.append(logits.data_ptr() != self.logits.data_ptr())
+        take(self, logits, slots)
+
+    monkeypatch.setattr(graphs.GraphSpace, "take", note)
     with torch.autocast("cpu", torch.bfloat16):
         engine = make_engine(model, **RUNNERS[options])
     seen.clear()
@@ -118,6 +125,8 @@ def test_a_large_head_is_converted_in_slices(
     assert size == sum(seen[:7])
     assert max(seen) == -(-size // 7)
     assert "forward" not in vars(model.lm_head)
+    assert (options == "padded") == bool(copied)
+    assert not any(copied), "captured steps compute logits where they are kept"
 
 
 @pytest.mark.parametrize("options", RUNNERS)

@@ -542,6 +542,12 @@ def test_buckets_cover_every_size_with_little_waste() -> None:
         for size in range(1, most + 1):
             width = next(each for each in widths if each >= size)
             assert width - size < max(8, size / 4)
+        few = batch_buckets(most, few=True)
+        assert few == sorted(set(few))
+        assert few[-1] == most
+        assert all(later <= 2 * each for each, later in itertools.pairwise(few))
+        assert all(2 * later <= 3 * each for each, later in itertools.pairwise(few) if each >= 64)
+    assert len(batch_buckets(512, few=True)) < len(batch_buckets(512)) / 2
     for most in (10, 1024, 5000, 131072):
         bounds = length_buckets(most)
         assert bounds == sorted(set(bounds))
@@ -554,6 +560,24 @@ def test_buckets_cover_every_size_with_little_waste() -> None:
         assert sizes[-1] == most
         assert all(b - a <= max(32, a / 8) for a, b in itertools.pairwise([0, *sizes]))
         assert decode_widths(most)[-1] == most
+
+
+def test_few_sizes_are_captured_on_request() -> None:
+    """Tokens are the same."""
+    model = model_named("llama")
+    requests, expected = asked(model, (5, 9, 30, 7, 8), 3)
+    options, num_sizes = dataclasses.replace(PADDED, max_graph_tokens=0), []
+    for few in (False, True):
+        its = dataclasses.replace(options, few_sizes=few)
+        with running(model, 64, its, num_seqs=30) as (runner, cache):
+            runner.warm_up()
+            graphs = runner.stepper.decode_graphs
+            assert graphs is not None
+            num_sizes.append(len({width for width, _ in graphs.captured}))
+            if few:
+                serve(runner, cache, requests)
+    assert num_sizes == [7, 6]
+    assert expected == [request.said for request in requests]
 
 
 def test_progress_can_be_silent(capsys) -> None:

@@ -59,9 +59,10 @@ def check_books(engine: Engine) -> None:
 def test_sleep_gives_memory_to_the_driver(
     make_engine: Callable[..., Engine], options: dict[str, Any], graphs: bool, is_paused: bool
 ) -> None:
-    """All but the row for padding; tokens afterwards are the same, of every kind of request."""
+    """The row of padding, too; tokens afterwards are the same, of every kind of request."""
     engine = make_engine(**options)
     at_start = held_bytes(engine)
+    assert (at_start > 0) == (options is PADDED)
     wanted = prompts(5, seed=1)
     for _ in range(3):
         check_said(wanted, engine.generate(wanted, GREEDY))
@@ -70,14 +71,67 @@ def test_sleep_gives_memory_to_the_driver(
         if is_paused:
             with engine.paused():
                 engine.sleep(weights=False, graphs=graphs)
-                assert at_start == held_bytes(engine)
+                assert 0 == held_bytes(engine)
         else:
             engine.sleep(graphs=graphs)
-        assert at_start == held_bytes(engine)
+        assert 0 == held_bytes(engine)
+        engine.sleep()
+        assert 0 == engine.cache.pool.stats().resident_bytes
         assert not engine.cache.prefixes.recorded
         check_books(engine)
         again = engine.generate(wanted[0], PENALISED)[0].outputs
         assert penalised == again
+
+
+def test_padding_without_memory_fails_a_step_alone(make_engine: Callable[..., Engine]) -> None:
+    """Its row is mapped with the first step's growth, and by a later one if that fails."""
+    shared = _Shared(HostBackend(4 * KiB))
+    engine = make_engine(backend=shared, **PADDED)
+    wanted = prompts(1, shortest=20, seed=7)
+    padding = held_bytes(engine)
+    engine.sleep()
+    shared.limit_bytes = padding  # None is left for a request.
+    assert engine.generate(wanted, GREEDY)[0].error is not None
+    shared.limit_bytes = 1 << 40
+    check_said(wanted, engine.generate(wanted, GREEDY))
+    check_books(engine)
+    engine.sleep()
+    assert 0 == held_bytes(engine)
+
+
+def test_a_runner_made_after_sleep_has_padding_of_its_own(
+    make_engine: Callable[..., Engine],
+) -> None:
+    engine = make_engine(model := copy.deepcopy(tiny_model("llama")), **PADDED)
+    wanted = prompts(3, seed=8)
+    before = engine._runner
+    with engine.paused():
+        engine.sleep()
+        weight = model.lm_head.weight
+        model.lm_head.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
+    assert before is not engine._runner
+    check_said(wanted, engine.generate(wanted, GREEDY))
+    check_books(engine)
+    engine.sleep()
+    assert 0 == held_bytes(engine)
+
+
+def test_torch_gives_its_idle_memory_back_between_phases(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When training ends, before a pool grows; and when an engine sleeps, after its pool."""
+    engine = make_engine(**PADDED)
+    engine.generate(prompts(1), GREEDY)
+    seen: list[tuple[bool, int]] = []
+
+    def empty_cache() -> None:
+        seen.append((engine._turns.is_paused, held_bytes(engine)))
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    with engine.paused():
+        engine.sleep(graphs=True)
+        assert [(True, 0)] == seen
+    assert [(True, 0)] * 2 == seen
 
 
 def test_workspaces_are_given_back(make_engine: Callable[..., Engine]) -> None:
@@ -249,7 +303,7 @@ def test_a_request_finds_weights_at_their_addresses(
         assert held_bytes(engine) > at_start
         engine.sleep(weights=True, prefixes=prefixes)
         assert engine.is_sleeping
-        assert at_start == held_bytes(engine)
+        assert 0 == held_bytes(engine)
         assert 0 == table.pool.backend.usage().physical_bytes
         check_all_books(engine)
         engine.sleep(weights=True)  # Does nothing more.

@@ -548,9 +548,9 @@ class Engine:
         same addresses: the next request, or `wake`, brings both back. Without either nothing has to
         be woken, and the next request takes what is free then. A budget of the engine's own follows
         free memory, torch's idle memory included, up to what it was; that of a shared pool is its
-        owner's. What stays is a row of one token for padding and, without `graphs`, the captured
-        steps. With `graphs` each is captured again when a step next needs it. Does nothing while
-        the engine sleeps.
+        owner's. What stays is the captured steps without `graphs`, and a row of padding where
+        layers keep states. With `graphs` each step is captured again when it is next needed. Does
+        nothing while the engine sleeps.
 
         While the weights are away the model cannot be used: its call raises `ConfigError`, and a
         tensor of its weights must not be touched.
@@ -583,8 +583,7 @@ class Engine:
         except BaseException:
             self._view.wake()
             raise
-        if self.cache.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         if away := self._away():
             _LOG.info("the engine sleeps: %s, %.2f s", away, time.perf_counter() - start_s)
             self._note_idle()
@@ -633,6 +632,7 @@ class Engine:
 
     @uninterrupted
     def _resume(self) -> None:
+        torch.cuda.empty_cache()  # The pool cannot have what training left there.
         if self._turns.resume():
             forget_prefixes(self.cache)
         self._is_stale = True

@@ -224,6 +224,7 @@ class MemoryView:
         self._fitting = (0, 0), 0
         #: Cached prefixes in host memory, while the engine sleeps.
         self.away: MovedPrefixes | None = None
+        self._padding: list[CacheSequence] = []  # Without memory, from `sleep` to the next step.
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -297,12 +298,14 @@ class MemoryView:
         return found
 
     def grow(self, chunks: Iterable[PlannedChunk]) -> None:
-        """Grow sequences for `chunks`, all of them or, on errors, none."""
-        wanted, step = [], self._num_steps + 1
+        """Grow sequences for `chunks`, and padding after `sleep`; all or, on errors, none."""
+        wanted = [(each, 1) for each in self._padding if not each.is_closed]
+        step = self._num_steps + 1
         for request, past, new, _, _ in chunks:
             request.last_step = step  # First: a failed growth may have submitted copies.
             wanted.append((request.sequence, past + new))
         self.cache.grow(wanted)
+        self._padding = []
 
     def go_back(self, request: Request, num_tokens: int) -> None:
         """Truncate a request's sequence to what a step that failed has not spoilt.
@@ -393,12 +396,17 @@ class MemoryView:
         return self.cache.trim(num_bytes)
 
     def sleep(self, *, keeps_prefixes: bool) -> None:
-        """Return all unused memory to the device, or after an error most of it.
+        """Return all memory to the device, that of padding too, or after an error most of it.
 
+        No request has a sequence. Padding keeps its memory in models with states, which it begins.
         With `keeps_prefixes` those that fit the pool's host memory move there until `wake`. Waits
         for the device.
         """
         self.close_ended()
+        if self.cache.states is None:
+            self._padding = self.cache.live_sequences()
+            for sequence in self._padding:
+                sequence.truncate(0)
         if keeps_prefixes:
             try:
                 self.away = move_prefixes(self.cache)

@@ -200,6 +200,7 @@ class RunnerOptions:
             run without capture, for tests.
         max_graph_tokens: Largest captured step with prompts. Larger steps hide the launch time
             anyway.
+        few_sizes: Capture fewer sizes of decode steps, which pad more: graphs take less memory.
         show_progress: Show a progress bar while warming up.
         agree: Returns the maximum of a number over all ranks.
         wrap: Wraps the finished runner in one with the same methods.
@@ -210,6 +211,7 @@ class RunnerOptions:
     compile_backend: str = "inductor"
     capture: bool | None = None
     max_graph_tokens: int = 2048
+    few_sizes: bool = False
     show_progress: bool = True
     agree: Callable[[int], int] = int
     wrap: Callable[[Any], Any] = lambda runner: runner
@@ -265,8 +267,8 @@ class ModelRunner:
             if self._wants(self._options.capture):
                 largest = min(self._options.max_graph_tokens, max_num_batched_tokens)
                 its: dict[str, Any] = {"agree": self._options.agree, "head": self._options.head}
-                dtype = self.stepper.logits_dtype
-                self.stepper.make_graphs(vocab_size, dtype, largest, **its)
+                few, dtype = self._options.few_sizes, self.stepper.logits_dtype
+                self.stepper.make_graphs(vocab_size, dtype, largest, few=few, **its)
                 if self.stepper.has_states and self.stepper.mixed_graphs is None:
                     _LOG.info("layers keep states: steps with prompts are not captured")
             self._undo = undo.pop_all()

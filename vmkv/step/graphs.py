@@ -67,7 +67,7 @@ class GraphSpace:
         self.agree = agree
         self.head = head
         self.vocab_size = vocab_size
-        self._forward = stepper.forward_padded
+        self._forward, self._head_in = stepper.forward_padded, stepper.head_in
         self.is_compiled = stepper.uses_operator
         self.has_states = stepper.has_states
         self.state_tokens = stepper.state_tokens
@@ -138,7 +138,7 @@ class GraphSpace:
     ) -> torch.Tensor:
         """Return the model's logits of a step, or this rank's part of them."""
         head = self.head
-        with contextlib.nullcontext() if head is None else head.in_part(self.logits):
+        with self._head_in(self.logits) if head is None else head.in_part(self.logits):
             return self._forward(token_ids, positions, keep, {self.device: parts}, sequences)
 
     def take(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
@@ -369,12 +369,17 @@ def _decode_parts(
 
 
 def batch_buckets(max_batch: int, *, few: bool = False) -> list[int]:
-    """Return graph widths to `max_batch`: powers of two to 8, then finer; if `few`, only powers."""
+    """Return graph widths to `max_batch`: powers of two to 8, then finer.
+
+    If `few`, powers of two to 64, up to which decoding is bound by memory, then midpoints too.
+    """
     widths, width = [], 1
     while width < max_batch:
         widths.append(width)
-        if few or width < 8:
+        if width < (64 if few else 8):
             width *= 2
+        elif few:
+            width += 1 << width.bit_length() - 2
         else:
             width += 8 if width < 64 else 16 if width < 256 else 32
     return [*widths, max_batch]

@@ -354,12 +354,16 @@ class Stepper:
         try:
             with (
                 torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=False),
-                _head_in_slices(self.model.get_output_embeddings(), dtype),
+                self.head_in(None),
             ):
                 yield
         finally:
             for each in trained:
                 each.requires_grad = True
+
+    def head_in(self, room: torch.Tensor | None) -> contextlib.AbstractContextManager[None]:
+        """Context in which a large head under autocast converts slices, into `room` if it fits."""
+        return _head_in_slices(self.model.get_output_embeddings(), self._autocast, room)
 
     # ---- captures -------------------------------------------------------------------------
 
@@ -377,7 +381,7 @@ class Stepper:
 
         Logits are `dtype` with `vocab_size` columns. Steps with prompts are captured up to
         `max_mixed_tokens`, unless layers attend in chunks, or keep states and are called for each
-        prompt. `few` uses few sizes of decode steps, for captures on demand; `agree` and `head` as
+        prompt. `few` uses few sizes of decode steps, which pad more; `agree` and `head` as
         in `GraphSpace`. Raises `CapacityError` if no row or page is left for padding.
         """
         scratch = self.open_scratch()
@@ -511,7 +515,9 @@ _SLICE_BYTES = 64 * MiB
 
 
 @contextlib.contextmanager
-def _head_in_slices(head: Any, dtype: torch.dtype | None) -> Iterator[None]:
+def _head_in_slices(
+    head: Any, dtype: torch.dtype | None, room: torch.Tensor | None
+) -> Iterator[None]:
     """Context of autocast in which a large head converts a slice of its weights at a time."""
     if dtype is None or type(head) is not Linear or "forward" in vars(head):
         yield
@@ -524,7 +530,10 @@ def _head_in_slices(head: Any, dtype: torch.dtype | None) -> Iterator[None]:
     size = div_ceil(len(weight), num_slices)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        logits = hidden.new_empty((*hidden.shape[:-1], len(weight)), dtype=dtype)
+        rows, num_rows = room, hidden.shape[:-1].numel()
+        if rows is None or num_rows > len(rows) or rows.shape[1] != len(weight):
+            rows = hidden.new_empty((num_rows, len(weight)), dtype=dtype)
+        logits = rows[:num_rows].view(*hidden.shape[:-1], len(weight))
         for at in range(0, len(weight), size):
             part = slice(at, at + size)
             logits[..., part] = linear(hidden, weight[part], None if bias is None else bias[part])
