@@ -17,7 +17,7 @@ kernels.
 
 Method. `GRPOTrainer` of TRL with the defaults of its configuration, but for the sizes: checkpointed
 gradients, autocast to bfloat16, AdamW (fused), dapo loss, temperature 1. 1B: Llama-3.2-1B's shape,
-weights in float32, all trained, 64 prompts x 8 samples, 64 for each backward pass. 8B: Llama-3-8B's
+weights in float32, all trained, 64 prompts x 8 samples, 16 for each backward pass. 8B: Llama-3-8B's
 shape, weights in bfloat16, LoRA of rank 16 on all linear layers, 16 prompts x 8 samples, 16 for
 each backward pass. Random weights, prompts of 64 to 192 random tokens, the same for all; no token
 ends a completion, so that each has all new tokens. The reward counts token ids. Each way is a
@@ -458,7 +458,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.option("--steps", type=int, default=3, help="timed, after one of warm-up")
     bench.option("--prompts", type=int, help="64, or 16 for the 8B shape; 8 samples of each")
     bench.option("--new-tokens", type=int, default=512)
-    bench.option("--batch", type=int, help="completions of a backward pass: 64, or 16 for 8B")
+    bench.option("--batch", type=int, default=16, help="completions of a backward pass")
     bench.option("--limit-s", type=float, default=240.0, help="for each way, its start included")
     bench.option("--total-s", type=float, help="for all ways; those without time are left out")
     bench.option("--after", type=Path, help="record of the same sizes: its other ways are kept")
@@ -480,7 +480,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "num_prompts": 2 if smoke else options.prompts or (16 if is_8b else 64),
         "num_samples": 2 if smoke else 8,
         "new_tokens": 8 if smoke else options.new_tokens,
-        "batch": 2 if smoke else options.batch or (16 if is_8b else 64),
+        "batch": 2 if smoke else options.batch,
     }
     shares = {way: options.vllm_memory[: None if way == VLLM else 1] for way in options.ways}
     plans = {

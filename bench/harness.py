@@ -13,8 +13,10 @@ import json
 import logging
 import platform
 import re
+import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -100,8 +102,12 @@ class Bench:
         self.option("--json", type=Path, help="where to write the record")
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """Parse the options; a run with `--smoke` uses the CPU, `device` says which one it is."""
+        """Parse the options; a run with `--smoke` uses the CPU, `device` says which one it is.
+
+        From then on SIGTERM ends the process like an exit, so that servers of a bench end with it.
+        """
         options = self._parser.parse_args(argv)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         if self._needs_gpu and not HAS_GPU and not options.smoke:
             self.error("this bench needs a GPU; --smoke runs a tiny one anywhere")
         options.device = torch.device("cuda" if HAS_GPU and not options.smoke else "cpu")

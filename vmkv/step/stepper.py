@@ -511,7 +511,7 @@ class Stepper:
 
 
 #: Converted weights of a head at once; a vocabulary of 128,256 at the 1B shape takes 525 MB.
-_SLICE_BYTES = 64 * MiB
+_SLICE_BYTES = 32 * MiB
 
 
 @contextlib.contextmanager
