@@ -6,6 +6,7 @@ import copy
 import logging
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from helpers.tiny_models import tiny_model
 from vmkv import BackendUsage, HostBackend
 from vmkv.core.backend import Backend, MemoryLocation
 from vmkv.core.backend.forwarding import ForwardingBackend
-from vmkv.core.memory import check_pool
+from vmkv.core.memory import PoolMember, check_pool
 from vmkv.errors import ConfigError, DriverError, OutOfPagesError
 from vmkv.serve.weights import Weights
 from vmkv.step.joined_layers import SiblingLinear
@@ -80,7 +81,9 @@ def test_a_broker_that_cannot_be_joined(tmp_path: Path) -> None:
             super().close()
 
     expected, where = contents(model), addresses(model)
-    weights = Weights(model, lambda: Backend(PAGE), pool_socket=str(tmp_path / "none.sock"))
+    weights = Weights(
+        model, lambda: Backend(PAGE), join=partial(PoolMember.join, str(tmp_path / "none.sock"))
+    )
     with pytest.raises(ConfigError, match="there is no broker at"):
         weights.hold()
     assert 1 == len(closed)

@@ -30,6 +30,8 @@ from .shares import Order, Report
 from .unix_sockets import peer_of
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from .pool import ExtentPool
 
 _LOG = logging.getLogger(__name__)
@@ -81,7 +83,7 @@ class PoolMember:
         weight: float = 1.0,
         brought_bytes: int = 0,
         timeout_s: float = 60.0,
-    ) -> PoolMember:
+    ) -> Self:
         """Join a broker, and wait until it has given the floor.
 
         Args:
@@ -278,7 +280,7 @@ class PoolMember:
         while self.withheld_bytes > 0:
             before_bytes = pool.budget_bytes
             try:
-                pool.lower_budget(max(goal_bytes, before_bytes - _SLICE_BYTES))
+                self._lower(pool, max(goal_bytes, before_bytes - _SLICE_BYTES))
             except DriverError:
                 _LOG.warning("memory could not be given back yet", exc_info=True)
             with self._changed:
@@ -287,6 +289,9 @@ class PoolMember:
                 break
             self._look(pool)
         self.excess_bytes = self.withheld_bytes if self._order.preempts else 0
+
+    def _lower(self, pool: ExtentPool, budget_bytes: int) -> None:
+        pool.lower_budget(budget_bytes)
 
     def _look(self, pool: ExtentPool) -> None:
         """Measure the memory of live rows, and report."""
