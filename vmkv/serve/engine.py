@@ -25,7 +25,7 @@ import torch
 
 from ..core.backend import Backend, open_backend
 from ..core.cache import KVCache
-from ..core.memory import ExtentPool, PoolMember
+from ..core.memory import ExtentPool
 from ..errors import CapacityError, ClosedError, ConfigError, DriverError, PausedError
 from ..hf.compat import check_model
 from ..interrupts import uninterrupted
@@ -75,8 +75,6 @@ class Engine:
         CapacityError: The device has no memory for `max_num_seqs` requests; lower it.
     """
 
-    _join: Callable[..., PoolMember] | None = None  # Joins the broker, if there is one.
-
     def __init__(
         self,
         model: Any,
@@ -108,8 +106,6 @@ class Engine:
         self._end_tokens = end_tokens(model)
         self.on_update: Callable[[RequestHandle], None] | None = None
         is_shared, pool = pool is not None, pool_beside(model, pool, given)
-        if given.pool_socket is not None:
-            self._join = partial(PoolMember.join, given.pool_socket)
         with contextlib.ExitStack() as undo:
             rows = open_rows(model, pool, given)
             undo.callback(rows.close)
@@ -117,7 +113,7 @@ class Engine:
             if given.can_sleep:
                 agree = (given.runner_options or RunnerOptions()).agree
                 open_memory = partial(self._open_memory, pool)
-                self._weights = Weights(model, open_memory, agree, self._join)
+                self._weights = Weights(model, open_memory, agree, pool.member)
                 undo.callback(self._weights.close)
             self.cache: KVCache = rows.cache
             self._view = MemoryView(

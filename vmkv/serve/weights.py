@@ -53,7 +53,7 @@ class Weights:
         model: The model, on one device.
         open_memory: Opens a further backend of the model's device.
         agree: Returns the maximum of a number over all ranks.
-        join: Joins a broker, as `PoolMember.join` with its socket; None for none.
+        beside: A member of the broker to join; None for none.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Weights:
         model: Any,
         open_memory: Callable[[], Backend],
         agree: Callable[[int], int] = int,
-        join: Callable[..., PoolMember] | None = None,
+        beside: PoolMember | None = None,
     ):
         self._model = model
-        self._join = join
+        self._beside = beside
         self._num_bytes = 0
         self._open_memory = open_memory
         self._agree = agree
@@ -144,13 +144,13 @@ class Weights:
 
     def _open_pool(self, backend: Backend, num_bytes: int) -> ExtentPool:
         """Open the weights' pool, which brings a broker the memory that they take already."""
-        if self._join is None:
+        if self._beside is None:
             return ExtentPool(
                 backend, num_bytes, host_budget_bytes=num_bytes, on_pressure=self._release_idle
             )
         return open_member_pool(
             backend,
-            self._join,
+            self._beside.join_again,
             host_budget_bytes=num_bytes,
             name=f"{self._model.config.name_or_path or type(self._model).__name__}, weights",
             weight=_WEIGHT,

@@ -53,6 +53,8 @@ class PoolMember:
         excess_bytes: Memory of live rows that is to be given up.
     """
 
+    _path: str
+
     def __init__(self, connection: socket.socket, order: Order, grow_timeout_s: float):
         self._socket = connection
         self.budget_bytes = order.budget_bytes
@@ -130,12 +132,18 @@ class PoolMember:
             if kind != "order":
                 raise ConfigError(f"the broker refuses: {values[0]}")
             connection.settimeout(None)
-            return cls(connection, Order(*values), timeout_s)
+            member = cls(connection, Order(*values), timeout_s)
+            member._path = where
+            return member
         except BaseException:
             with suppress(OSError):  # The order may be on its way.
                 connection.send(b'["leave"]')
             connection.close()
             raise
+
+    def join_again(self, **figures: Any) -> PoolMember:
+        """Join the same broker for another pool; `figures` are those of `join`."""
+        return self.join(self._path, **figures)
 
     def bind(self, pool: ExtentPool) -> None:
         """Have a pool, whose budget is `budget_bytes`, follow orders until it is closed."""

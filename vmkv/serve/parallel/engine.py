@@ -26,7 +26,6 @@ from typing import Any
 
 from ...core.backend import Backend
 from ...core.memory import ExtentPool
-from ...core.memory.shares import Order
 from ...errors import CapacityError, ConfigError, RankError
 from ...options import EngineOptions
 from ..engine import Engine
@@ -70,10 +69,9 @@ class ParallelEngine(Engine):
         self._ranks = ranks = tensor_parallel
         self._lockstep = lockstep = Lockstep(ranks)
         localise(model, ranks)
-        self._memberships = memberships = Memberships(ranks)
-        if given.pool_socket is not None:
-            self._join = partial(memberships.join, given.pool_socket)
-        pool = pool_beside(model, None, given, lockstep.backend, memberships.join)
+        self._memberships = Memberships(ranks)
+        self._obey = self._memberships.obey
+        pool = pool_beside(model, None, given, lockstep.backend, self._memberships.join)
         lockstep.level(pool)
         # Choices that a rank would make for itself are rank 0's.
         seed = ranks.share(random.getrandbits(64) if given.seed is None else given.seed)
@@ -149,9 +147,6 @@ class ParallelEngine(Engine):
                 self.cancel_all(self._ranks.fail("a step was interrupted"))
             raise
         return more
-
-    def _obey(self, number: int, order: Order | None) -> None:
-        self._memberships.obey(number, order)
 
     def _run_step(self) -> bool:
         self._memberships.come_down()

@@ -46,9 +46,9 @@ class Memberships:
 
     def join(self, socket_path: str, *, free_bytes: int, **figures: Any) -> RanksMember:
         """Join a broker on rank 0, as `PoolMember.join`; all ranks call it."""
-        member = RanksMember.join_all(self, socket_path, self.group.min(free_bytes), figures)
-        self._members.append(member)
-        return member
+        figures["free_bytes"] = self.group.min(free_bytes)
+        self._members.append(RanksMember.join_all(self, socket_path, figures))
+        return self._members[-1]
 
     def add(self, member: RanksMember, order: Order | None) -> None:
         """Keep an order of a member."""
@@ -87,19 +87,21 @@ class RanksMember(PoolMember):
     _all: Memberships
 
     @classmethod
-    def join_all(
-        cls, every: Memberships, socket_path: str, free_bytes: int, figures: dict[str, Any]
-    ) -> RanksMember:
+    def join_all(cls, every: Memberships, socket_path: str, figures: dict[str, Any]) -> RanksMember:
         """Join on rank 0, and make equal memberships on the others."""
         group, timeout_s = every.group, _GROW_TIMEOUT_S
         if group.rank:
             unconnected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             member = cls(unconnected, group.share(None), timeout_s)
         else:
-            member = cls.join(socket_path, free_bytes=free_bytes, timeout_s=timeout_s, **figures)
+            member = cls.join(socket_path, timeout_s=timeout_s, **figures)
             group.share(member._order)
-        member._all = every
+        member._all, member._path = every, socket_path
         return member
+
+    def join_again(self, **figures: Any) -> PoolMember:
+        """Join the same broker for another pool; all ranks call it."""
+        return self._all.join(self._path, **figures)
 
     def bind(self, pool: ExtentPool) -> None:
         """Have a pool follow orders, as on one device."""
@@ -122,7 +124,7 @@ class RanksMember(PoolMember):
         with self._changed:
             self._more_bytes, self._is_awaited = num_bytes, True
             self._tell()
-        while pool.budget_bytes == before_bytes and self.may_grow:
+        while pool.budget_bytes <= before_bytes and self.may_grow:
             every.wait(self._grow_timeout_s)
             numbered = every.group.share(every.orders.popleft() if every.orders else None)
             if numbered is None:
