@@ -17,6 +17,7 @@ import torch
 import transformers
 from helpers import warm_python
 from helpers.serving import tiny_llama, tiny_tokenizer
+from helpers.tiny_models import VERSION
 
 from vmkv.cli.main import main
 
@@ -169,12 +170,27 @@ def test_lazy_models_are_loaded_by_their_first_requests(models: list[str], tmp_p
         assert len(engines_of(child.pid)) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(VERSION < (5, 17), reason="transformers has no plans to divide models by")
+def test_each_of_several_models_may_have_ranks(models: list[str]) -> None:
+    """Each answers as alone, sleeps on all its ranks, and wakes with the next request."""
+    expected = [plain(name, [5, 6, 7]) for name in models]
+    its = [*models, "--tensor-parallel", "2", "--memory", MEMORY, "--enable-sleep-mode"]
+    with serving(*its) as (_, url), httpx.Client(timeout=60) as client:
+        for at in (0, 1, 0, 1):
+            for _ in range(2):
+                answer = asked(client, url, model=models[at])
+                assert answer.json()["choices"][0]["token_ids"] == expected[at]
+            assert client.post(f"{url}/sleep", params={"model": models[at]}).status_code == 200
+        text = client.get(f"{url}/metrics").text
+        for name in models:
+            assert f'vmkv_pool_bytes{{member="{name}, weights",state="created"}} 0.0' in text
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["b", "--replicas", "2"], "--replicas and several models do not go together"),
-        (["b", "--tensor-parallel", "2"], "--tensor-parallel and several models do not go"),
-        (["--pool", "p", "--tensor-parallel", "2"], "--tensor-parallel and --pool do not go"),
         (["b", "--trace", "t"], "--trace is of one model: start a server for each with a --pool"),
         (["b", "--served-model-name", "n"], "--served-model-name is of one model"),
         (["b", "--lazy"], "--lazy needs --memory"),

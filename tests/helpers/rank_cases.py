@@ -10,6 +10,7 @@ import copy
 import itertools
 import os
 import random
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -29,11 +30,13 @@ from vmkv import (
     BackendUsage,
     ConfigError,
     Engine,
+    ExtentPool,
     HostBackend,
     OutOfPagesError,
     SamplingParams,
 )
 from vmkv.core.backend import ForwardingBackend, MemoryLocation
+from vmkv.core.memory import Broker, PoolMember
 from vmkv.errors import HostDriverError
 from vmkv.hf import VMKVCache
 from vmkv.serve import FinishReason
@@ -685,6 +688,139 @@ def sleeps(runner: str, group: TensorParallel) -> None:
                 engine.cache.check()
             assert told == alone("llama", prompts, GREEDY)
             assert places == [each.data_ptr() for each in engine._turns._model.parameters()]
+    assert all(each.usage() == BackendUsage() for each in made)
+
+
+# ---- a broker ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def broker_of(group: TensorParallel, num_pages: int) -> Iterator[tuple[Broker | None, str]]:
+    """A broker in rank 0's process, and its socket on all ranks."""
+    with contextlib.ExitStack() as stack:
+        broker = None
+        if not group.rank:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            its = Broker(f"{folder}/b", num_pages * PAGE_BYTES, page_bytes=PAGE_BYTES)
+            broker = stack.enter_context(its)
+        yield broker, group.share(broker and broker.socket_path)
+
+
+class _Taker:
+    """A member in a thread, which takes pages as it is told, and gives them back."""
+
+    def __init__(self, socket_path: str):
+        backend = HostBackend(PAGE_BYTES)
+        its = {"name": "taker", "device": backend.name, "free_bytes": 0, "timeout_s": 60.0}
+        member = PoolMember.join(socket_path, **its)  # type: ignore[arg-type]
+        self.pool = ExtentPool(backend, member.budget_bytes)
+        self._member = member
+        member.bind(self.pool)
+
+    def take(self, num_pages: int) -> threading.Thread:
+        """Begin to take so many pages, one by one."""
+
+        def run() -> None:
+            for _ in range(num_pages):
+                if self.pool.available_bytes < PAGE_BYTES:
+                    assert self._member.grow(PAGE_BYTES)
+                self.pool.acquire([0])
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it has."""
+        return len(self.pool.extents())
+
+    def close(self) -> None:
+        """Give all back, and leave."""
+        self.pool.disown([each for each in self.pool.extents() if each.num_owners])
+        self.pool.close()
+
+
+def shares_memory(host_bytes: int, group: TensorParallel) -> None:
+    """Another member takes memory of running requests, on all ranks; they end as alone."""
+    num_pages, params = 20, SamplingParams(temperature=0, max_tokens=140)
+    expected = None if group.rank else alone("llama", TRAFFIC, params)
+    options = {**ROOMY, "budget_bytes": None, "host_budget_bytes": host_bytes}
+    with broker_of(group, num_pages) as (broker, path):
+        options["pool_socket"] = path
+        with engine_on(group, part_of("llama", group), **options) as engine:
+            if engine is None:
+                return
+            assert broker is not None
+            pool, taker = engine.cache.pool, _Taker(path)
+            handles = [engine.add(each, params) for each in TRAFFIC]
+            while pool.stats().resident_bytes < 14 * PAGE_BYTES:
+                assert engine.has_unfinished
+                engine.step()
+            taking = taker.take(9)
+            while taking.is_alive():
+                engine.step()
+            taking.join()
+            assert pool.budget_bytes <= (num_pages - taker.num_pages) * PAGE_BYTES
+            assert engine.has_unfinished
+            while engine.has_unfinished:
+                engine.step()
+            assert expected == said([handle.output() for handle in handles])
+            assert any(each.num_preemptions for handle in handles for each in handle.requests)
+            # Idle: what is left goes back, on all ranks, without a request.
+            taking = taker.take(num_pages - taker.num_pages - 4)
+            while taking.is_alive():
+                engine.step()
+            taking.join()
+            assert pool.stats().created_bytes <= 4 * PAGE_BYTES
+            taker.close()
+            engine.generate(TRAFFIC[0], GREEDY)
+            # Once the broker has ended, all keep what they have.
+            broker.close()
+            while pool.member is not None and pool.member.may_grow:
+                engine.step()
+            prompts = [each[:8] for each in TRAFFIC[:2]]
+            again = said(engine.generate(prompts, GREEDY))
+            assert again == alone("llama", prompts, GREEDY)
+
+
+def lends_its_weights_memory(group: TensorParallel) -> None:
+    """While all ranks sleep, another member has the memory; they wake once it gives it back."""
+    made: list[HostBackend] = []
+
+    def opened(_: str) -> HostBackend:
+        made.append(HostBackend(PAGE_BYTES))
+        return made[-1]
+
+    options = {**ROOMY, "budget_bytes": None, "enable_sleep_mode": True}
+    with (
+        broker_of(group, 40) as (broker, path),
+        mock.patch.object(lockstep, "open_backend", opened),
+    ):
+        model, its = part_of("llama", group), {**options, "pool_socket": path}
+        with ParallelEngine(model, tensor_parallel=group, **its) as engine:
+            if group.rank:
+                engine.follow()
+            else:
+                assert broker is not None
+                prompts = [each[:20] for each in TRAFFIC[:3]]
+                told = said(engine.generate(prompts, GREEDY))
+                assert told == alone("llama", prompts, GREEDY)
+                total = broker.budget_bytes
+                assert total is not None
+                assert total > 40 * PAGE_BYTES
+                for _ in range(2):
+                    engine.sleep(weights=True)
+                    takers = [_Taker(path) for _ in range(2)]
+                    taking = [each.take(total // PAGE_BYTES // 2 - 2) for each in takers]
+                    while any(each.is_alive() for each in taking):
+                        engine.step()
+                    assert sum(each.num_pages for each in takers) > 40
+                    assert 0 == made[1].usage().physical_bytes
+                    for each in takers:
+                        each.close()
+                    assert told == said(engine.generate(prompts, GREEDY))
+                    engine.cache.check()
     assert all(each.usage() == BackendUsage() for each in made)
 
 

@@ -12,7 +12,6 @@ from helpers.tiny_models import VERSION, tiny_config, tiny_model
 
 from vmkv import ConfigError
 from vmkv.serve.parallel import localise, sharding
-from vmkv.serve.parallel.engine import checked_options
 from vmkv.serve.parallel.sharding import Share
 
 pytestmark = pytest.mark.skipif(
@@ -56,12 +55,6 @@ def test_heads_are_not_divided() -> None:
     with pytest.raises(ConfigError, match="7 attention heads"):
         sharding.check_heads(config, sharding.plan_of(model), 3)
     assert before == {name: each.shape for name, each in model.named_parameters()}
-
-
-def test_ranks_join_no_broker() -> None:
-    """Memory would come to each as it does, and they plan alike."""
-    with pytest.raises(ConfigError, match="leave pool_socket out"):
-        checked_options({"pool_socket": "/somewhere"})
 
 
 def test_models_without_a_plan_are_refused() -> None:

@@ -16,7 +16,7 @@ from helpers.tiny_models import tiny_model
 from vmkv import BackendUsage, HostBackend
 from vmkv.core.backend import Backend, MemoryLocation
 from vmkv.core.backend.forwarding import ForwardingBackend
-from vmkv.core.memory import check_pool
+from vmkv.core.memory import Broker, PoolMember, check_pool
 from vmkv.errors import ConfigError, DriverError, OutOfPagesError
 from vmkv.serve.weights import Weights
 from vmkv.step.joined_layers import SiblingLinear
@@ -80,11 +80,15 @@ def test_a_broker_that_cannot_be_joined(tmp_path: Path) -> None:
             super().close()
 
     expected, where = contents(model), addresses(model)
-    weights = Weights(model, lambda: Backend(PAGE), pool_socket=str(tmp_path / "none.sock"))
+    path = str(tmp_path / "none.sock")
+    with Broker(path, 4 * PAGE, page_bytes=PAGE):
+        member = PoolMember.join(path, name="other", device="host", free_bytes=0)
+    weights = Weights(model, lambda: Backend(PAGE), beside=member)
     with pytest.raises(ConfigError, match="there is no broker at"):
         weights.hold()
     assert 1 == len(closed)
     assert (0, expected, where) == (weights.num_bytes, contents(model), addresses(model))
+    member.leave()
     weights.close()
 
 

@@ -450,11 +450,6 @@ def _check_sharing(arguments: argparse.Namespace) -> None:
     what = "several models" if len(arguments.models) > 1 else "--pool"
     if is_shared and arguments.replicas:
         raise ConfigError(f"--replicas and {what} do not go together: replicas have a GPU each")
-    if is_shared and arguments.tensor_parallel > 1:
-        raise ConfigError(
-            f"--tensor-parallel and {what} do not go together yet: ranks must plan alike, and "
-            "shared memory comes to each as it does"
-        )
     if not is_shared and (arguments.floor_bytes or arguments.pool_weight != 1):
         raise ConfigError(
             "--floor and --weight are of memory that is shared: name a --pool, or several models"

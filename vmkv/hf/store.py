@@ -24,6 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from ..core.cache.device_memory import open_member_pool
 from ..core.cache.fp8 import FP8
 from ..core.cache.geometry import check_positive, fitting_rows
 from ..core.cache.stats import add_stats
-from ..core.memory import ExtentPool, default_socket_path
+from ..core.memory import ExtentPool, PoolMember, default_socket_path
 from ..errors import CapacityError, ClosedError, ConfigError
 from ..step.states import StateLayer
 from . import compat
@@ -121,7 +122,7 @@ class CacheOptions:
             return self.pool
         return open_member_pool(
             self.backend or device,
-            self._broker or "",
+            partial(PoolMember.join, self._broker or ""),
             name=f"a cache of process {os.getpid()}",
             limit_bytes=self.budget_bytes,
         )

@@ -113,7 +113,7 @@ class Engine:
             if given.can_sleep:
                 agree = (given.runner_options or RunnerOptions()).agree
                 open_memory = partial(self._open_memory, pool)
-                self._weights = Weights(model, open_memory, agree, given.pool_socket)
+                self._weights = Weights(model, open_memory, agree, pool.member)
                 undo.callback(self._weights.close)
             self.cache: KVCache = rows.cache
             self._view = MemoryView(

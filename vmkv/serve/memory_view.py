@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from ..core.cache.growing import lacking_room, retire_surplus, surplus_bytes
 from ..core.cache.layer_group import UNDERREAD_TOKENS
 from ..core.cache.prefix import BLOCK_TOKENS
 from ..core.cache.swap import MovedPrefixes, move_prefixes
-from ..core.memory import ExtentPool
+from ..core.memory import ExtentPool, PoolMember
 from ..errors import CapacityError, ConfigError, DriverError
 from ..hf.configuration import check_length, layer_windows
 from ..hf.proof import prove
@@ -113,11 +114,12 @@ def pool_beside(
     shared: ExtentPool | None,
     options: EngineOptions,
     open_memory: Callable[[str], str | Backend] = str,
+    join: Callable[..., PoolMember] = PoolMember.join,
 ) -> ExtentPool:
     """Return the `shared` pool, or open one on the model's device.
 
-    `open_memory` opens a backend by the device's name. `ConfigError` if a budget is impossible, or
-    given with a shared pool.
+    `open_memory` opens a backend by the device's name, `join` joins a broker. `ConfigError` if a
+    budget is impossible, or given with a shared pool.
     """
     if shared is not None:
         if options.budget_bytes is not None or options.host_budget_bytes or options.pool_socket:
@@ -128,7 +130,7 @@ def pool_beside(
     if options.pool_socket is not None:
         return open_member_pool(
             open_memory(name),
-            options.pool_socket,
+            partial(join, options.pool_socket),
             host_budget_bytes=options.host_budget_bytes,
             name=model.config.name_or_path or type(model).__name__,
             floor_bytes=options.floor_bytes,

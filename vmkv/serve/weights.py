@@ -25,7 +25,7 @@ from ..core import _native
 from ..core.backend import Backend, MemoryLocation
 from ..core.cache.device_memory import open_member_pool
 from ..core.cache.layer_group import bytes_over, stream_getter
-from ..core.memory import Extent, ExtentPool, HostCopy, PageTable, size_classes
+from ..core.memory import Extent, ExtentPool, HostCopy, PageTable, PoolMember, size_classes
 from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
 from ..interrupts import uninterrupted
 from ..step.joined_layers import join
@@ -53,7 +53,7 @@ class Weights:
         model: The model, on one device.
         open_memory: Opens a further backend of the model's device.
         agree: Returns the maximum of a number over all ranks.
-        pool_socket: Socket of the broker to join.
+        beside: A member of the broker to join; None for none.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Weights:
         model: Any,
         open_memory: Callable[[], Backend],
         agree: Callable[[int], int] = int,
-        pool_socket: str | None = None,
+        beside: PoolMember | None = None,
     ):
         self._model = model
-        self._pool_socket = pool_socket
+        self._beside = beside
         self._num_bytes = 0
         self._open_memory = open_memory
         self._agree = agree
@@ -144,13 +144,13 @@ class Weights:
 
     def _open_pool(self, backend: Backend, num_bytes: int) -> ExtentPool:
         """Open the weights' pool, which brings a broker the memory that they take already."""
-        if self._pool_socket is None:
+        if self._beside is None:
             return ExtentPool(
                 backend, num_bytes, host_budget_bytes=num_bytes, on_pressure=self._release_idle
             )
         return open_member_pool(
             backend,
-            self._pool_socket,
+            self._beside.join_again,
             host_budget_bytes=num_bytes,
             name=f"{self._model.config.name_or_path or type(self._model).__name__}, weights",
             weight=_WEIGHT,

@@ -7,7 +7,6 @@ raises `torch.OutOfMemoryError`, so `call_with_room` frees pool memory and calls
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -48,20 +47,20 @@ def open_pool(
 @uninterrupted
 def open_member_pool(
     memory: str | Backend,
-    socket_path: str | os.PathLike[str],
+    join: Callable[..., PoolMember],
     *,
     host_budget_bytes: int | None = None,
     **figures: Any,
 ) -> ExtentPool:
     """Make a pool that joins a broker; it closes, and leaves, with its last user.
 
-    `figures` are those of `PoolMember.join`, which says what it raises: the name, floor, limit and
-    weight.
+    `join` is `PoolMember.join` with the broker's socket, and raises as that does; `figures` are its
+    name, floor, limit and weight.
     """
     with _opened(memory) as backend:
         free_bytes = backend.free_memory_bytes() + _idle_bytes(backend)
         device = backend.name
-        member = PoolMember.join(socket_path, device=device, free_bytes=free_bytes, **figures)
+        member = join(device=device, free_bytes=free_bytes, **figures)
         try:
             pool = _made(backend, member.budget_bytes, host_budget_bytes)
         except BaseException:

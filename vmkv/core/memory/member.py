@@ -30,6 +30,8 @@ from .shares import Order, Report
 from .unix_sockets import peer_of
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from .pool import ExtentPool
 
 _LOG = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ class PoolMember:
         withheld_bytes: Part of the budget that is to go back; nothing new should be planned on it.
         excess_bytes: Memory of live rows that is to be given up.
     """
+
+    _path: str
 
     def __init__(self, connection: socket.socket, order: Order, grow_timeout_s: float):
         self._socket = connection
@@ -81,7 +85,7 @@ class PoolMember:
         weight: float = 1.0,
         brought_bytes: int = 0,
         timeout_s: float = 60.0,
-    ) -> PoolMember:
+    ) -> Self:
         """Join a broker, and wait until it has given the floor.
 
         Args:
@@ -128,12 +132,18 @@ class PoolMember:
             if kind != "order":
                 raise ConfigError(f"the broker refuses: {values[0]}")
             connection.settimeout(None)
-            return cls(connection, Order(*values), timeout_s)
+            member = cls(connection, Order(*values), timeout_s)
+            member._path = where
+            return member
         except BaseException:
             with suppress(OSError):  # The order may be on its way.
                 connection.send(b'["leave"]')
             connection.close()
             raise
+
+    def join_again(self, **figures: Any) -> PoolMember:
+        """Join the same broker for another pool; `figures` are those of `join`."""
+        return self.join(self._path, **figures)
 
     def bind(self, pool: ExtentPool) -> None:
         """Have a pool, whose budget is `budget_bytes`, follow orders until it is closed."""
@@ -278,7 +288,7 @@ class PoolMember:
         while self.withheld_bytes > 0:
             before_bytes = pool.budget_bytes
             try:
-                pool.lower_budget(max(goal_bytes, before_bytes - _SLICE_BYTES))
+                self._lower(pool, max(goal_bytes, before_bytes - _SLICE_BYTES))
             except DriverError:
                 _LOG.warning("memory could not be given back yet", exc_info=True)
             with self._changed:
@@ -287,6 +297,9 @@ class PoolMember:
                 break
             self._look(pool)
         self.excess_bytes = self.withheld_bytes if self._order.preempts else 0
+
+    def _lower(self, pool: ExtentPool, budget_bytes: int) -> None:
+        pool.lower_budget(budget_bytes)
 
     def _look(self, pool: ExtentPool) -> None:
         """Measure the memory of live rows, and report."""

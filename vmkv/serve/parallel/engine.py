@@ -37,6 +37,7 @@ from ..scheduler import PreemptionCosts
 from . import Ranks, TensorParallel, localise
 from .localise import head_of, load
 from .lockstep import Lockstep, LockstepRunner
+from .membership import Memberships
 
 _LOG = logging.getLogger(__name__)
 #: Time for the other ranks to free their resources, once rank 0 has closed its engine.
@@ -68,7 +69,9 @@ class ParallelEngine(Engine):
         self._ranks = ranks = tensor_parallel
         self._lockstep = lockstep = Lockstep(ranks)
         localise(model, ranks)
-        pool = pool_beside(model, None, given, open_memory=lockstep.backend)
+        self._memberships = Memberships(ranks)
+        self._obey = self._memberships.obey
+        pool = pool_beside(model, None, given, lockstep.backend, self._memberships.join)
         lockstep.level(pool)
         # Choices that a rank would make for itself are rank 0's.
         seed = ranks.share(random.getrandbits(64) if given.seed is None else given.seed)
@@ -76,7 +79,8 @@ class ParallelEngine(Engine):
         how, wrap = given.runner_options or RunnerOptions(), partial(LockstepRunner, lockstep)
         how = replace(how, agree=ranks.max, wrap=wrap, head=head_of(model))
         its = replace(given, seed=seed, preemption_costs=costs, runner_options=how)
-        its = replace(its, budget_bytes=None, host_budget_bytes=0)  # The pool has them.
+        # The pool has them.
+        its = replace(its, budget_bytes=None, host_budget_bytes=0, pool_socket=None)
         super().__init__(model, tokenizer=tokenizer, observer=observer, pool=pool, **vars(its))
         try:
             lockstep.begin(pool, self.max_tokens, self.cache.overread_tokens, self._vocab_size)
@@ -90,9 +94,9 @@ class ParallelEngine(Engine):
         return super().num_failed_steps if self._ranks.failure is None else FAILED_STEPS_MAX
 
     def when_lost(self, call: Callable[[], None]) -> None:
-        """Have `call` called, from any thread, when a rank is lost."""
-        self._ranks.on_loss = call
-        if self._ranks.failure is not None:
+        """Have `call` called, from any thread, when a rank is lost, or a broker gives an order."""
+        self._ranks.on_loss = self._memberships.on_order = call
+        if self._ranks.failure is not None or self._memberships.orders:
             call()
 
     # ---- rank 0 ---------------------------------------------------------------------------
@@ -125,6 +129,10 @@ class ParallelEngine(Engine):
         """Run one step on all ranks; if a rank ends, all requests end with its `RankError`."""
         try:
             self._check_open()
+            while self._memberships.orders:
+                order = self._memberships.orders.popleft()
+                self._announce_now("_obey", *order)
+                self._obey(*order)
             if not self.loop.has_work:
                 return False
             self._lockstep.flush(is_step=True)
@@ -141,6 +149,7 @@ class ParallelEngine(Engine):
         return more
 
     def _run_step(self) -> bool:
+        self._memberships.come_down()
         more = self.loop.step()
         self._lockstep.num_requests = len(self._scheduler.requests)
         return more
@@ -156,6 +165,7 @@ class ParallelEngine(Engine):
         self._check_at_rest("sleep()")
         self._announce_now("sleep", **what)
         self._or_end(partial(super().sleep, **what))
+        self._memberships.report()
 
     def wake(self) -> None:
         """Wake all ranks or none, as `Engine.wake`."""
@@ -228,11 +238,6 @@ def checked_options(options: Mapping[str, Any]) -> EngineOptions:
     if "pool" in options:
         raise ConfigError("ranks cannot share a pool with others; leave pool out")
     given = EngineOptions(**options)
-    if given.pool_socket is not None:
-        raise ConfigError(
-            "a broker gives each process memory as it goes, and ranks must plan alike: leave "
-            "pool_socket out"
-        )
     if given.kv_scales is not None:
         raise ConfigError("kv_scales are of all heads, of which a rank has some; leave them out")
     return given
