@@ -120,8 +120,10 @@ def test_requests_are_preempted_where_all_have_too_little(
 ) -> None:
     """Both engines are busy: the second takes its share from the first one's live rows."""
     first, second = open_engine(), open_engine(pool_weight=3.0)
-    handles = [first.add(prompt, LONG) for prompt in PROMPTS]
+    handles = []
     while held(first) < 70:
+        if not first.has_unfinished:  # Again, if the broker was slow and they ran by turns.
+            handles += [first.add(prompt, LONG) for prompt in PROMPTS]
         first.step()
     others = [second.add(prompt, LONG) for prompt in PROMPTS]
     has_more = False
@@ -131,8 +133,8 @@ def test_requests_are_preempted_where_all_have_too_little(
         assert held(first) + held(second) <= PAGES
         has_more |= held(second) > held(first)
     assert has_more
-    for its in (handles, others):
-        assert alone == [each.output().outputs[0].token_ids for each in its]
+    said = [each.output().outputs[0].token_ids for each in handles + others]
+    assert alone * (len(said) // len(alone)) == said
     assert any(each.num_preemptions for handle in handles for each in handle.requests)
 
 
