@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 
 class Kind(enum.Enum):
-    """How a round computes; parts that decode have one token each, or none."""
+    """How a round computes: in chunks, token by token, or at most one token of each part."""
 
     CHUNKS = enum.auto()
     TOKENS = enum.auto()
@@ -78,13 +78,14 @@ class Round(NamedTuple):
 class PackedSequences:
     """Sequences of a step as layers with states see them; tensors are `int64` but for `is_begun`.
 
-    A convolution over all packed tokens is wrong for the first tokens of each sequence: `heads`.
-    They are computed again behind the tokens that the sequences' states hold, at `own [h]` among
-    `sources`. The sources say where tokens lie in states, followed by the packed tokens `near`:
-    first these states and heads, then the tokens that become the states of `rows`, and of
-    checkpoints at `kept_rows`. Where `near` is None, and without rounds, each sequence has one more
-    token. `order [T]` has the place of each packed token in the rounds' joint output; None if they
-    are in order.
+    A convolution runs over all packed tokens at once, which is wrong for the first tokens of each
+    sequence, `heads [h]`. A second convolution computes them, behind the tokens in the states. Its
+    input and the new states are gathered by `sources` from a table: the states of `rows`, then the
+    packed tokens `near`. The last of the gathered tokens are the new states, of `rows` and then of
+    checkpoints at `kept_rows`. The others are the input; it has the heads at `own [h]`.
+
+    `order [T]` is the place of each packed token in the rounds' joint output; None if they are in
+    order. Where `near` is None there are no rounds, and each sequence decodes one token.
     """
 
     rows: torch.Tensor

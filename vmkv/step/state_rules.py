@@ -13,8 +13,8 @@ bounds of sequences. flash-linear-attention's take such bounds; others are calle
 Layers run in order, so an operator needs no number: a convolution is the next layer's. To compilers
 both are opaque, so such layers are compiled like others.
 
-What decodes changes its states where they lie, if flash-linear-attention is there: states are most
-of what such a step reads and writes.
+Where flash-linear-attention is installed, sequences that decode change their states in place: with
+copies, such a step would read and write three times as much.
 
 See DESIGN.md, Note [States beside rows].
 """
@@ -359,7 +359,7 @@ class Call(NamedTuple):
 
 @functools.cache
 def _rule_in_place() -> Any:
-    """Return flash-linear-attention's rule for one token that changes states where they lie."""
+    """Return flash-linear-attention's rule for one token that changes states in place, or None."""
     try:
         return importlib.import_module("fla.ops.kda.fused_recurrent").fused_recurrent_kda_fwd
     except (ImportError, AttributeError):
@@ -367,7 +367,7 @@ def _rule_in_place() -> Any:
 
 
 def _is_in_place(rule: Callable[..., Any], call: Call, states: torch.Tensor) -> bool:
-    """Whether the rule that changes states where they lie computes the same as `rule`."""
+    """Whether the rule that changes states in place computes the same as `rule`."""
     if not states.is_cuda or _rule_in_place() is None:
         return False
     given = torch.linspace(-1, 1, states[0].numel(), device=states.device).view(states[:1].shape)
