@@ -16,6 +16,7 @@ import pytest
 
 from vmkv import ConfigError, ExtentPool, HostBackend
 from vmkv.core.memory import Broker, PoolMember, default_socket_path, shares
+from vmkv.core.memory.broker import VERSION
 from vmkv.core.memory.shares import Report
 from vmkv.units import KiB
 
@@ -322,3 +323,18 @@ def test_the_socket_has_a_place_for_each_user(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("VMKV_POOL")
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     assert default_socket_path() == "/run/user/7/vmkv-pool.sock"
+
+
+def test_a_member_leaves_with_an_order_unread(broker: Broker) -> None:
+    """Its end with unread data is an error to the broker before the message that it leaves."""
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
+        connection.connect(broker.socket_path)
+        facts = {"version": VERSION, "name": "hasty", "device": "host", "free_bytes": 0}
+        facts |= {"floor_bytes": PAGE, "limit_bytes": None, "weight": 1.0, "brought_bytes": 0}
+        connection.send(json.dumps(["join", facts]).encode())
+        until(lambda: bool(broker.members()))  # Its order has been sent.
+        with broker._lock:  # So the broker reads nothing before the end.
+            connection.send(b'["leave"]')
+            connection.close()
+    until(lambda: not broker.members())
+    assert not broker._connections

@@ -178,8 +178,8 @@ class Broker:
         except ConfigError as error:
             _LOG.warning("%s", error)
             self._send(its, "refused", one_line(error))
-        except ConnectionError:
-            pass
+        except ConnectionError:  # It has ended with an order unread; what it sent comes after this.
+            return
         except Exception as error:  # noqa: BLE001  # of another process, which may send anything
             _LOG.warning("process %d sent what is no message: %s", its.pid, one_line(error))
         self._hang_up(its)
