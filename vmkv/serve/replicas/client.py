@@ -22,7 +22,7 @@ from ...errors import CapacityError, ClosedError, LostError, one_line
 from ..params import SamplingParams
 from ..request import RequestOutput
 from .metrics import ReplicaMetrics
-from .replica import ReplicaFacts, ReplicaReport
+from .replica import ReplicaReport
 
 #: Retries of a request whose replica is lost before its first output.
 _RERUNS_MAX = 2
@@ -47,9 +47,9 @@ class ReplicatedEngine:
         self._is_stopping = False
         self._reporting: asyncio.Task[None] | None = None
 
-    async def facts(self) -> ReplicaFacts:
-        """Wait for the first replica; return the properties that all replicas share."""
-        facts: ReplicaFacts = await self._handle.options(stream=False).facts.remote()
+    async def facts(self) -> tuple[int, int]:
+        """Wait for the first replica; return its `EngineReplica.facts`."""
+        facts: tuple[int, int] = await self._handle.options(stream=False).facts.remote()
         return facts
 
     async def stream(
