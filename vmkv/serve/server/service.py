@@ -273,15 +273,14 @@ class Service:
         body = {"status": status, "reason": reason, **counts}
         return JSONResponse(body, 200 if status == "ok" else 503)
 
-    async def sleep(self, request: Request) -> Response:
+    async def sleep(
+        self, level: str = "1", mode: str = "wait", model: str | None = None
+    ) -> Response:
         """Move the weights to host memory, once running requests have finished.
 
         With `mode=abort` they are cancelled instead. Requests that come later wake the model. The
         one `level` is 1.
         """
-        level, mode = (
-            request.query_params.get(*each) for each in (("level", "1"), ("mode", "wait"))
-        )
         if level != "1":
             raise invalid(
                 f"level={shown(level)}: a model sleeps at level 1 here, from which a request wakes "
@@ -290,7 +289,7 @@ class Service:
             )
         if mode not in ("abort", "wait"):
             raise invalid(f"mode={shown(mode)} is neither abort nor wait", "mode")
-        await self._asked(request.query_params.get("model")).sleep(aborts=mode == "abort")
+        await self._asked(model).sleep(aborts=mode == "abort")
         return Response()
 
     async def wake_up(self, model: str | None = None) -> Response:
