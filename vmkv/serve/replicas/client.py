@@ -40,7 +40,8 @@ class ReplicatedEngine:
     def __init__(self, handle: Any, metrics: ReplicaMetrics):
         self._handle = handle.options(stream=True)
         self._metrics = metrics
-        self._failure: str | None = None
+        #: The reason why no replica serves requests, or None; some seconds old.
+        self.failure: str | None = None
         self._responses: set[Any] = set()
         self._all_done = asyncio.Event()
         self._all_done.set()
@@ -122,11 +123,6 @@ class ReplicatedEngine:
 
     # ---- status ---------------------------------------------------------------------------
 
-    @property
-    def failure(self) -> str | None:
-        """The reason why no replica serves requests, or None; some seconds old."""
-        return self._failure
-
     def _watch(self) -> None:
         if self._reporting is None:
             self._reporting = asyncio.get_running_loop().create_task(self._report_on())
@@ -136,10 +132,10 @@ class ReplicatedEngine:
             try:
                 reports = await self._reports()
             except (RayServeException, RayError, TimeoutError, LostError) as error:
-                self._failure = f"no replica is there: {one_line(error)}"
+                self.failure = f"no replica is there: {one_line(error)}"
             else:
                 failures = [each.failure for each in reports]
-                self._failure = None if None in failures else "; ".join(map(str, failures))
+                self.failure = None if None in failures else "; ".join(map(str, failures))
                 self._metrics.take({each.replica: each.metrics for each in reports})
             await asyncio.sleep(_REPORT_S)
 
