@@ -311,20 +311,15 @@ class ChatForm(Form):
             self._calling.add(delta.index)
         return reply
 
-    def finish_reason(self, delta: CompletionOutput) -> str | None:
-        """Return why a choice has ended; call it after `reply`."""
-        if delta.finish_reason is FinishReason.STOP and delta.index in self._calling:
-            return "tool_calls"
-        return delta.finish_reason
-
     def choice(self, delta: CompletionOutput, *, is_chunk: bool = False) -> dict[str, Any] | None:
         """See `Form.choice`."""
         choice = super().choice(delta, is_chunk=is_chunk)
         if self._new_parser is None or choice is None:
             return choice
-        reason = choice["finish_reason"] = self.finish_reason(delta)
+        if delta.finish_reason is FinishReason.STOP and delta.index in self._calling:
+            choice["finish_reason"] = "tool_calls"
         # While a parser holds text back there is nothing to say.
-        news = (choice.get("delta"), choice["logprobs"], choice.get("token_ids"), reason)
+        news = map(choice.get, ("delta", "logprobs", "token_ids", "finish_reason"))
         return choice if any(news) or not is_chunk else None
 
     def tail(self, index: int | None = None) -> list[bytes | bytearray]:
