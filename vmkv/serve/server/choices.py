@@ -8,7 +8,6 @@ for all such tokens.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import re
 import time
@@ -43,6 +42,8 @@ def encoded(value: Any) -> bytes:
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _UNKNOWN = "\ufffd"
+#: GPT-2's table from characters to bytes.
+_BYTE_LEVEL = {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 class TokenText(NamedTuple):
@@ -80,14 +81,8 @@ def _bytes_of(token: str) -> bytes | None:
     by_name = _BYTE_TOKEN.fullmatch(token)
     if by_name:
         return bytes.fromhex(by_name.group(1))
-    table = _byte_level()
+    table = _BYTE_LEVEL
     return bytes(map(table.__getitem__, token)) if table.keys() >= set(token) else None
-
-
-@functools.cache
-def _byte_level() -> dict[str, int]:
-    """Return GPT-2's table from characters to bytes."""
-    return {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 # ---- formats -------------------------------------------------------------------------------------
