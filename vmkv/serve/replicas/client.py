@@ -35,7 +35,7 @@ _LOST = (RayActorError, WorkerCrashedError, ObjectLostError, TaskCancelledError)
 
 
 class ReplicatedEngine:
-    """Replicas behind a handle of Ray Serve, for one event loop. Implements `StreamingEngine`."""
+    """Replicas behind a handle of Ray Serve, for one event loop; used as an `EngineClient` is."""
 
     def __init__(self, handle: Any, metrics: ReplicaMetrics):
         self._handle = handle.options(stream=True)

@@ -13,11 +13,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import Metric
@@ -52,8 +51,15 @@ from .schema import (
 )
 from .vllm_names import VllmNames
 
+if TYPE_CHECKING:
+    from ..engine_client import EngineClient
+    from ..replicas.client import ReplicatedEngine
+
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=GenerationRequest | TokenizeRequest | DetokenizeRequest)
+#: An engine that runs in the background, and streams outputs to an event loop. As a context manager
+#: it serves the current event loop, and stops once running requests have finished.
+StreamingEngine: TypeAlias = "EngineClient | ReplicatedEngine"
 #: Makes the writer of an answer, from its form and its request's identifier.
 NewWriter: TypeAlias = Callable[[Form, str], ItemWriter]
 
@@ -66,38 +72,6 @@ _BYTES_PER_VALUE = 128
 #: Largest body that is parsed beside others, in about a millisecond.
 _SMALL_BYTES = 16 * 1024
 _PIECE_BYTES = 1 << 18
-
-
-class StreamingEngine(AbstractAsyncContextManager[object], Protocol):
-    """An engine that runs in the background and streams outputs to an event loop.
-
-    As a context manager it serves the current event loop, and stops once running requests have
-    finished.
-    """
-
-    def stream(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        priority: int = 0,
-        *,
-        tenant: str | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield a request's new outputs as they come; closing the iterator cancels the request.
-
-        Raises:
-            ConfigError: The request can never be served. Raised by the first iteration.
-        """
-        ...
-
-    @property
-    def failure(self) -> str | None:
-        """The reason why no request can be served; None while the engine works."""
-        ...
-
-    async def shutdown(self, drain: bool = True) -> None:
-        """Stop, after running requests have finished or, with `drain=False`, by cancelling them."""
-        ...
 
 
 class ServerMetrics(Protocol):
