@@ -116,15 +116,7 @@ class Engine:
                 self._weights = Weights(model, open_memory, agree, pool.member)
                 undo.callback(self._weights.close)
             self.cache: KVCache = rows.cache
-            self._view = MemoryView(
-                self.cache,
-                given.max_num_batched_tokens,
-                # Cached values from other chunk sizes are rounded differently.
-                prefix_caching=given.prefix_caching and not given.deterministic,
-                forks=not given.deterministic,
-                num_reserved_rows=given.max_num_seqs + 2,
-                requests=self._scheduler.requests,
-            )
+            self._view = MemoryView(self.cache, given, self._scheduler.requests)
             runner = make_runner(model, rows, given, self._weights)
             renew = partial(renewed_runner, model, rows, given, self._weights)
             self._turns = TrainingTurns(model, runner, renew)
