@@ -38,6 +38,7 @@ from models import CacheShape, llama_config, make_model
 from transformers import LlamaForCausalLM
 
 from vmkv import KVCache, SamplingParams
+from vmkv.options import EngineOptions
 from vmkv.serve.runner import ModelRunner, RunnerOptions
 from vmkv.step import Piece
 from vmkv.units import GiB, MiB
@@ -92,14 +93,13 @@ class Steps:
         head_dim = config.hidden_size // config.num_attention_heads
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
         CacheShape("", layers, heads, head_dim).add_layers(self.cache)
-        self.runner = ModelRunner(
-            model,
-            self.cache,
+        given = EngineOptions(
             max_num_seqs=8 if smoke else 256,
             max_num_batched_tokens=64 if smoke else 16384,
             attention_backend=backend,
-            options=RunnerOptions(capture=True, show_progress=False),
+            runner_options=RunnerOptions(capture=True, show_progress=False),
         )
+        self.runner = ModelRunner(model, self.cache, given)
         start = time.perf_counter()
         self.runner.warm_up()
         self.warm_up_s = time.perf_counter() - start

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from helpers.device import Device
 from helpers.pool_play import PAGE, UNDERREAD_TOKENS, Guest, PoolPlay, add_layers, cost_model, noted
+from helpers.scheduler_books import check_scheduler
 from helpers.stamp_runner import VOCABULARY, Mishap, StampRunner, answer
 from helpers.stamped_rows import STATES, History, StampedRows
 
@@ -402,7 +403,7 @@ class EnginePlay(PoolPlay):
             is_deep: Check the invariants of memory and the content of every row too.
         """
         super().check()
-        self.engine._scheduler.check()
+        check_scheduler(self.engine._scheduler)
         for asked in [each for each in self.asked if each.handle.is_finished]:
             self.asked.remove(asked)
             self._check_outcome(asked)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from helpers.engine_play import Shape, stamped_engine
 from helpers.pool_play import PoolPlay
 from helpers.random_engine import RandomPlay
+from helpers.scheduler_books import check_scheduler
 from helpers.stamp_runner import VOCABULARY, answer
 
 from vmkv import KVCache, SamplingParams
@@ -144,7 +145,7 @@ class EnginesPlay(PoolPlay):
         """Check the books and the finished requests."""
         super().check()
         for busy in self._engines:
-            busy.engine._scheduler.check()
+            check_scheduler(busy.engine._scheduler)
             busy.engine.cache.check()
         for each in [each for each in self._asked if each[1].is_finished]:
             self._asked.remove(each)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from helpers.engine_play import EnginePlay, Shape
 from helpers.interrupts import interrupted
+from helpers.scheduler_books import check_scheduler
 from helpers.tiny_models import VOCABULARY
 
 from vmkv import KVCache
@@ -81,7 +82,7 @@ def test_an_engine_can_be_interrupted_anywhere(
         assert is_sent == is_interrupted
         num_interrupts += is_sent
         engine.cache.check()
-        engine._scheduler.check()
+        check_scheduler(engine._scheduler)
         return is_interrupted
 
     while num_interrupts < _NUM_INTERRUPTS / _NUM_ENGINES:
@@ -152,7 +153,7 @@ def test_interrupted_calls_leave_the_engine_consistent(call: str, names: tuple[s
             assert set(engine._scheduler.requests) == set(engine._handles)
             assert call != "generate" or set(engine._handles) <= {0, 1}
             engine.cache.check()
-            engine._scheduler.check()
+            check_scheduler(engine._scheduler)
             engine.cancel_all()
             engine.step()
             assert 0 == engine.cache.stats().num_sequences

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import itertools
 import random
 from collections import deque
@@ -28,6 +27,7 @@ from vmkv.core.cache import KVCache
 from vmkv.core.cache import Sequence as Row
 from vmkv.errors import ClosedError, ConfigError
 from vmkv.hf import compat
+from vmkv.options import EngineOptions
 from vmkv.serve.memory_view import fit_budget
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import ModelRunner, RunnerOptions
@@ -77,6 +77,14 @@ def alone(model, prompt: Sequence[int], count: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+def given(
+    options: RunnerOptions | None = None, num_tokens: int = 16, num_seqs: int = SLOTS, **others: Any
+) -> EngineOptions:
+    """An engine's options for a runner of steps of `num_tokens`."""
+    its = {"max_num_seqs": num_seqs, "max_num_batched_tokens": num_tokens, **others}
+    return EngineOptions(runner_options=options, **its)
+
+
 @contextlib.contextmanager
 def running(
     model,
@@ -88,14 +96,7 @@ def running(
 ) -> Iterator[tuple[ModelRunner, KVCache]]:
     """A runner of steps of `num_tokens`, and its cache."""
     with cache_for(model) as cache:
-        runner = ModelRunner(
-            model,
-            cache,
-            max_num_seqs=num_seqs,
-            max_num_batched_tokens=num_tokens,
-            options=options,
-            **others,
-        )
+        runner = ModelRunner(model, cache, given(options, num_tokens, num_seqs, **others))
         yield runner, cache
         runner.close()
 
@@ -405,11 +406,9 @@ def test_a_closed_runner_restores_the_model() -> None:
     attributes = [set(vars(each)) for each in model.modules()]
     with cache_for(model) as cache:
         for _ in range(2):
-            runner = ModelRunner(
-                model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16, options=TRACED
-            )
+            runner = ModelRunner(model, cache, given(TRACED))
             with pytest.raises(ConfigError, match="another runner"):
-                ModelRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16)
+                ModelRunner(model, cache, given())
             runner.close()
             runner.close()
             with pytest.raises(ClosedError):
@@ -426,14 +425,14 @@ def test_a_refused_runner_leaves_the_model_unchanged() -> None:
         KVCache("host", max_tokens=20, max_sequences=2) as empty,
         pytest.raises(ConfigError, match="layers"),
     ):
-        ModelRunner(model, empty, max_num_seqs=SLOTS, max_num_batched_tokens=16)
+        ModelRunner(model, empty, given())
     with cache_for(model) as cache:
         rows = [cache.open() for _ in range(SLOTS + 2)]
         with pytest.raises(MemoryError):
-            ModelRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16, options=PADDED)
+            ModelRunner(model, cache, given(PADDED))
         for row in rows:
             row.close()
-        ModelRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16).close()
+        ModelRunner(model, cache, given()).close()
         assert cache.stats().num_sequences == 0
     assert model.config._attn_implementation == "eager"
 
@@ -450,16 +449,13 @@ def test_wrapped_layers_are_not_compiled() -> None:
 
     of_norm = wrapped(norm)
     with cache_for(model) as cache:
-        make = functools.partial(
-            ModelRunner, model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16
-        )
-        make(options=TRACED).close()
+        ModelRunner(model, cache, given(TRACED)).close()
         assert of_norm is norm.forward
         of_layer = wrapped(layer)
         with pytest.raises(ConfigError, match="wrapped"):
-            make(options=TRACED)
+            ModelRunner(model, cache, given(TRACED))
         requests = [Request(prompt, SamplingParams(temperature=0, max_tokens=5))]
-        runner = make(options=PLAIN)
+        runner = ModelRunner(model, cache, given(PLAIN))
         serve(runner, cache, requests)
         runner.close()
     assert alone(model, prompt, 5) == requests[0].said

@@ -17,6 +17,7 @@ from vmkv import Engine
 from vmkv.attention import AttentionSpec
 from vmkv.core.cache import KVCache
 from vmkv.core.cache.fp8 import FP8
+from vmkv.options import EngineOptions
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import ModelRunner, RunnerOptions
 from vmkv.step import Piece
@@ -84,14 +85,13 @@ class Served:
             "cuda:0", max_tokens=MAX_TOKENS, max_sequences=SLOTS + 1, budget_bytes=2**30
         )
         self.cache.add_layers(range(LAYERS), num_kv_heads=KV_HEADS, head_dim=WIDTH, dtype=stored)
-        self.runner = ModelRunner(
-            self.model,
-            self.cache,
+        given = EngineOptions(
             max_num_seqs=SLOTS,
             max_num_batched_tokens=2048,
             attention_backend=attention_backend,
-            options=RunnerOptions(show_progress=False, **options),
+            runner_options=RunnerOptions(show_progress=False, **options),
         )
+        self.runner = ModelRunner(self.model, self.cache, given)
         self.runner.warm_up()
         self.logits: list[torch.Tensor] = []
         self.num_mapped = 0  # Mappings when the prompts of the last `say` had been submitted.

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from helpers.scheduler_books import check_scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -173,7 +174,7 @@ class Trace:
         self.num_steps += 1
         most_mixed_tokens = self.most_mixed_tokens()
         plan = self.scheduler.plan(self.view)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         assert most_mixed_tokens is None or plan.num_tokens <= most_mixed_tokens
         if fails:
             self.give_up(plan)
@@ -216,7 +217,7 @@ class Trace:
             self.scheduler.requeue(request, PreemptionMethod.RECOMPUTE)
         for request in plan.resumed:
             self.scheduler.requeue(request, PreemptionMethod.SWAP)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
 
     def note_preempted(self, request_id: int, method: PreemptionMethod) -> None:
         life = self.lives[request_id]

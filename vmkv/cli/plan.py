@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import ConfigError
 from ..units import GiB, MiB, format_bytes
-from .arguments import (
-    DTYPES,
-    KV_DTYPES,
-    Commands,
-    add_source,
-    count,
-    gib,
-    name,
-    positive_gib,
-    positive_int,
-    source_of,
-)
+from . import arguments as types
 
 if TYPE_CHECKING:
     from .capacity import KindBytes, ModelShape
@@ -30,7 +19,7 @@ if TYPE_CHECKING:
 _SWAP_BYTES_PER_S = 55e9
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: types.Commands) -> None:
     """Add the command."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan",
@@ -39,23 +28,24 @@ def add_parser(commands: Commands) -> None:
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("model", metavar="MODEL", type=name, help="a folder, a config.json, or a Hub name")
-    add("--users", type=positive_int, default=1, help="sequences at once")
-    add("--context", type=positive_int, required=True, help="tokens of each, e.g. 8192 or 8k")
+    add("model", metavar="MODEL", type=types.name, help="a folder, a config.json, or a Hub name")
+    add("--users", type=types.positive_int, default=1, help="sequences at once")
+    add("--context", type=types.positive_int, required=True, help="tokens of each, e.g. 8192 or 8k")
     text = "tokens that a cache without paging must leave room for (default: the model's)"
-    add("--longest", type=positive_int, help=text)
-    add("--device-memory", type=positive_gib, metavar="GiB", help="of one GPU")
-    add("--weights", type=gib, metavar="GiB", help="(default: counted from the configuration)")
+    add("--longest", type=types.positive_int, help=text)
+    add("--device-memory", type=types.positive_gib, metavar="GiB", help="of one GPU")
+    text = "(default: counted from the configuration)"
+    add("--weights", type=types.gib, metavar="GiB", help=text)
     text = "for activations, CUDA graphs and the context (default: 4)"
-    add("--reserve", type=gib, metavar="GiB", default=4 * GiB, help=text)
+    add("--reserve", type=types.gib, metavar="GiB", default=4 * GiB, help=text)
     flags, text = ("--tensor-parallel", "--tensor-parallel-size"), "GPUs that share the model"
-    add(*flags, type=positive_int, default=1, help=text)
-    add("--share-prefix", type=count, metavar="TOKENS", default=0, help="common to all users")
-    add("--swap", type=gib, metavar="GiB", default=0, help="host memory for idle sequences")
-    add("--dtype", choices=DTYPES, help="of keys and values (default: the configuration's)")
+    add(*flags, type=types.positive_int, default=1, help=text)
+    add("--share-prefix", type=types.count, metavar="TOKENS", default=0, help="common to all users")
+    add("--swap", type=types.gib, metavar="GiB", default=0, help="host memory for idle sequences")
+    add("--dtype", choices=types.DTYPES, help="of keys and values (default: the configuration's)")
     text = "fp8: keys and values in eight bits (default: auto, as --dtype says)"
-    add("--kv-dtype", "--kv-cache-dtype", choices=KV_DTYPES, default="auto", help=text)
-    add_source(add)
+    add("--kv-dtype", "--kv-cache-dtype", choices=types.KV_DTYPES, default="auto", help=text)
+    types.add_source(add)
     add("--json", action="store_true", help="for programs")
 
 
@@ -71,7 +61,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             f"--share-prefix {shared_tokens} is longer than --context {num_tokens}; a prefix is "
             "part of its sequence"
         )
-    config = load_config(arguments.model, **source_of(arguments))
+    config = load_config(arguments.model, **types.source_of(arguments))
     num_ranks = arguments.tensor_parallel
     shape = model_shape(
         config, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype, num_ranks=num_ranks

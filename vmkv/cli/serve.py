@@ -393,7 +393,7 @@ def _running(
         with running_replicas(
             make, arguments.replicas, on_gpus=on_gpus, silence_max_s=silence_max_s
         ) as (engine, shown, facts):
-            yield engine, shown, facts.max_tokens, facts.budget_bytes
+            yield engine, shown, *facts
         return
     from ..serve.metrics import Metrics
     from ..serve.process import EngineProcess

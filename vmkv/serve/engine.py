@@ -33,7 +33,7 @@ from ..options import EngineOptions
 from ..units import GiB, format_bytes
 from .guided import Grammars
 from .memory_view import MemoryView, OwnBudget, open_rows, pool_beside
-from .observer import EngineObserver, FirstToken, Idle, RequestAdded, RequestRecord
+from .observer import EngineObserver, FirstToken, Idle, Observers, RequestAdded, RequestRecord
 from .params import SamplingParams
 from .prompts import check_tenant, end_tokens, packed_prompt, resolve, tokenised, vocabulary_sizes
 from .request import FinishReason, Request, RequestHandle, RequestOutput, detokenizer_of
@@ -96,7 +96,7 @@ class Engine:
         )
         self.tokenizer = tokenizer
         self._vocab_size, self._input_vocab_size = vocabulary_sizes(model)
-        self._observer = observer
+        self._observer = observer or Observers(())
         self._watermark_bytes = given.watermark_bytes
         self._is_idle = True  # Warming up has trimmed the cache.
         self._is_inside = False
@@ -116,15 +116,7 @@ class Engine:
                 self._weights = Weights(model, open_memory, agree, pool.member)
                 undo.callback(self._weights.close)
             self.cache: KVCache = rows.cache
-            self._view = MemoryView(
-                self.cache,
-                given.max_num_batched_tokens,
-                # Cached values from other chunk sizes are rounded differently.
-                prefix_caching=given.prefix_caching and not given.deterministic,
-                forks=not given.deterministic,
-                num_reserved_rows=given.max_num_seqs + 2,
-                requests=self._scheduler.requests,
-            )
+            self._view = MemoryView(self.cache, given, self._scheduler.requests)
             runner = make_runner(model, rows, given, self._weights)
             renew = partial(renewed_runner, model, rows, given, self._weights)
             self._turns = TrainingTurns(model, runner, renew)
@@ -241,9 +233,7 @@ class Engine:
         handle = RequestHandle(requests, text, self)
         for request in requests:
             self._handles[request.request_id] = handle
-            if self._observer is not None:
-                num_tokens = len(request.prompt_token_ids)
-                self._observer.on(RequestAdded(request.request_id, num_tokens), self.cache)
+            self._observer.on(RequestAdded(request.request_id), self.cache)
         return handle
 
     @uninterrupted
@@ -297,9 +287,8 @@ class Engine:
             try:
                 if num_tokens == 1:
                     request.first_token_s = time.perf_counter()
-                    if self._observer is not None:
-                        wait_s = request.first_token_s - request.arrived_s
-                        self._observer.on(FirstToken(request.request_id, wait_s), self.cache)
+                    wait_s = request.first_token_s - request.arrived_s
+                    self._observer.on(FirstToken(request.request_id, wait_s), self.cache)
                 may_stop = num_tokens >= params.min_tokens
                 asked = params.structured_outputs
                 if asked is not None and request.matcher is not None:
@@ -338,19 +327,18 @@ class Engine:
         handle = self._handles.pop(request.request_id, None)
         if handle is not None and self.on_update is not None:
             self.on_update(handle)
-        if self._observer is not None:
-            record = RequestRecord(
-                request_id=request.request_id,
-                arrival_s=request.arrived_s,
-                start_s=request.started_s or None,
-                first_token_s=request.first_token_s or None,
-                end_s=time.perf_counter(),
-                num_prompt_tokens=len(request.prompt_token_ids),
-                num_output_tokens=len(request.output_token_ids),
-                finish_reason=str(reason),
-                num_cached_tokens=request.num_cached_tokens,
-            )
-            self._observer.on(record, self.cache)
+        record = RequestRecord(
+            request_id=request.request_id,
+            arrival_s=request.arrived_s,
+            start_s=request.started_s or None,
+            first_token_s=request.first_token_s or None,
+            end_s=time.perf_counter(),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_output_tokens=len(request.output_token_ids),
+            finish_reason=str(reason),
+            num_cached_tokens=request.num_cached_tokens,
+        )
+        self._observer.on(record, self.cache)
 
     # ---- running --------------------------------------------------------------------------
 
@@ -399,8 +387,7 @@ class Engine:
     def _note_idle(self) -> None:
         self._is_idle = True
         self.loop.rest()
-        if self._observer is not None:
-            self._observer.on(Idle(self.is_sleeping), self.cache)
+        self._observer.on(Idle(self.is_sleeping), self.cache)
 
     def _give_back(self, is_wanted: Callable[[], bool]) -> bool:
         """Shrink the pool to the watermark; false if interrupted by `is_wanted`."""

@@ -130,7 +130,8 @@ class EngineClient(abc.ABC):
         self._streams: dict[int, _Stream] = {}
         self._asked: dict[int, asyncio.Future[None]] = {}  # What is no request.
         self._num_failed_steps = 0
-        self._is_sleeping = False
+        #: Whether the engine sleeps, as its last news said.
+        self.is_sleeping = False
         self._is_stopping = False
         self._death: str | None = None
 
@@ -194,11 +195,6 @@ class EngineClient(abc.ABC):
     async def wake(self) -> None:
         """Wake the engine, as a request does. Raises as `Engine.wake`, and if the engine ends."""
         await self._ask(Wake)
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether the engine sleeps, as its last news said."""
-        return self._is_sleeping
 
     async def _ask(self, command: Callable[[int], Command]) -> None:
         await self._connect()
@@ -273,7 +269,7 @@ class EngineClient(abc.ABC):
     def _take(self, news: News) -> None:
         """Pass news from the engine to its streams."""
         self._heard_s = self._clock()
-        self._num_failed_steps, self._is_sleeping = news.num_failed_steps, news.is_sleeping
+        self._num_failed_steps, self.is_sleeping = news.num_failed_steps, news.is_sleeping
         for key, error in news.refused:
             if key in self._streams:
                 self._streams[key].fail(error)
@@ -290,7 +286,7 @@ class EngineClient(abc.ABC):
 
     def _lose(self, reason: str) -> None:
         """Fail all streams because the engine has ended. Idempotent."""
-        self._death, self._is_sleeping = self._death or reason, False
+        self._death, self.is_sleeping = self._death or reason, False
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(ClosedError(self._death))

@@ -197,27 +197,19 @@ class OwnBudget:
 class MemoryView:
     """Sequences of requests in one cache, used by the engine's thread only.
 
-    A sequence grows by at most `max_chunk_tokens` per step, and swapped sequences leave
-    `num_reserved_rows` rows free. With `forks` samples share the prompt that the first computed.
-    `requests` are the unfinished ones by number.
+    `given` are the engine's options, `requests` the unfinished ones by number. Swapped sequences
+    leave rows free for all running requests. Unless `deterministic`, samples share the prompt that
+    the first computed.
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        max_chunk_tokens: int,
-        *,
-        prefix_caching: bool,
-        forks: bool,
-        num_reserved_rows: int,
-        requests: Mapping[int, Request],
-    ):
+    def __init__(self, cache: KVCache, given: EngineOptions, requests: Mapping[int, Request]):
         self.cache = cache
         self.page_bytes = cache.pool.page_bytes
-        self._max_chunk_tokens = max_chunk_tokens
-        self._prefix_caching = prefix_caching
-        self._forks = forks
-        self._num_reserved_rows = num_reserved_rows
+        self._max_chunk_tokens = given.max_num_batched_tokens
+        self._forks = not given.deterministic
+        # Cached values from other chunk sizes are rounded differently.
+        self._prefix_caching = given.prefix_caching and not given.deterministic
+        self._num_reserved_rows = given.max_num_seqs + 2
         self._requests = requests
         #: Ended sequences that are still open, and since which submission they are idle.
         self.ending: list[tuple[CacheSequence, int | None]] = []

@@ -76,7 +76,6 @@ class RequestAdded:
     """A request (one sample of a prompt) was queued."""
 
     request_id: int
-    num_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

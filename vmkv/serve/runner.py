@@ -221,36 +221,25 @@ class RunnerOptions:
 class ModelRunner:
     """Runs the engine's steps of one model over the rows of one cache, in order of submission.
 
-    The model attends through this runner until `close`. Captured or warmed-up steps take one row of
-    the cache for padding. The default attention backend of captured steps is flash3 if it can serve
-    a layer; it keeps a tile of every row resident for its over-read. `graph_bytes` is the device
-    memory of the graphs after `warm_up`. `ConfigError` or `CapacityError` leave the model
-    unchanged.
+    `given` are the engine's options, of which `runner` is not asked. The model attends through this
+    runner until `close`. Captured or warmed-up steps take one row of the cache for padding. The
+    default attention backend of captured steps is flash3 if it can serve a layer; it keeps a tile
+    of every row resident for its over-read. `graph_bytes` is the device memory of the graphs after
+    `warm_up`. `ConfigError` or `CapacityError` leave the model unchanged.
     """
 
     def __init__(
-        self,
-        model: Any,
-        cache: KVCache,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        attention_backend: str | None = None,
-        calls: AttentionCalls | None = None,
-        options: RunnerOptions | None = None,
-        deterministic: bool = False,
+        self, model: Any, cache: KVCache, given: EngineOptions, calls: AttentionCalls | None = None
     ):
         self._model = model
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._options = options or RunnerOptions()
-        self._deterministic = deterministic
+        self._given = given
+        self._options: RunnerOptions = given.runner_options or RunnerOptions()
         self._device = cache.device
         self._is_cuda = self._device.type == "cuda"
         self._is_closed = False
         self.graph_bytes = 0
         vocab_size = vocabulary.num_logits(model)
-        compiles = self._wants(self._options.compile_layers)
-        self.sampler = Sampler(max_num_seqs, vocab_size, self._device)
+        self.sampler = Sampler(given.max_num_seqs, vocab_size, self._device)
         self._histories: dict[int, _History] = {}  # By slot, where it has logits processors.
         self._wanted_logprobs: dict[int, int] = {}  # By slot, where it wants some.
         # By slot, where it wants log-probabilities of its prompt: how many, and the prompt.
@@ -258,14 +247,12 @@ class ModelRunner:
         check_free(model)
         self._settings = settings_of(model)  # Before layers are compiled.
         with contextlib.ExitStack() as undo:
-            self.stepper = self._make_stepper(
-                cache, max_num_seqs, compiles, attention_backend=attention_backend, calls=calls
-            )
+            self.stepper = self._make_stepper(cache, calls)
             undo.callback(self.stepper.close)
             if not self.stepper.uses_operator:
                 self.stepper.resume()
             if self._wants(self._options.capture):
-                largest = min(self._options.max_graph_tokens, max_num_batched_tokens)
+                largest = min(self._options.max_graph_tokens, given.max_num_batched_tokens)
                 its: dict[str, Any] = {"agree": self._options.agree, "head": self._options.head}
                 few, dtype = self._options.few_sizes, self.stepper.logits_dtype
                 self.stepper.make_graphs(vocab_size, dtype, largest, few=few, **its)
@@ -277,12 +264,11 @@ class ModelRunner:
     def _wants(self, choice: bool | None) -> bool:
         return self._is_cuda if choice is None else choice
 
-    def _make_stepper(
-        self, cache: KVCache, max_num_seqs: int, compiles: bool, **its: Any
-    ) -> Stepper:
-        options = self._options
+    def _make_stepper(self, cache: KVCache, calls: AttentionCalls | None) -> Stepper:
+        options, max_num_seqs = self._options, self._given.max_num_seqs
+        its: dict[str, Any] = {"attention_backend": self._given.attention_backend, "calls": calls}
         its["preferred_backend"] = _PREFERRED_BACKEND if self._wants(options.capture) else None
-        if compiles:
+        if self._wants(options.compile_layers):
             try:
                 backend = options.compile_backend
                 return Stepper(self._model, [cache], max_num_seqs, compile_with=backend, **its)
@@ -340,7 +326,7 @@ class ModelRunner:
         if self._scored:
             scored = {at: each for at, each in enumerate(pieces) if self._is_scored(each)}
         groups: list[Sequence[int]] = [range(count)]
-        if self._deterministic:
+        if self._given.deterministic:
             groups = [[at] for at in range(count)]
         elif scored:
             rest = [at for at in range(count) if at not in scored]
@@ -438,7 +424,7 @@ class ModelRunner:
         options, dtype = self._options, self.stepper.logits_dtype
         self.graph_bytes = warm_up(
             self.stepper,
-            self._max_num_batched_tokens,
+            self._given.max_num_batched_tokens,
             must_compile=bool(options.compile_layers),
             then=lambda: self.sampler.warm_up(dtype),
             show_progress=options.show_progress,
@@ -517,16 +503,7 @@ def make_runner(
     if weights is not None:
         chosen = options.compile_layers
         weights.hold(joins=rows.cache.device.type == "cuda" if chosen is None else chosen)
-    runner = ModelRunner(
-        model,
-        rows.cache,
-        max_num_seqs=given.max_num_seqs,
-        max_num_batched_tokens=given.max_num_batched_tokens,
-        attention_backend=given.attention_backend,
-        calls=rows.calls,
-        options=options,
-        deterministic=deterministic,
-    )
+    runner = ModelRunner(model, rows.cache, replace(given, runner_options=options), rows.calls)
     runner.sampler.tells_processed = given.logprobs_mode == "processed_logprobs"
     try:
         if kind == "graphs":

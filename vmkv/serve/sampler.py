@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -93,8 +92,7 @@ _PROMPT, _NEVER, _EARLY = 1, 2, 4
 _LEAST, _MOST = 1e-5, 1e5
 
 
-@dataclass(frozen=True)
-class SampledTokens:
+class SampledTokens(NamedTuple):
     """Sampled tokens, on the device; log-probabilities are None unless a slot requests them.
 
     Attributes:
@@ -112,14 +110,11 @@ class SampledTokens:
 
     def rows(self) -> Iterator[tuple[float, list[int], list[float]]]:
         """Iterate over the log-probabilities of each token; over nothing if there are none."""
-        told = (self.logprobs, self.top_token_ids, self.top_logprobs)
-        return zip(*(each.tolist() for each in told if each is not None), strict=True)
+        return zip(*(each.tolist() for each in self[1:] if each is not None), strict=True)
 
     def to_host(self) -> SampledTokens:
         """Begin to copy the tensors to pinned memory; synchronise before they are read."""
-        others = (self.logprobs, self.top_token_ids, self.top_logprobs)
-        copies = [None if each is None else _to_host(each) for each in others]
-        return SampledTokens(_to_host(self.token_ids), *copies)
+        return SampledTokens._make(None if each is None else _to_host(each) for each in self)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.cache.geometry import check_positive
 from ..core.memory.arbiter import Rank
-from ..errors import ConfigError, InternalError
+from ..errors import ConfigError
 from ..units import div_ceil
 from .request import Request, RequestState
 
@@ -438,28 +438,6 @@ class Scheduler:
         """Make a swapped request recompute, as its memory is lost."""
         if request.state is RequestState.SWAPPED:
             request.state, request.num_computed = RequestState.WAITING, 0
-
-    def check(self) -> None:
-        """Check the invariants between steps, raising `InternalError`."""
-        slots = sorted([request.slot for request in self.running] + self.free_slots)
-        ranks = [request.rank for request in self.running]
-        running = {request.request_id for request in self.running}
-        queued = {request_id for _, request_id in self._waiting}
-        requests = self.requests.values()
-        claims = {
-            "every slot is free or one request's": slots == list(range(self.max_num_seqs)),
-            "running requests are in order": ranks == sorted(ranks),
-            "requests with a slot run": running
-            == {each.request_id for each in requests if each.state is RequestState.RUNNING},
-            "requests that do not run wait": queued & self.requests.keys()
-            == self.requests.keys() - running,
-            "nothing is computed before it exists": all(
-                0 <= each.num_computed <= each.num_tokens for each in requests
-            ),
-        }
-        for claim, holds in claims.items():
-            if not holds:
-                raise InternalError(f"the scheduler's books are wrong; not so: {claim}")
 
 
 # ---- planning ------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import importlib
 import pickle
 import signal
 import socket
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -25,7 +24,6 @@ from .children import be_child, end_child, start_child
 
 #: 24 days: the system counts milliseconds in an int32.
 _UNREAD_TIMEOUT_S_MAX = 2_147_483
-_LENGTH = struct.Struct("<I")
 
 
 def open_socket(host: str, port: int, *, unread_timeout_s: float) -> socket.socket:
@@ -103,22 +101,15 @@ class StartedProcess(NamedTuple):
 
 def start_process(make: Any) -> StartedProcess:
     """Start the process of an engine; `make` is pickled, see `EngineProcess`. Needs no torch."""
-    data = pickle.dumps(make)
+    # Pickled here, since what reads it may import torch, which the child does once it is ready.
+    pickled = pickle.dumps(make)
     ours, theirs = socket.socketpair()
     with theirs:
-        started = StartedProcess(start_child(_run, (theirs,), "vmkv-engine"), ours)
-    with contextlib.suppress(OSError):  # A process that has ended is found by the reader.
-        ours.sendall(_LENGTH.pack(len(data)) + data)
-    return started
+        return StartedProcess(start_child(_run, (theirs, pickled), "vmkv-engine"), ours)
 
 
-def _run(connection: socket.socket) -> None:
+def _run(connection: socket.socket, pickled: bytes) -> None:
     be_child(connection)
-    with connection.makefile("rb") as file:
-        head = file.read(_LENGTH.size)
-        if len(head) < _LENGTH.size:
-            return  # The server has ended.
-        data = file.read(*_LENGTH.unpack(head))
     kept.choose_compiler_folder()
     kept.choose_bytecode_folder()
     with without_collections():
@@ -126,7 +117,7 @@ def _run(connection: socket.socket) -> None:
         importlib.import_module(".engine", __package__)
         if Path("/dev/nvidiactl").exists():  # Layers are compiled on CUDA only.
             importlib.import_module("torch._inductor.compile_fx")
-    run_engine(pickle.loads(data), connection)
+    run_engine(pickle.loads(pickled), connection)
 
 
 @contextlib.contextmanager

@@ -65,7 +65,8 @@ class Weights:
     ):
         self._model = model
         self._beside = beside
-        self._num_bytes = 0
+        #: Device memory of the weights, whether they are there or not.
+        self.num_bytes = 0
         self._open_memory = open_memory
         self._agree = agree
         self._device: torch.device = model.get_input_embeddings().weight.device
@@ -74,11 +75,6 @@ class Weights:
         self._side_stream = 0
         self._away: list[HostCopy] = []
         self._hook: Any = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of the weights, whether they are there or not."""
-        return self._num_bytes
 
     @property
     def are_away(self) -> bool:
@@ -132,12 +128,12 @@ class Weights:
             self._side_stream = backend.new_stream()
             undo.pop_all()
         self._pool, self._current_stream = pool, stream_getter(backend)
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes
         try:
             self._have_budget()
             self._fill(sharing, starts)
             self.come_back()
-            self._release_idle()
+            torch.cuda.empty_cache()
         except BaseException:
             self.close()
             raise
@@ -146,7 +142,7 @@ class Weights:
         """Open the weights' pool, which brings a broker the memory that they take already."""
         if self._beside is None:
             return ExtentPool(
-                backend, num_bytes, host_budget_bytes=num_bytes, on_pressure=self._release_idle
+                backend, num_bytes, host_budget_bytes=num_bytes, on_pressure=torch.cuda.empty_cache
             )
         return open_member_pool(
             backend,
@@ -160,8 +156,8 @@ class Weights:
     def _have_budget(self) -> None:
         """Wait for a broker to give what the weights need; `acquire` fails if it does not."""
         pool = self._table.pool
-        while pool.member is not None and pool.budget_bytes < self._num_bytes:
-            if not pool.member.grow(self._num_bytes - pool.budget_bytes):
+        while pool.member is not None and pool.budget_bytes < self.num_bytes:
+            if not pool.member.grow(self.num_bytes - pool.budget_bytes):
                 break
 
     def _fill(self, sharing: Sequence[_Sharing], starts: Sequence[int]) -> None:
@@ -210,17 +206,13 @@ class Weights:
 
     def _classes(self, row: int) -> list[int]:
         table, pool = self._table, self._table.pool
-        left_pages = self._num_bytes // pool.page_bytes - row * table.row_pages
+        left_pages = self.num_bytes // pool.page_bytes - row * table.row_pages
         return size_classes(min(table.row_pages, left_pages), pool.largest_class)
 
     def _view(self, its: _Sharing, start: int) -> torch.Tensor:
         address, num_bytes = self._table.address + start, its[0].untyped_storage().nbytes()
         with torch.inference_mode(mode=False):
             return bytes_over(self._table.pool.backend, address, num_bytes, self._counter)
-
-    def _release_idle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
     # ---- sleeping -------------------------------------------------------------------------
 
@@ -285,9 +277,7 @@ class Weights:
             _LOG.error("weights could not come back and are lost, load the model: %s", error)
             while self._away:
                 self._away.pop().drop()
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+            self.come_back()  # As none is away now, the model alone: it may be called again.
         num_free = 0
         for address, its in sorted(_by_storage(self._model, self._device).items()):
             if 0 <= address - table.address < table.reserved_bytes:  # Else it has moved elsewhere.
@@ -305,7 +295,7 @@ class Weights:
             pool.backend.stream_destroy(self._side_stream)
             self._side_stream = 0
         pool.close()
-        self._pool, self._num_bytes = None, 0
+        self._pool, self.num_bytes = None, 0
 
     def _move_out(self, its: _Sharing, start: int) -> int:
         """Move a storage that begins at `start` to torch's memory; returns where it ended."""

@@ -112,8 +112,8 @@ class ParallelEngine(Engine):
 
     def _announce_now(self, name: str, *arguments: Any, **options: Any) -> None:
         """Have the other ranks make a call at once, as this one does next."""
+        self._announce(name, *arguments, **options)
         if self._leads:
-            self._lockstep.note((name, arguments, options))
             self._lockstep.flush()
 
     def set_budget(self, budget_bytes: int) -> None:
@@ -164,23 +164,14 @@ class ParallelEngine(Engine):
             raise ConfigError("sleep(graphs=True) is for models on one device; leave graphs out")
         self._check_at_rest("sleep()")
         self._announce_now("sleep", **what)
-        self._or_end(partial(super().sleep, **what))
+        self._lockstep.or_end(partial(super().sleep, **what), CapacityError)
         self._memberships.report()
 
     def wake(self) -> None:
         """Wake all ranks or none, as `Engine.wake`."""
         if self.is_sleeping:
             self._announce_now("wake")
-            self._or_end(super().wake)
-
-    def _or_end(self, call: Callable[[], None]) -> None:
-        """Make a call that all ranks make; an error that only one of them may have ends all."""
-        try:
-            call()
-        except (ConfigError, CapacityError):
-            raise
-        except Exception as error:
-            raise self._ranks.fail(error) from error
+            self._lockstep.or_end(super().wake, CapacityError)
 
     def _open_memory(self, pool: ExtentPool) -> Backend:
         return self._lockstep.another_backend(pool.backend.name)

@@ -205,12 +205,15 @@ class Lockstep:
 
     # ---- all ranks ------------------------------------------------------------------------
 
-    def or_end(self, call: Callable[[], _R]) -> _R:
-        """Return the result of a call, whose failure on one rank ends all ranks."""
+    def or_end(self, call: Callable[[], _R], agreed: type[Exception] = ConfigError) -> _R:
+        """Return the result of a call, whose failure on one rank ends all ranks.
+
+        But for an error that all ranks raise: a `ConfigError`, or one of the kind `agreed`.
+        """
         try:
             return call()
-        except (SlotError, ConfigError):
-            raise  # All ranks raise it, a processor's failure too.
+        except (SlotError, ConfigError, agreed):
+            raise  # A processor's failure, too.
         except Exception as error:
             raise self.group.fail(error) from error
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from struct import Struct
-from typing import NamedTuple
 
 import torch
 
@@ -279,24 +278,14 @@ def threads_for(row_vectors: int) -> int | None:
     return min(_MOST_THREADS, _WARP * div_ceil(row_vectors, _WARP))
 
 
-class SumKernel(NamedTuple):
-    """A compiled kernel and its launch parameters.
-
-    Each block has `threads` threads and at least `unit` vectors (a row, with a norm), and sends
-    `chunk` vectors at a time.
-    """
-
-    kernel: Kernel
-    threads: int
-    unit: int
-    chunk: int
-
-
 @functools.cache
 def kernel_of(
     device_index: int, dtype: torch.dtype, size: int, row_vectors: int | None = None
-) -> SumKernel:
+) -> tuple[Kernel, int, int, int]:
     """Compile the kernel for a type in `FORMATS`; `size` is 1 for parts that are already summed.
+
+    Returns it, a block's threads, its vectors at least (a row, with a norm), and those that it
+    sends at a time.
 
     `row_vectors` is the length of rows with a norm, accepted by `threads_for`; None for sums alone.
     Raises `ConfigError` if NVRTC or cuda-python fails, `CudaDriverError` if the driver does.
@@ -322,7 +311,7 @@ def kernel_of(
     }
     options = ("--std=c++17", *(f"-D{name}={value}" for name, value in constants.items()))
     kernel = compiled(NUMBERS + _SOURCE, "add_parts", device_index, *options)
-    return SumKernel(kernel, threads, unit, chunk)
+    return kernel, threads, unit, chunk
 
 
 # ---- sums ----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from ...errors import ClosedError, ConfigError, one_line
 from ..children import end_child, why_ended
 from ..engine_client import EngineClient
 from ..engine_loop import Command, News
-from ..observer import EngineObserver, Event, Idle
+from ..observer import EngineObserver, Event, Idle, Observers
 from ..start import StartedProcess, start_process
 from .host import Failed, MakeEngine, Ready, Unpacker, packed
 
@@ -97,7 +97,7 @@ class EngineProcess(EngineClient):
         self._worker = None
         self._make = make
         self._started = started
-        self._observer = observer
+        self._observer = observer or Observers(())
         self._starting = threading.Lock()
         self._connecting = asyncio.Lock()
         self._transport: asyncio.Transport | None = None
@@ -184,10 +184,9 @@ class EngineProcess(EngineClient):
             self._tell(pickle.loads(message.events))
 
     def _tell(self, events: Sequence[Event]) -> None:
-        if self._observer is not None:
-            cache = SimpleNamespace(stats=lambda: self.stats)
-            for event in events:
-                self._observer.on(event, cache)
+        cache = SimpleNamespace(stats=lambda: self.stats)
+        for event in events:
+            self._observer.on(event, cache)
 
     def _lose_connection(self) -> None:
         self._lose("the engine has ended: it was shut down or killed")

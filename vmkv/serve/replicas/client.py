@@ -22,7 +22,7 @@ from ...errors import CapacityError, ClosedError, LostError, one_line
 from ..params import SamplingParams
 from ..request import RequestOutput
 from .metrics import ReplicaMetrics
-from .replica import ReplicaFacts, ReplicaReport
+from .replica import ReplicaReport
 
 #: Retries of a request whose replica is lost before its first output.
 _RERUNS_MAX = 2
@@ -35,21 +35,22 @@ _LOST = (RayActorError, WorkerCrashedError, ObjectLostError, TaskCancelledError)
 
 
 class ReplicatedEngine:
-    """Replicas behind a handle of Ray Serve, for one event loop. Implements `StreamingEngine`."""
+    """Replicas behind a handle of Ray Serve, for one event loop; used as an `EngineClient` is."""
 
     def __init__(self, handle: Any, metrics: ReplicaMetrics):
         self._handle = handle.options(stream=True)
         self._metrics = metrics
-        self._failure: str | None = None
+        #: The reason why no replica serves requests, or None; some seconds old.
+        self.failure: str | None = None
         self._responses: set[Any] = set()
         self._all_done = asyncio.Event()
         self._all_done.set()
         self._is_stopping = False
         self._reporting: asyncio.Task[None] | None = None
 
-    async def facts(self) -> ReplicaFacts:
-        """Wait for the first replica; return the properties that all replicas share."""
-        facts: ReplicaFacts = await self._handle.options(stream=False).facts.remote()
+    async def facts(self) -> tuple[int, int]:
+        """Wait for the first replica; return its `EngineReplica.facts`."""
+        facts: tuple[int, int] = await self._handle.options(stream=False).facts.remote()
         return facts
 
     async def stream(
@@ -122,11 +123,6 @@ class ReplicatedEngine:
 
     # ---- status ---------------------------------------------------------------------------
 
-    @property
-    def failure(self) -> str | None:
-        """The reason why no replica serves requests, or None; some seconds old."""
-        return self._failure
-
     def _watch(self) -> None:
         if self._reporting is None:
             self._reporting = asyncio.get_running_loop().create_task(self._report_on())
@@ -136,10 +132,10 @@ class ReplicatedEngine:
             try:
                 reports = await self._reports()
             except (RayServeException, RayError, TimeoutError, LostError) as error:
-                self._failure = f"no replica is there: {one_line(error)}"
+                self.failure = f"no replica is there: {one_line(error)}"
             else:
                 failures = [each.failure for each in reports]
-                self._failure = None if None in failures else "; ".join(map(str, failures))
+                self.failure = None if None in failures else "; ".join(map(str, failures))
                 self._metrics.take({each.replica: each.metrics for each in reports})
             await asyncio.sleep(_REPORT_S)
 

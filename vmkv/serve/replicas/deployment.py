@@ -31,7 +31,7 @@ from ..server.app import create_app
 from .choice import Routing
 from .client import ReplicatedEngine
 from .metrics import ReplicaMetrics
-from .replica import EngineReplica, MakeEngine, ReplicaFacts
+from .replica import EngineReplica, MakeEngine
 from .router import PrefixRouter
 
 #: Requests that a replica accepts at once; more wait in Ray.
@@ -93,7 +93,8 @@ class _OpenAI:
         self._metrics = ReplicaMetrics()
         self._engine = ReplicatedEngine(handle, self._metrics)
         self._tokenizer = load_tokenizer()
-        self._options = options_for((await self._engine.facts()).max_tokens)
+        max_tokens, _ = await self._engine.facts()
+        self._options = options_for(max_tokens)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._engine, self._tokenizer, self._options, self._metrics)
@@ -125,7 +126,7 @@ def openai_application(
 @contextlib.contextmanager
 def running_replicas(
     make: MakeEngine, num_replicas: int, *, on_gpus: bool, silence_max_s: float
-) -> Iterator[tuple[ReplicatedEngine, ReplicaMetrics, ReplicaFacts]]:
+) -> Iterator[tuple[ReplicatedEngine, ReplicaMetrics, tuple[int, int]]]:
     """Run replicas for the `with` block, on the cluster of `RAY_ADDRESS` or on this machine.
 
     Yields all replicas as one engine, their metrics and their constants. With `on_gpus`, each

@@ -24,14 +24,6 @@ MakeEngine = Callable[[EngineObserver], AbstractContextManager[Engine]]
 
 
 @dataclass(frozen=True)
-class ReplicaFacts:
-    """Constants of all replicas: tokens of a request, and memory for keys and values."""
-
-    max_tokens: int
-    budget_bytes: int
-
-
-@dataclass(frozen=True)
 class ReplicaReport:
     """Status of a replica: why it serves no request (or None), and its Prometheus metrics."""
 
@@ -49,7 +41,7 @@ class EngineReplica:
         self._made = make(Observers([self._metrics, self._prefixes]))
         engine = self._made.__enter__()
         self._metrics.bind_pages(engine.cache.pool.page_bytes)
-        self._facts = ReplicaFacts(engine.max_tokens, engine.cache.stats().budget_bytes)
+        self._facts = engine.max_tokens, engine.cache.stats().budget_bytes
         self._engine = AsyncEngine(engine, silence_max_s=silence_max_s)
 
     async def stream(
@@ -67,8 +59,8 @@ class EngineReplica:
             async for output in outputs:
                 yield replace(output, prompt=None, prompt_token_ids=())
 
-    def facts(self) -> ReplicaFacts:
-        """Return the replica's constants."""
+    def facts(self) -> tuple[int, int]:
+        """Return what all replicas share: tokens of a request, memory for keys and values."""
         return self._facts
 
     def report(self) -> ReplicaReport:

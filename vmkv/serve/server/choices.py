@@ -8,7 +8,6 @@ for all such tokens.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import re
 import time
@@ -43,6 +42,8 @@ def encoded(value: Any) -> bytes:
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _UNKNOWN = "\ufffd"
+#: GPT-2's table from characters to bytes.
+_BYTE_LEVEL = {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 class TokenText(NamedTuple):
@@ -80,14 +81,8 @@ def _bytes_of(token: str) -> bytes | None:
     by_name = _BYTE_TOKEN.fullmatch(token)
     if by_name:
         return bytes.fromhex(by_name.group(1))
-    table = _byte_level()
+    table = _BYTE_LEVEL
     return bytes(map(table.__getitem__, token)) if table.keys() >= set(token) else None
-
-
-@functools.cache
-def _byte_level() -> dict[str, int]:
-    """Return GPT-2's table from characters to bytes."""
-    return {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 # ---- formats -------------------------------------------------------------------------------------
@@ -311,20 +306,15 @@ class ChatForm(Form):
             self._calling.add(delta.index)
         return reply
 
-    def finish_reason(self, delta: CompletionOutput) -> str | None:
-        """Return why a choice has ended; call it after `reply`."""
-        if delta.finish_reason is FinishReason.STOP and delta.index in self._calling:
-            return "tool_calls"
-        return delta.finish_reason
-
     def choice(self, delta: CompletionOutput, *, is_chunk: bool = False) -> dict[str, Any] | None:
         """See `Form.choice`."""
         choice = super().choice(delta, is_chunk=is_chunk)
         if self._new_parser is None or choice is None:
             return choice
-        reason = choice["finish_reason"] = self.finish_reason(delta)
+        if delta.finish_reason is FinishReason.STOP and delta.index in self._calling:
+            choice["finish_reason"] = "tool_calls"
         # While a parser holds text back there is nothing to say.
-        news = (choice.get("delta"), choice["logprobs"], choice.get("token_ids"), reason)
+        news = map(choice.get, ("delta", "logprobs", "token_ids", "finish_reason"))
         return choice if any(news) or not is_chunk else None
 
     def tail(self, index: int | None = None) -> list[bytes | bytearray]:

@@ -292,13 +292,9 @@ class ChatBody(_Strict):
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
 
     @model_validator(mode="after")
-    def _check_tools(self) -> ChatBody:
+    def _check_chat(self) -> ChatBody:
         if self.tools or self.tool_choice:
             check_tools(self.tools or (), self.tool_choice)
-        return self
-
-    @model_validator(mode="after")
-    def _check_ends(self) -> ChatBody:
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid(
                 "a final message that is continued is followed by no other: send one of "

@@ -13,11 +13,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import Metric
@@ -52,8 +51,15 @@ from .schema import (
 )
 from .vllm_names import VllmNames
 
+if TYPE_CHECKING:
+    from ..engine_client import EngineClient
+    from ..replicas.client import ReplicatedEngine
+
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=GenerationRequest | TokenizeRequest | DetokenizeRequest)
+#: An engine that runs in the background, and streams outputs to an event loop. As a context manager
+#: it serves the current event loop, and stops once running requests have finished.
+StreamingEngine: TypeAlias = "EngineClient | ReplicatedEngine"
 #: Makes the writer of an answer, from its form and its request's identifier.
 NewWriter: TypeAlias = Callable[[Form, str], ItemWriter]
 
@@ -66,38 +72,6 @@ _BYTES_PER_VALUE = 128
 #: Largest body that is parsed beside others, in about a millisecond.
 _SMALL_BYTES = 16 * 1024
 _PIECE_BYTES = 1 << 18
-
-
-class StreamingEngine(AbstractAsyncContextManager[object], Protocol):
-    """An engine that runs in the background and streams outputs to an event loop.
-
-    As a context manager it serves the current event loop, and stops once running requests have
-    finished.
-    """
-
-    def stream(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        priority: int = 0,
-        *,
-        tenant: str | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield a request's new outputs as they come; closing the iterator cancels the request.
-
-        Raises:
-            ConfigError: The request can never be served. Raised by the first iteration.
-        """
-        ...
-
-    @property
-    def failure(self) -> str | None:
-        """The reason why no request can be served; None while the engine works."""
-        ...
-
-    async def shutdown(self, drain: bool = True) -> None:
-        """Stop, after running requests have finished or, with `drain=False`, by cancelling them."""
-        ...
 
 
 class ServerMetrics(Protocol):
@@ -273,15 +247,14 @@ class Service:
         body = {"status": status, "reason": reason, **counts}
         return JSONResponse(body, 200 if status == "ok" else 503)
 
-    async def sleep(self, request: Request) -> Response:
+    async def sleep(
+        self, level: str = "1", mode: str = "wait", model: str | None = None
+    ) -> Response:
         """Move the weights to host memory, once running requests have finished.
 
         With `mode=abort` they are cancelled instead. Requests that come later wake the model. The
         one `level` is 1.
         """
-        level, mode = (
-            request.query_params.get(*each) for each in (("level", "1"), ("mode", "wait"))
-        )
         if level != "1":
             raise invalid(
                 f"level={shown(level)}: a model sleeps at level 1 here, from which a request wakes "
@@ -290,7 +263,7 @@ class Service:
             )
         if mode not in ("abort", "wait"):
             raise invalid(f"mode={shown(mode)} is neither abort nor wait", "mode")
-        await self._asked(request.query_params.get("model")).sleep(aborts=mode == "abort")
+        await self._asked(model).sleep(aborts=mode == "abort")
         return Response()
 
     async def wake_up(self, model: str | None = None) -> Response:
