@@ -101,14 +101,6 @@ _TURNED = _Form(
 )
 
 
-class _Turned(NamedTuple):
-    """A matched embedding: `x`, rotated by the angles; nodes of a graph."""
-
-    x: torch.fx.Node
-    cos: torch.fx.Node
-    sin: torch.fx.Node
-
-
 def take_out_rotary(module: torch.fx.GraphModule) -> int:
     """Pass unrotated tensors and angles to `attend_rows` in a traced layer; return the count."""
     return _rewrite(module, _take_out)
@@ -121,9 +113,10 @@ def _take_out(node: torch.fx.Node) -> bool:
     if query is None or key is None or query[1:] != key[1:]:
         return False
     unused: list[Any] = list(node.args[:2])
-    node.args = (query.x, key.x, *node.args[2:])
-    node.kwargs = {"cos": query.cos, "sin": query.sin}
-    _erase(unused, {query.x, query.cos, query.sin, key.x})
+    x, cos, sin = query
+    node.args = (x, key[0], *node.args[2:])
+    node.kwargs = {"cos": cos, "sin": sin}
+    _erase(unused, {*query, key[0]})
     return True
 
 
@@ -142,8 +135,8 @@ def _erase(unused: list[torch.fx.Node], kept: set[torch.fx.Node]) -> None:
         unused += sources
 
 
-def _turned(node: Any) -> _Turned | None:
-    """Match the rotary-embedding pattern at an fx node; None if it is something else."""
+def _turned(node: Any) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node] | None:
+    """Return what an fx node rotates, and the cosines and sines; None if it does something else."""
     found = _match(node, _TURNED, {})
     if found is None:
         return None
@@ -155,7 +148,7 @@ def _turned(node: Any) -> _Turned | None:
         return None
     angles = found["cos"], found["sin"]
     has_angles = all(getattr(_value(each), "ndim", 0) == 3 for each in angles)
-    return _Turned(found["x"], *angles) if has_angles else None
+    return (found["x"], *angles) if has_angles else None
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -161,13 +161,8 @@ def in_autocast(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     return [each.to(torch.get_autocast_dtype(kind)) for each in tensors]
 
 
-@dataclass(frozen=True)
-class _Kernels:
-    """Kernels of one kind of layer; `new` is for beginnings."""
-
-    rows: AttentionBackend
-    new: AttentionBackend | None
-    mixes: bool
+_Kernels = tuple[AttentionBackend, AttentionBackend | None, bool]
+"""Kernels of one kind of layer, over rows and for beginnings, and whether the first one `mixes`."""
 
 
 class _Layer(NamedTuple):
@@ -274,17 +269,17 @@ class RowAttention:
         capacity = its.keys.shape[1]
         new = _packed(asked.key, asked.value)
         call = _call(its, asked, step)
-        kernels = self._kernels_for(its.cache, call)
-        rows = kernels.rows
+        rows, for_new, mixes = self._kernels_for(its.cache, call)
         is_whole = step.is_decode is None and step.num_decode_tokens == call.query.shape[0]
         # Attention kernels that append cannot rotate by angles.
         is_plain = asked.angles is None and call.batch.left_pad is None
         if is_whole and is_plain and appends and rows.appends:
             return rows.attend(replace(call, new=new))[None]
-        if not is_whole and kernels.mixes:
+        if not is_whole and mixes:
             decode = step.decode
             is_whole = not decode or decode[capacity].max_num_tokens <= _LONG_ROW_TOKENS
-        for_new = kernels.new if appends and step.beginnings and not is_whole else None
+        if is_whole or not appends or not step.beginnings:
+            for_new = None
         key = new[0]
         if appends:
             call, key = _append(call, new, asked.angles, keep_keys=for_new is not None)
@@ -348,14 +343,13 @@ class RowAttention:
                 name = self._preferred
             rows = select(spec, name)
             cache.keep_resident(rows.overread_tokens(spec))
-            kernels = _Kernels(rows, select_for_new(spec), rows.mixes(spec))
-            self._kernels[kind] = kernels
+            kernels = self._kernels[kind] = rows, select_for_new(spec), rows.mixes(spec)
         return kernels
 
     @property
     def kernel_names(self) -> list[str]:
         """Backends that have been chosen so far, sorted."""
-        return sorted({each.rows.name for each in self._kernels.values()})
+        return sorted({rows.name for rows, *_ in self._kernels.values()})
 
     def close(self) -> None:
         """Drop the caches' tensors, which keep addresses reserved. Idempotent."""
