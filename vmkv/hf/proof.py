@@ -525,11 +525,10 @@ def _layers_by(
             raise UnservableError(f"its layer {index} attends with a mask of the model's own")
         if asked.bias is not None:
             raise UnservableError(f"its layer {index} adds a bias of the model's own to scores")
-        if index in regrouped:
-            pass
-        elif index in windows:
-            signatures[index] = Signature.of(asked.key, asked.value)
-            handed[index] = asked.key, asked.value
+        if index in windows:
+            if index not in regrouped:
+                signatures[index] = Signature.of(asked.key, asked.value)
+                handed[index] = asked.key, asked.value
         else:
             of = [at for at, (k, v) in handed.items() if k is asked.key and v is asked.value]
             if not of:

@@ -235,20 +235,16 @@ class RowAttention:
         if layer not in self.called:
             append(_call(its, asked, step), _packed(*in_autocast(*past.new)))
         self.called.append(layer)
-        group, outputs, start = asked.query.shape[1] // len(heads), [], 0
-        while start < len(heads):
-            first, end = heads[start], start + 1
-            while end < len(heads) and heads[end] == first + end - start:
-                end += 1
-            of_keys, of_values = slice(start, end), slice(first, first + end - start)
+        group, outputs = asked.query.shape[1] // len(heads), []
+        for _, run in itertools.groupby(enumerate(heads), lambda pair: pair[1] - pair[0]):
+            of_keys, of_values = (slice(its[0], its[-1] + 1) for its in zip(*run, strict=True))
             part = its._replace(
                 keys=its.keys[:, :, of_keys],
                 values=its.values[:, :, of_values],
                 scales=its.scales and its.scales.of_heads(of_keys, of_values),
             )
-            query = asked.query[:, start * group : end * group]
+            query = asked.query[:, of_keys.start * group : of_keys.stop * group]
             outputs.append(self._attend(part, asked._replace(query=query), step, appends=False))
-            start = end
         return torch.cat(outputs, 2)
 
     def attend(self, layer: int, asked: LayerCall) -> torch.Tensor:
