@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 
 import torch
 
@@ -36,19 +36,15 @@ ORDER = ("flash2", "flash3", "torch", "sdpa")
 _LOG = logging.getLogger(__name__)
 
 
-def _lazy(module: str, name: str) -> Callable[[], AttentionBackend]:
-    def factory() -> AttentionBackend:
-        backend: AttentionBackend = getattr(import_module(f"vmkv.attention.{module}"), name)()
-        return backend
-
-    return functools.cache(factory)
+def _lazy(place: str) -> Callable[[], AttentionBackend]:
+    return functools.cache(lambda: resolve_name(f"vmkv.attention.{place}")())
 
 
 _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {
-    "flash3": _lazy("flash3", "Flash3Backend"),
-    "flash2": _lazy("flash2", "Flash2Backend"),
-    "torch": _lazy("flash2", "TorchFlashBackend"),
-    "sdpa": _lazy("sdpa", "SdpaBackend"),
+    "flash3": _lazy("flash3:Flash3Backend"),
+    "flash2": _lazy("flash2:Flash2Backend"),
+    "torch": _lazy("flash2:TorchFlashBackend"),
+    "sdpa": _lazy("sdpa:SdpaBackend"),
 }
 
 

@@ -130,11 +130,7 @@ class _Recipe:
 
 def _selected(asked: LayerCall, causal: bool, indices: torch.Tensor) -> torch.Tensor:
     """Return the call's mask, reduced to keys that the model selected: `indices [B, Tq, n]`."""
-    recipe, mask = _recipe_of(asked.mask), asked.mask
-    if recipe is not None:
-        mask = recipe.mask
-    elif mask is None or mask.ndim != 4:
-        mask = _explicit_mask(asked, causal)
+    mask = _explicit_mask(asked, causal)
     shape = (*indices.shape[:2], asked.key.shape[2])
     chosen = indices.new_zeros(shape, dtype=torch.bool).scatter(-1, indices.long(), value=True)
     if mask is not None and mask.dtype != torch.bool:
@@ -215,12 +211,8 @@ def vmkv_mask(**arguments: Any) -> torch.Tensor | None:
 
 def attend_to_tensors(asked: LayerCall, *, causal: bool, dropout: float = 0.0) -> torch.Tensor:
     """Attend to the call's own keys: SDPA where possible; returns `[B, Tq, Hq, Dv]`."""
-    query, key, value, mask, bias = asked.query, asked.key, asked.value, asked.mask, asked.bias
-    recipe = _recipe_of(mask)
-    if recipe is not None:
-        mask = recipe.mask
-    elif mask is None or mask.ndim != 4:
-        mask = _explicit_mask(asked, causal)
+    query, key, value, bias = asked.query, asked.key, asked.value, asked.bias
+    mask = _explicit_mask(asked, causal)
     if bias is not None:
         if mask is None:
             mask = bias
@@ -248,7 +240,12 @@ def attend_to_tensors(asked: LayerCall, *, causal: bool, dropout: float = 0.0) -
 
 
 def _explicit_mask(asked: LayerCall, causal: bool) -> torch.Tensor | None:
-    """Build a mask `[B or 1, 1, Tq, T]`, true where a query sees a key; None if all see all."""
+    """Return the call's mask `[B or 1, 1, Tq, T]`, built where it has none; None if all see all."""
+    recipe = _recipe_of(asked.mask)
+    if recipe is not None:
+        return recipe.mask
+    if asked.mask is not None and asked.mask.ndim == 4:
+        return asked.mask
     num_queries, num_keys = asked.query.shape[2], asked.key.shape[2]
     padding, mask = asked.mask, None
     if causal:

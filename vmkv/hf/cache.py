@@ -95,7 +95,7 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
     def end_step(self) -> None:
         """Count one more token in every layer, written by other means than `update`."""
         for layer in self._virtual_layers:
-            layer.note_token()
+            layer.note_length(layer._length + 1)
 
     # ---- changes of the whole batch -------------------------------------------------------
 

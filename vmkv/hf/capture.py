@@ -16,6 +16,7 @@ import logging
 import types
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ class _OfCache:
         self.is_checked = self.runs_plainly = False
 
 
-class CapturedDecoding:
+class CapturedDecoding(AbstractContextManager["CapturedDecoding"]):
     """The captured decode steps of one model, over any number of caches; see `capture_decoding`.
 
     It replaces the model's `forward`, and tries a captured step first.
@@ -158,9 +159,6 @@ class CapturedDecoding:
             del model.forward
             if self._before is not None:
                 model.forward = self._before
-
-    def __enter__(self) -> CapturedDecoding:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -219,19 +219,24 @@ def load_causal_lm(name: str, dtype: str | None, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _more_readers() -> Iterator[None]:
+def _with_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Context in which an attribute of a module, in the whole process, has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _more_readers() -> contextlib.AbstractContextManager[None]:
     """Context in which transformers 5 reads weights with eight threads: a third faster."""
     try:
         from transformers import core_model_loading
     except ImportError:
-        yield
-        return
-    before = core_model_loading.GLOBAL_WORKERS
-    core_model_loading.GLOBAL_WORKERS = max(before, min(8, os.cpu_count() or 1))
-    try:
-        yield
-    finally:
-        core_model_loading.GLOBAL_WORKERS = before
+        return contextlib.nullcontext()
+    num_readers = max(core_model_loading.GLOBAL_WORKERS, min(8, os.cpu_count() or 1))
+    return _with_attribute(core_model_loading, "GLOBAL_WORKERS", num_readers)
 
 
 def in_parts(num_ranks: int) -> dict[str, Any]:
@@ -372,21 +377,14 @@ def eager_options() -> dict[str, str]:
     return options
 
 
-@contextlib.contextmanager
-def autocast_on_meta() -> Iterator[None]:
+def autocast_on_meta() -> contextlib.AbstractContextManager[None]:
     """Let models run on the `meta` device that switch autocast off, which torch lacks there.
 
     Before 5.x, `torch.autocast` does nothing inside the block, in the whole process.
     """
     if hasattr(generic, "maybe_autocast"):
-        yield
-        return
-    original = torch.autocast
-    torch.autocast = lambda *_, **__: contextlib.nullcontext()  # type: ignore[misc,assignment]
-    try:
-        yield
-    finally:
-        torch.autocast = original  # type: ignore[misc]
+        return contextlib.nullcontext()
+    return _with_attribute(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
 
 
 def drop_shared_layers(cache: Any) -> None:

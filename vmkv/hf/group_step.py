@@ -184,17 +184,10 @@ class GroupStep:
         self._uniform: tuple[tuple[int, int], torch.Tensor, torch.Tensor] | None = None
         self._is_cuda = rows.core.device.type == "cuda"
         self.is_fp8 = group.dtype == FP8
-        address, geometry = group.table.address, group.geometry
+        views = group.views
         self._appended = [
-            Place(
-                address + geometry.k_offset_bytes(at),
-                address + geometry.v_offset_bytes(at),
-                geometry.row_bytes,
-                geometry.token_bytes,
-                group.dtype,
-                group.scales_at(at),
-            )
-            for at in range(geometry.num_layers)
+            Place.of(keys.transpose(1, 2), values.transpose(1, 2), group.scales_at(at))
+            for at, (keys, values) in enumerate(zip(views.keys, views.values, strict=True))
         ]
 
     def forget(self) -> None:

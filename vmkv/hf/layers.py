@@ -124,9 +124,7 @@ class VirtualLayer:
         elif key_states.shape != step.key_shape or value_states.shape != step.value_shape:
             raise self._mismatch(key_states, value_states)
         step.write(index, key_states, value_states)
-        self._length = end
-        if self.window_tokens is not None and not self.record_past:
-            self._first_kept = self._visible_from(end)
+        self.note_length(end)
         keys, values = step.keys[index], step.values[index]
         if step.is_fp8 and not (self._store.attends_in_place and self.is_read_in_place):
             if not self._store.attends_in_place:
@@ -172,11 +170,11 @@ class VirtualLayer:
         assert self.window_tokens is not None
         return max(0, start - self.window_tokens + 1)
 
-    def note_token(self) -> None:
-        """Count one more token, written by other means than `update`."""
-        self._length += 1
+    def note_length(self, num_tokens: int) -> None:
+        """Note that the layer holds `num_tokens` tokens now, the new ones written."""
+        self._length = num_tokens
         if self.window_tokens is not None and not self.record_past:
-            self._first_kept = self._visible_from(self._length)
+            self._first_kept = self._visible_from(num_tokens)
 
     def _mismatch(self, keys: torch.Tensor, values: torch.Tensor) -> ConfigError:
         step, _ = self._store.places[self._index]

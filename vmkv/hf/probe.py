@@ -20,6 +20,7 @@ from transformers import cache_utils
 
 from ..core.cache.geometry import LayerShape
 from ..errors import ConfigError, one_line
+from ..step.states import tensors_of
 from . import compat
 
 #: Tokens of the first pass, and how many more the second has. transformers' own layers grow with
@@ -120,10 +121,13 @@ def _kept(name: str, before: Any, after: Any, num_more: int) -> KeptLayer:
         num_own = max(0, int(keys.shape[2]) - _SHORT_TOKENS)
         fixed_bytes += num_own * (shape.k_bytes + shape.v_bytes)
     if not is_paged:
-        later = dict(_others(after))
-        for path, tensor in _others(before):
-            token_bytes = _token_bytes(tensor, later.get(path), num_more)
+        later = tensors_of(after)
+        for (attribute, key), tensor in tensors_of(before).items():
+            if not tensor.ndim:
+                continue
+            token_bytes = _token_bytes(tensor, later.get((attribute, key)), num_more)
             if token_bytes is None:
+                path = attribute if key is None else f"{attribute}[{key}]"
                 raise ConfigError(
                     f"{name} models keep {path} in layers of type {type(before).__name__}, which "
                     "neither grows with every token nor stays as it is; nobody can plan with that"
@@ -131,16 +135,6 @@ def _kept(name: str, before: Any, after: Any, num_more: int) -> KeptLayer:
             extra_token_bytes += token_bytes
             fixed_bytes += tensor.nbytes - _SHORT_TOKENS * token_bytes
     return KeptLayer(shape, window_tokens, is_paged, extra_token_bytes, fixed_bytes)
-
-
-def _others(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a layer but its keys and values, with a name."""
-    for name, value in vars(layer).items():
-        entries = value.items() if isinstance(value, dict) else [(None, value)]
-        for key, tensor in entries:
-            is_state = isinstance(tensor, torch.Tensor) and tensor.ndim
-            if is_state and name not in ("keys", "values"):
-                yield name if key is None else f"{name}[{key}]", tensor
 
 
 def _token_bytes(before: torch.Tensor, after: torch.Tensor | None, num_more: int) -> int | None:

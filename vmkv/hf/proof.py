@@ -295,11 +295,10 @@ def _packed_pass(
         last = expected
         return expected[None].clone()  # Some layers change their input in place.
 
-    tokens = plain.token_ids.tolist()
-    at = [piece.row * _NUM_TOKENS for piece in pieces]
+    rows = plain.token_ids.view(_NUM_SEQUENCES, _NUM_TOKENS).tolist()
     told = [
-        piece._replace(token_ids=tokens[start + piece.num_past_tokens : start + piece.num_tokens])
-        for start, piece in zip(at, pieces, strict=True)
+        piece._replace(token_ids=rows[piece.row][piece.num_past_tokens : piece.num_tokens])
+        for piece in pieces
     ]
     elsewhere = [[piece.row for piece in pieces]] * (len(stepper.caches) - 1)
     with _before_layers(model, compare):
@@ -526,11 +525,10 @@ def _layers_by(
             raise UnservableError(f"its layer {index} attends with a mask of the model's own")
         if asked.bias is not None:
             raise UnservableError(f"its layer {index} adds a bias of the model's own to scores")
-        if index in regrouped:
-            pass
-        elif index in windows:
-            signatures[index] = Signature.of(asked.key, asked.value)
-            handed[index] = asked.key, asked.value
+        if index in windows:
+            if index not in regrouped:
+                signatures[index] = Signature.of(asked.key, asked.value)
+                handed[index] = asked.key, asked.value
         else:
             of = [at for at, (k, v) in handed.items() if k is asked.key and v is asked.value]
             if not of:
@@ -581,12 +579,11 @@ class _Named:
 
 def _heads_in(known: torch.Tensor, asked: torch.Tensor) -> list[int]:
     """Return for each head of `asked` the head of `known` that it equals; `[1, H, T, D]` both."""
-    if known.shape[2:] != asked.shape[2:]:
-        raise UnservableError("it attends several times in a layer, to values of its own")
-    is_same = (asked[0][:, None] == known[0][None]).flatten(2).all(2)
-    if not bool(is_same.any(1).all()):
-        raise UnservableError("it attends several times in a layer, to values of its own")
-    return [int(each) for each in is_same.int().argmax(1)]
+    if known.shape[2:] == asked.shape[2:]:
+        is_same = (asked[0][:, None] == known[0][None]).flatten(2).all(2)
+        if bool(is_same.any(1).all()):
+            return [int(each) for each in is_same.int().argmax(1)]
+    raise UnservableError("it attends several times in a layer, to values of its own")
 
 
 def _check_windows(

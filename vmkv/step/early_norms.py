@@ -60,9 +60,7 @@ class Handed(NamedTuple):
 
 def prepare(layers: Sequence[Any], last: Sequence[Any]) -> dict[int, Any]:
     """Let norms take precomputed outputs; return each layer's following norm by layer id."""
-    following = [*(getattr(layer, _NAME, None) for layer in layers[1:]), *last]
-    firsts = [getattr(layer, _NAME, None) for layer in layers]
-    norms = [*firsts, *last]
+    norms = [*(getattr(layer, _NAME, None) for layer in layers), *last]
     # One class and one device: one compiled layer serves all, and no tensor moves between them.
     if not all(_is_plain(norm) for norm in norms):
         return {}
@@ -73,7 +71,7 @@ def prepare(layers: Sequence[Any], last: Sequence[Any]) -> dict[int, Any]:
         norm.__class__ = _early(kind)
         # Set from the start, so that nothing is compiled again when a layer sets them.
         norm._vmkv_input = norm._vmkv_output = None
-    return {id(layer): norm for layer, norm in zip(layers, following, strict=False)}
+    return {id(layer): norm for layer, norm in zip(layers, norms[1:], strict=False)}
 
 
 def undo(layers: Sequence[Any], last: Sequence[Any]) -> None:

@@ -101,14 +101,6 @@ _TURNED = _Form(
 )
 
 
-class _Turned(NamedTuple):
-    """A matched embedding: `x`, rotated by the angles; nodes of a graph."""
-
-    x: torch.fx.Node
-    cos: torch.fx.Node
-    sin: torch.fx.Node
-
-
 def take_out_rotary(module: torch.fx.GraphModule) -> int:
     """Pass unrotated tensors and angles to `attend_rows` in a traced layer; return the count."""
     return _rewrite(module, _take_out)
@@ -121,9 +113,10 @@ def _take_out(node: torch.fx.Node) -> bool:
     if query is None or key is None or query[1:] != key[1:]:
         return False
     unused: list[Any] = list(node.args[:2])
-    node.args = (query.x, key.x, *node.args[2:])
-    node.kwargs = {"cos": query.cos, "sin": query.sin}
-    _erase(unused, {query.x, query.cos, query.sin, key.x})
+    x, cos, sin = query
+    node.args = (x, key[0], *node.args[2:])
+    node.kwargs = {"cos": cos, "sin": sin}
+    _erase(unused, {*query, key[0]})
     return True
 
 
@@ -142,8 +135,8 @@ def _erase(unused: list[torch.fx.Node], kept: set[torch.fx.Node]) -> None:
         unused += sources
 
 
-def _turned(node: Any) -> _Turned | None:
-    """Match the rotary-embedding pattern at an fx node; None if it is something else."""
+def _turned(node: Any) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node] | None:
+    """Return what an fx node rotates, and the cosines and sines; None if it does something else."""
     found = _match(node, _TURNED, {})
     if found is None:
         return None
@@ -155,7 +148,7 @@ def _turned(node: Any) -> _Turned | None:
         return None
     angles = found["cos"], found["sin"]
     has_angles = all(getattr(_value(each), "ndim", 0) == 3 for each in angles)
-    return _Turned(found["x"], *angles) if has_angles else None
+    return (found["x"], *angles) if has_angles else None
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -179,13 +172,8 @@ _NORM = _Form(
 )
 
 
-class _Norm(NamedTuple):
-    """A norm in a graph: its input, its weight and epsilon, and its nodes, the last first."""
-
-    hidden: torch.fx.Node
-    weight: torch.fx.Node
-    epsilon: Any
-    chain: tuple[torch.fx.Node, ...]
+_CHAIN = ("out", "narrow", "scaled", "root", "added", "mean", "squares", "wide")
+"""Names of a norm's nodes, the last first."""
 
 
 def take_in_sums(module: torch.fx.GraphModule) -> int:
@@ -197,7 +185,7 @@ def _take_in(out: torch.fx.Node) -> bool:
     norm, graph = _norm_at(out), out.graph
     if norm is None:
         return False
-    hidden = norm.hidden
+    hidden, chain = norm["hidden"], [norm[name] for name in _CHAIN]
     terms: Any = hidden.args
     for part, residual in (terms, terms[::-1]):
         added = _sum_of(part, hidden)
@@ -211,13 +199,13 @@ def _take_in(out: torch.fx.Node) -> bool:
     # The operator takes the place of `out`. Other users of the new residual must come after it; so
     # must users of the old one, which it reads there and which they may write to.
     for each, start in ((hidden, 0), (residual, order[hidden] + 1)):
-        if any(start <= order[user] < order[out] for user in _users(each, order) - {*norm.chain}):
+        if any(start <= order[user] < order[out] for user in _users(each, order) - {*chain}):
             return False
-    arguments = (part, residual, norm.weight, norm.epsilon, added.args[1])
+    arguments = (part, residual, norm["weight"], norm["epsilon"], added.args[1])
     with graph.inserting_before(out):
         merged = graph.call_function(torch.ops.vmkv.norm_of_sum_, arguments)
     out.replace_all_uses_with(merged)
-    for each in norm.chain:
+    for each in chain:
         graph.erase_node(each)
     hidden.replace_all_uses_with(part)
     graph.erase_node(hidden)
@@ -260,10 +248,10 @@ def _storage(node: torch.fx.Node) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
-def _are_alike(part: torch.fx.Node, residual: Any, norm: _Norm) -> bool:
+def _are_alike(part: torch.fx.Node, residual: Any, norm: dict[str, Any]) -> bool:
     """Whether part and residual have one shape and separate memory, and the weight fits them."""
     values = part_value, residual_value, weight = [
-        _value(each) for each in (part, residual, norm.weight)
+        _value(each) for each in (part, residual, norm["weight"])
     ]
     return (
         all(isinstance(each, torch.Tensor) for each in values)
@@ -271,22 +259,20 @@ def _are_alike(part: torch.fx.Node, residual: Any, norm: _Norm) -> bool:
         and part_value.shape == residual_value.shape
         and part_value.shape[-1:] == weight.shape
         and len({each.dtype for each in values}) == 1
-        and not isinstance(_value(norm.epsilon), torch.Tensor)
+        and not isinstance(_value(norm["epsilon"]), torch.Tensor)
     )
 
 
-def _norm_at(out: torch.fx.Node) -> _Norm | None:
-    """Match the usual form of a norm whose last node is `out`; None if it is something else."""
+def _norm_at(out: torch.fx.Node) -> dict[str, Any] | None:
+    """Match the usual form of a norm whose last node is `out`, by name; None if it is none."""
     found = _match(out, _NORM, {})
     if found is None:
         return None
-    names = ("out", "narrow", "scaled", "root", "added", "mean", "squares", "wide")
-    chain = tuple(found[name] for name in names)
-    hidden = found["hidden"]
+    chain, hidden = [found[name] for name in _CHAIN], found["hidden"]
     is_its_own = all(user in chain for each in chain[1:] for user in each.users)
     if not is_its_own or found["dtype"] != getattr(_value(hidden), "dtype", None):
         return None
-    return _Norm(hidden, found["weight"], found["epsilon"], chain)
+    return found
 
 
 def _value(node: Any) -> Any:

@@ -67,9 +67,7 @@ class GraphSpace:
         self.agree = agree
         self.head = head
         self.vocab_size = vocab_size
-        self._forward, self._head_in = stepper.forward_padded, stepper.head_in
-        self.is_compiled = stepper.uses_operator
-        self.has_states = stepper.has_states
+        self.stepper = stepper
         self.state_tokens = stepper.state_tokens
         self.last_tokens = stepper.last_tokens
         self.max_num_seqs = stepper.num_slots
@@ -138,8 +136,9 @@ class GraphSpace:
     ) -> torch.Tensor:
         """Return the model's logits of a step, or this rank's part of them."""
         head = self.head
-        with self._head_in(self.logits) if head is None else head.in_part(self.logits):
-            return self._forward(token_ids, positions, keep, {self.device: parts}, sequences)
+        steps = {self.device: parts}
+        with self.stepper.head_in(self.logits) if head is None else head.in_part(self.logits):
+            return self.stepper.forward_padded(token_ids, positions, keep, steps, sequences)
 
     def take(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
         """Choose tokens greedily; store `logits [n, columns]` and the tokens of `slots [n]`."""
@@ -214,7 +213,7 @@ class StepGraphs(abc.ABC, Generic[Key]):
         is_cuda, count = self.space.device.type == "cuda", self._num_runs[key]
         is_trial = is_cuda and count == 2
         is_plain = (count < 3 and not is_trial) or key in self._graphs
-        is_rehearsed = self.space.has_states and count < 3
+        is_rehearsed = self.space.stepper.has_states and count < 3
         try:
             with context(), refusing_waits() if is_trial else contextlib.nullcontext():
                 if is_rehearsed:
@@ -226,8 +225,8 @@ class StepGraphs(abc.ABC, Generic[Key]):
                         torch.cuda.empty_cache()  # Graphs cannot use what prompts left there.
                     self.replay(key, integers)
         except Exception as error:
-            is_refusal = isinstance(error, (ConfigError, CapacityError)) or self.space.is_compiled
-            if is_plain and not is_refusal:
+            is_refusal = isinstance(error, (ConfigError, CapacityError))
+            if is_plain and not is_refusal and not self.space.stepper.uses_operator:
                 raise
             self._refused.add(key)
             _LOG.warning("%s cannot be captured for %s: %s", self.name, key, one_line(error))
@@ -255,16 +254,19 @@ class StepGraphs(abc.ABC, Generic[Key]):
         self._send(integers)
         self.step(key, self._input)
 
-    def rehearse(self, key: Key) -> None:
-        """Run a step of padding, and on CUDA again while torch refuses to wait for the device.
+    def rehearse_and_capture(self, key: Key, *, is_new: bool) -> None:
+        """Capture the graph of `key`; first run a step of padding, if it `is_new` or the first one.
 
-        A capture that fails leaves torch's allocator in the state of a capture, so waits are found
-        before: kernels may read lengths on the host (SDPA's, for heads that no other takes).
+        Before the first graph, and on CUDA, another one runs while torch refuses to wait for the
+        device: a capture that fails leaves torch's allocator in the state of a capture, and kernels
+        may read lengths on the host (SDPA's, for heads that no other takes).
         """
-        self.run(key, self.empty(key))
-        if self.space.device.type == "cuda":
+        if is_new or not self.captured:
+            self.run(key, self.empty(key))
+        if not self.captured and self.space.device.type == "cuda":
             with refusing_waits():
                 self.run(key, self.empty(key))
+        self.capture(key)
 
     def _send(self, integers: torch.Tensor) -> None:
         self._input[: integers.shape[0]].copy_(integers, non_blocking=True)
@@ -318,11 +320,8 @@ class DecodeGraphs(StepGraphs[Bucket]):
         """
         for key in self.keys():
             # Layers are compiled and tuned separately for one sequence, and others for each size.
-            if not self.captured:
-                self.rehearse(key)
-            elif key[0] == 1 or self.space.has_states:
-                self.run(key, self.empty(key))
-            self.capture(key)
+            is_new = key[0] == 1 or self.space.stepper.has_states
+            self.rehearse_and_capture(key, is_new=is_new)
             captured()
 
     def fill(self, key: Bucket, pieces: Sequence[Piece]) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -51,7 +52,7 @@ def join(model: torch.nn.Module) -> int:
     count = 0
     for parent in tuple(model.modules()):
         for names in SIBLINGS:
-            group = [getattr(parent, name, None) for name in names]
+            group: list[Any] = [getattr(parent, name, None) for name in names]
             if _can_join(group, tied):
                 _join(group)
                 count += 1
@@ -87,10 +88,9 @@ def merge_equal_products(module: torch.fx.GraphModule) -> None:
     module.recompile()
 
 
-def _can_join(group: Sequence[object], tied: set[int]) -> bool:
-    if not all(type(each) is torch.nn.Linear for each in group):
+def _can_join(layers: Sequence[Any], tied: set[int]) -> bool:
+    if not all(type(each) is torch.nn.Linear for each in layers):
         return False
-    layers = [each for each in group if isinstance(each, torch.nn.Linear)]
     first = layers[0]
     return all(
         each.in_features == first.in_features
@@ -104,8 +104,7 @@ def _can_join(group: Sequence[object], tied: set[int]) -> bool:
     )
 
 
-def _join(group: Sequence[object]) -> None:
-    layers = [each for each in group if isinstance(each, torch.nn.Linear)]
+def _join(layers: Sequence[torch.nn.Linear]) -> None:
     with torch.no_grad():
         weights: list[torch.Tensor] = [each.weight for each in layers]
         biases: list[torch.Tensor] = [each.bias for each in layers if each.bias is not None]

@@ -89,10 +89,6 @@ class _Like(NamedTuple):
     state_tokens: int
     scratch_row: int
 
-    @classmethod
-    def of(cls, space: GraphSpace) -> _Like:
-        return cls(space.max_num_seqs, space.state_tokens, space.scratch.row)
-
 
 @functools.cache
 def _padding(bucket: Bucket, like: _Like) -> Plan:
@@ -131,7 +127,7 @@ class MixedGraphs(StepGraphs[Bucket]):
             for width in decode_widths(space.max_num_seqs)
             if width <= num_tokens
         ]
-        self._like = _Like.of(space)
+        self._like = _Like(space.max_num_seqs, space.state_tokens, space.scratch.row)
         sizes = [_places(each, self._like).states.stop for each in self._buckets]
         super().__init__(space, max(sizes, default=0))
 
@@ -183,11 +179,8 @@ class MixedGraphs(StepGraphs[Bucket]):
     def _try(self, bucket: Bucket) -> bool:
         is_short = False
         try:
-            if not self.captured:
-                self.rehearse(bucket)
-            elif self._like.state_tokens:  # Rules of states may be compiled for each size.
-                self.run(bucket, self.empty(bucket))
-            self.capture(bucket)
+            # Rules of states may be compiled for each size.
+            self.rehearse_and_capture(bucket, is_new=self._like.state_tokens > 0)
         except torch.OutOfMemoryError:
             is_short = True
         if not self.space.agree(int(is_short)):

@@ -161,13 +161,8 @@ def in_autocast(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     return [each.to(torch.get_autocast_dtype(kind)) for each in tensors]
 
 
-@dataclass(frozen=True)
-class _Kernels:
-    """Kernels of one kind of layer; `new` is for beginnings."""
-
-    rows: AttentionBackend
-    new: AttentionBackend | None
-    mixes: bool
+_Kernels = tuple[AttentionBackend, AttentionBackend | None, bool]
+"""Kernels of one kind of layer, over rows and for beginnings, and whether the first one `mixes`."""
 
 
 class _Layer(NamedTuple):
@@ -240,20 +235,16 @@ class RowAttention:
         if layer not in self.called:
             append(_call(its, asked, step), _packed(*in_autocast(*past.new)))
         self.called.append(layer)
-        group, outputs, start = asked.query.shape[1] // len(heads), [], 0
-        while start < len(heads):
-            first, end = heads[start], start + 1
-            while end < len(heads) and heads[end] == first + end - start:
-                end += 1
-            of_keys, of_values = slice(start, end), slice(first, first + end - start)
+        group, outputs = asked.query.shape[1] // len(heads), []
+        for _, run in itertools.groupby(enumerate(heads), lambda pair: pair[1] - pair[0]):
+            of_keys, of_values = (slice(its[0], its[-1] + 1) for its in zip(*run, strict=True))
             part = its._replace(
                 keys=its.keys[:, :, of_keys],
                 values=its.values[:, :, of_values],
                 scales=its.scales and its.scales.of_heads(of_keys, of_values),
             )
-            query = asked.query[:, start * group : end * group]
+            query = asked.query[:, of_keys.start * group : of_keys.stop * group]
             outputs.append(self._attend(part, asked._replace(query=query), step, appends=False))
-            start = end
         return torch.cat(outputs, 2)
 
     def attend(self, layer: int, asked: LayerCall) -> torch.Tensor:
@@ -274,17 +265,17 @@ class RowAttention:
         capacity = its.keys.shape[1]
         new = _packed(asked.key, asked.value)
         call = _call(its, asked, step)
-        kernels = self._kernels_for(its.cache, call)
-        rows = kernels.rows
+        rows, for_new, mixes = self._kernels_for(its.cache, call)
         is_whole = step.is_decode is None and step.num_decode_tokens == call.query.shape[0]
         # Attention kernels that append cannot rotate by angles.
         is_plain = asked.angles is None and call.batch.left_pad is None
         if is_whole and is_plain and appends and rows.appends:
             return rows.attend(replace(call, new=new))[None]
-        if not is_whole and kernels.mixes:
+        if not is_whole and mixes:
             decode = step.decode
             is_whole = not decode or decode[capacity].max_num_tokens <= _LONG_ROW_TOKENS
-        for_new = kernels.new if appends and step.beginnings and not is_whole else None
+        if is_whole or not appends or not step.beginnings:
+            for_new = None
         key = new[0]
         if appends:
             call, key = _append(call, new, asked.angles, keep_keys=for_new is not None)
@@ -348,14 +339,13 @@ class RowAttention:
                 name = self._preferred
             rows = select(spec, name)
             cache.keep_resident(rows.overread_tokens(spec))
-            kernels = _Kernels(rows, select_for_new(spec), rows.mixes(spec))
-            self._kernels[kind] = kernels
+            kernels = self._kernels[kind] = rows, select_for_new(spec), rows.mixes(spec)
         return kernels
 
     @property
     def kernel_names(self) -> list[str]:
         """Backends that have been chosen so far, sorted."""
-        return sorted({each.rows.name for each in self._kernels.values()})
+        return sorted({rows.name for rows, *_ in self._kernels.values()})
 
     def close(self) -> None:
         """Drop the caches' tensors, which keep addresses reserved. Idempotent."""

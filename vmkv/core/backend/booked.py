@@ -57,8 +57,7 @@ class Books:
 
     def __init__(self, granularity_bytes: int):
         self._granularity_bytes = granularity_bytes
-        self._reservations: dict[int, int] = {}
-        self._reservation_starts: list[int] = []
+        self._reservations: list[tuple[int, int]] = []  # Address and bytes, ascending.
         self._mappings: dict[int, MapOp] = {}  # By address.
         self._mapping_starts: list[int] = []
         self.allocations: dict[Handle, Allocation] = {}
@@ -68,12 +67,11 @@ class Books:
 
     def reserve(self, address: int, num_bytes: int) -> None:
         """Book a new reservation."""
-        self._reservations[address] = num_bytes
-        insort(self._reservation_starts, address)
+        insort(self._reservations, (address, num_bytes))
 
     def why_not_free(self, address: int, num_bytes: int) -> str | None:
         """Reason to refuse an `address_free`, or None."""
-        if self._reservations.get(address) != num_bytes:
+        if (address, num_bytes) not in self._reservations:
             return "not one whole reservation"
         at = bisect_left(self._mapping_starts, address)
         is_empty = (
@@ -83,8 +81,7 @@ class Books:
 
     def unreserve(self, address: int) -> None:
         """Remove a reservation."""
-        del self._reservations[address]
-        del self._reservation_starts[bisect_left(self._reservation_starts, address)]
+        self._reservations = [each for each in self._reservations if each[0] != address]
 
     # ---- mappings -------------------------------------------------------------------------
 
@@ -109,9 +106,9 @@ class Books:
 
     def _why_not_map(self, op: MapOp) -> str | None:
         address, num_bytes, handle = op
-        at = bisect_right(self._reservation_starts, address) - 1
-        start = self._reservation_starts[at] if at >= 0 else 0
-        if at < 0 or address + num_bytes > start + self._reservations[start]:
+        # Reservations are disjoint, so one that holds the range is the last that starts in it.
+        at = bisect_left(self._reservations, (address + 1,)) - 1
+        if at < 0 or address + num_bytes > sum(self._reservations[at]):
             return "outside every reservation"
         allocation = self.live(handle)
         if allocation is None:
@@ -204,7 +201,7 @@ class Books:
             num_mappings=len(self._mappings),
             mapped_bytes=sum(each.num_bytes for each in self._mappings.values()),
             num_reservations=len(self._reservations),
-            reserved_bytes=sum(self._reservations.values()),
+            reserved_bytes=sum(size for _, size in self._reservations),
             num_streams=len(self.streams),
         )
 

@@ -25,6 +25,8 @@ _LOCATION_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _LOCATION_HOST_NUMA = 3  # CU_MEM_LOCATION_TYPE_HOST_NUMA
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 _VMM_SINCE_CUDA = 10020  # The version of the entry points asked for.
+#: The driver's functions, in the order of `NativeCalls`.
+_CALLS = (b"cuMemMap", b"cuMemSetAccess", b"cuMemUnmap", b"cuMemcpyAsync", b"cuMemsetD8Async")
 
 
 class CudaFence(Fence):
@@ -96,14 +98,8 @@ class CudaBackend(BookedBackend):
         properties = self._properties(MemoryLocation.DEVICE, False)
         granularity = driver.cuMemGetAllocationGranularity(properties, minimum)
         super().__init__(int(self._call("init", granularity)))
-        self._native_calls = NativeCalls(
-            map=self._function_address(b"cuMemMap"),
-            set_access=self._function_address(b"cuMemSetAccess"),
-            unmap=self._function_address(b"cuMemUnmap"),
-            copy=self._function_address(b"cuMemcpyAsync"),
-            fill=self._function_address(b"cuMemsetD8Async"),
-            location=self._locations[MemoryLocation.DEVICE],
-        )
+        calls = map(self._function_address, _CALLS)
+        self._native_calls = NativeCalls._make([*calls, self._locations[MemoryLocation.DEVICE]])
         # A stream must not be destroyed while a fence is recorded on it.
         self._stream_lock = threading.Lock()
         self._streams: set[int] = set()

@@ -349,15 +349,9 @@ class _Move(NamedTuple):
         return table.overlapping(self.source, self.copy_first_page, table.row_pages)
 
 
-class _Difference(NamedTuple):
-    """The first page at which a target differs from its source, and its mappings from there on.
-
-    `aliased` are mappings of the source, from there on, that the target maps as well.
-    """
-
-    page: int
-    mine: List_[Mapping]
-    aliased: List_[Mapping]
+#: The first page at which a target differs from its source, its mappings from there on, and those
+#: of the source, from there on, that the target maps as well.
+_Difference = tuple[int, list[Mapping], list[Mapping]]
 
 
 def _reorder_moves(
@@ -369,7 +363,7 @@ def _reorder_moves(
 ) -> list[_Move]:
     differences = [_compare(space, group, *each, num_tokens) for each in rows]
     # Extents given to another row are shared afterwards, so their row may not write them.
-    given = {id(mapping.extent) for each in differences for mapping in each.aliased}
+    given = {id(mapping.extent) for *_, aliased in differences for mapping in aliased}
     return [
         _plan_move(group, *each, num_tokens, tenants[each[1]], difference, given)
         for each, difference in zip(rows, differences, strict=True)
@@ -395,7 +389,7 @@ def _compare(
             if mapping.end_page > full_end_page or not is_worth:
                 break
             aliased.append(mapping)
-    return _Difference(page, mine, aliased)
+    return page, mine, aliased
 
 
 def _plan_move(
@@ -506,11 +500,8 @@ def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
 _HOLDERS_LOOKED_AT = 4
 
 
-class _Beginning(NamedTuple):
-    """A length at which a sequence can begin, and the rows that hold its tokens, by `Where`."""
-
-    num_tokens: int
-    rows: Callable[[Where], Iterator[int]]
+#: A length at which a sequence can begin, and the rows that hold its tokens, by `Where`.
+_Beginning = tuple[int, Callable[[Where], Iterator[int]]]
 
 
 def _beginnings(space: RowSpace, prompt: Any, tenant: str | None) -> Iterator[_Beginning]:
@@ -522,7 +513,7 @@ def _beginnings(space: RowSpace, prompt: Any, tenant: str | None) -> Iterator[_B
     matches = space.prefixes.matches(prompt, tenant, max_tokens)
     if space.states is None:
         for match in matches:
-            yield _Beginning(match.num_tokens, match.rows)
+            yield match.num_tokens, match.rows
         return
     rows_of: dict[int, dict[int, None]] = {}
     for match in matches:
@@ -544,7 +535,7 @@ def _beginnings(space: RowSpace, prompt: Any, tenant: str | None) -> Iterator[_B
         def those(where: Where, rows: Iterable[int] = rows) -> Iterator[int]:
             return (row for row in rows if (row in space.live) == (where is Where.LIVE))
 
-        yield _Beginning(length, those)
+        yield length, those
 
 
 def find_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> int:
@@ -553,10 +544,10 @@ def find_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> int:
     Cost: about 5 ns per token, and a look at each row that holds a beginning.
     """
     with space.pool.lock:
-        for its in _beginnings(space, prompt, tenant):
+        for num_tokens, rows in _beginnings(space, prompt, tenant):
             for where in (Where.PARKED, Where.LIVE):
-                if any(space.keeps(row, its.num_tokens) for row in its.rows(where)):
-                    return its.num_tokens
+                if any(space.keeps(row, num_tokens) for row in rows(where)):
+                    return num_tokens
     return 0
 
 
@@ -566,9 +557,8 @@ def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple
     Returns the row, live now, and its token count; None without a match.
     """
     prefixes = space.prefixes
-    for match in _beginnings(space, prompt, tenant):
-        num_tokens = match.num_tokens
-        parked = _holders(space, match.rows(Where.PARKED), num_tokens)
+    for num_tokens, rows in _beginnings(space, prompt, tenant):
+        parked = _holders(space, rows(Where.PARKED), num_tokens)
         # Adopting a row loses its later tokens, so there should be few of them.
         whole = [
             row
@@ -581,7 +571,7 @@ def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple
             row = min(whole, key=prefixes.num_recorded)
             space.take(row, num_tokens, tenant)
         else:
-            holders = parked + _holders(space, match.rows(Where.LIVE), num_tokens)
+            holders = parked + _holders(space, rows(Where.LIVE), num_tokens)
             if not holders:
                 continue
             holder = holders[0]
@@ -592,7 +582,7 @@ def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple
             except CapacityError:
                 # No second row, or no memory for the tail: adopt a row as it is. Look again,
                 # because the attempt may have evicted parked rows.
-                parked = _holders(space, match.rows(Where.PARKED), num_tokens)
+                parked = _holders(space, rows(Where.PARKED), num_tokens)
                 parked = [row for row in parked if space.can_begin(row, num_tokens)]
                 if not parked:
                     break

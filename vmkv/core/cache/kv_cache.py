@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence as List_
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -29,7 +30,7 @@ from .sequence import Sequence
 from .stats import collect_stats
 
 
-class KVCache(RowSpace):
+class KVCache(RowSpace, AbstractContextManager["KVCache"]):
     """Keys and values of many sequences on one device.
 
     A method that raises leaves layers and live sequences as they were, unless it says otherwise;
@@ -265,9 +266,6 @@ class KVCache(RowSpace):
         # Only a warning: a destructor runs at any moment, and the device may still be reading.
         if not getattr(self, "is_closed", True):
             warnings.warn("a KVCache was never closed", ResourceWarning, stacklevel=2)
-
-    def __enter__(self) -> KVCache:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -122,7 +122,9 @@ class LayerGroup:
         self.scales = None if scales is None else tuple(scales)
         self.table = PageTable(pool, geometry.num_rows, geometry.row_pages, dtype)
         self._scale_tensors: dict[int, Scales] = {}
-        self._view_counter = _native.ViewCounter()
+        self._view_counter = counter = _native.ViewCounter()
+        # Without `self`, which would live as long.
+        self._has_views: Callable[[], bool] = lambda: counter.live > 0
         self._views: dict[bool, GroupViews] = {}
         self._first_written: dict[int, int] = {}
         #: The pages of its rows, and bytes of a token, bytes of a page, and tokens of a row.
@@ -395,19 +397,17 @@ class LayerGroup:
     def has_outside_views(self) -> bool:
         """Whether tensors other than this group's own point into the range. Drops its own."""
         self._views.clear()
-        return self._view_counter.live > 0
+        return self._has_views()
 
     def close(self) -> None:
         """Unmap everything after its fence; free the range once no tensor points into it."""
         self._views.clear()
-        counter = self._view_counter  # Not `self`, which would live as long.
-        self.table.close(lambda: counter.live > 0)
+        self.table.close(self._has_views)
 
     def close_behind(self, fence: Fence) -> None:
         """Close without waiting: submitted work may run until `fence` has passed."""
         self._views.clear()
-        counter = self._view_counter
-        self.table.close_behind(fence, lambda: counter.live > 0)
+        self.table.close_behind(fence, self._has_views)
 
 
 def split_layers(num_layers: int, layers_per_group: int | None) -> list[range]:

@@ -281,17 +281,14 @@ class Match:
     def rows(self, *states: Where) -> Iterator[int]:
         """Yield the rows in these states, or parked and then live ones; last listed first."""
         for where in states or (Where.PARKED, Where.LIVE):
-            yield from self._rows(where)
-
-    def _rows(self, where: Where) -> Iterator[int]:
-        node = self._node
-        if self._tree.num_cuts != self._num_cuts:
-            num_bytes = self.num_tokens * _TOKEN_BYTES
-            found = self._tree.find(self._tenant, self._tokens, num_bytes)
-            if not found or found[-1][1] != num_bytes:
-                return iter(())
-            node = found[-1][0]
-        return reversed(node.rows[where])
+            node = self._node
+            if self._tree.num_cuts != self._num_cuts:
+                num_bytes = self.num_tokens * _TOKEN_BYTES
+                found = self._tree.find(self._tenant, self._tokens, num_bytes)
+                if not found or found[-1][1] != num_bytes:
+                    continue
+                node = found[-1][0]
+            yield from reversed(node.rows[where])
 
 
 class PrefixIndex:

@@ -27,7 +27,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -237,7 +237,7 @@ def _checked(space: RowSpace, values: dict[str, Any], where: str) -> _Offer:
 # ---- exporting -----------------------------------------------------------------------------------
 
 
-class PrefixExporter:
+class PrefixExporter(AbstractContextManager["PrefixExporter"]):
     """Shares the beginning of a sequence with processes of this user; see `Sequence.export`.
 
     Use it as a context manager. `serve_one` serves one importer; after `start`, a thread serves all
@@ -413,9 +413,6 @@ class PrefixExporter:
         if self._is_attached:
             self._pool.detach()
             self._is_attached = False
-
-    def __enter__(self) -> PrefixExporter:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

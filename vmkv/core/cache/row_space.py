@@ -136,13 +136,10 @@ def ends_of(groups: List_[LayerGroup], row: int) -> Gives:
 
 def own_bytes(groups: List_[LayerGroup], row: int) -> int | None:
     """Bytes of a parked row, pinned extents included, if nothing in it is shared; else None."""
-    num_bytes = 0
-    for group in groups:
-        pages = group.table.rows[row]
-        if pages.shared_end_page:  # No host extents: see `drop_spilled`.
-            return None
-        num_bytes += group.resident_bytes(row)
-    return num_bytes
+    if any([group.table.rows[row].shared_end_page for group in groups]):
+        return None
+    # No host extents: see `drop_spilled`.
+    return sum([group.resident_bytes(row) for group in groups])
 
 
 def check_own_bytes(groups: List_[LayerGroup], row: int) -> None:
@@ -337,10 +334,9 @@ class RowSpace:
         """Whether `row` holds all that a query after `num_tokens` tokens sees."""
         if num_tokens and self.states is not None and self.state_row(row, num_tokens) is None:
             return False
-        for each in self.groups:
-            if not (each.keeps(row, num_tokens) and each.reaches(row, num_tokens)):
-                return False
-        return True
+        return all(
+            each.keeps(row, num_tokens) and each.reaches(row, num_tokens) for each in self.groups
+        )
 
     def check_keeps(self, row: int, num_tokens: int, doing: str) -> None:
         """Raise `ConfigError`, which names `doing`, unless `keeps` or there are no tokens."""

@@ -25,6 +25,7 @@ from ...interrupts import uninterrupted
 from ...units import Address
 from ..backend import MemoryLocation
 from ..memory import Change, Extent, HostCopy, Mapping, PageTable, RowChange, Victim, size_classes
+from ..memory.host_copy import copied_to_host
 from .growing import Target, map_rows
 from .layer_group import LayerGroup
 from .prefix import Where
@@ -173,33 +174,21 @@ def begin_swap_out(sequence: Sequence) -> Transfer:
         takes ten times as long as filling it (10 ms for 64 MiB).
     """
     space = sequence.cache
-    pool, backend = space.pool, space.pool.backend
     space.note_stream()
-    pool.reclaimer.free_idle_reservations()
+    space.pool.reclaimer.free_idle_reservations()
     runs = list(_to_move(space, sequence.row, sequence.num_tokens))
-    extents = pool.acquire_or_evict([size_class for *_, size_class in runs], MemoryLocation.HOST)
-    try:
-        staging = PageTable(pool, 1, max(1, sum(extent.num_pages for extent in extents)))
-        moved, staging_page = [], 0
-        for (group, page, num_bytes, _), extent in zip(runs, extents, strict=True):
-            moved.append(SwappedExtent(group, page, num_bytes, extent, staging_page))
-            staging_page += extent.num_pages
-        swapped = Swapped(sequence.row, moved, staging)
-        try:
-            side = space.side_stream()
-            backend.join_streams(side)
-            for each in moved:
-                staging.map(0, each.staging_page, [each.extent])
-                if each.num_bytes:
-                    source = swapped.address(each)
-                    backend.copy(swapped.staged(each), source, each.num_bytes, side)
-            pool.reclaimer.poll()  # Work for the CPU while the copies run.
-        except BaseException:
-            pool.reclaimer.close_soon(staging.close_behind)
-            raise
-    finally:
-        pool.disown(extents)  # The staging mappings own them from here on.
-    return Transfer(sequence, swapped)
+    side = space.side_stream()
+    space.pool.backend.join_streams(side)
+    sources = [
+        (size_class, group.table.page_address(sequence.row, page), num_bytes)
+        for group, page, num_bytes, size_class in runs
+    ]
+    staging = copied_to_host(space.pool, sources, side)
+    moved = [
+        SwappedExtent(*run[:3], mapping.extent, mapping.first_page)
+        for run, mapping in zip(runs, staging.rows[0].mappings, strict=True)
+    ]
+    return Transfer(sequence, Swapped(sequence.row, moved, staging))
 
 
 def _to_move(

@@ -24,7 +24,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class _Connection:
     member: Member | None = field(default=None, init=False)
 
 
-class Broker:
+class Broker(AbstractContextManager["Broker"]):
     """Shares one budget of device memory between processes, from a thread of its own.
 
     Args:
@@ -124,9 +124,6 @@ class Broker:
         self._thread.join()
         with suppress(FileNotFoundError):
             os.unlink(self.socket_path)
-
-    def __enter__(self) -> Broker:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

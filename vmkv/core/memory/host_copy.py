@@ -30,6 +30,34 @@ class _Moved(NamedTuple):
     shared_end_page: int
 
 
+def copied_to_host(
+    pool: ExtentPool, sources: Sequence[tuple[int, Address, int]], stream: int
+) -> PageTable:
+    """Submit copies of `sources` to host memory; return the table that has them in its one row.
+
+    A source has the size class of the extent to copy to, the address and the bytes. The table's
+    mappings own the extents. After any error nothing has changed.
+    """
+    classes = [size_class for size_class, *_ in sources]
+    extents = pool.acquire_or_evict(classes, MemoryLocation.HOST)
+    try:
+        staging = PageTable(pool, 1, max(1, sum(extent.num_pages for extent in extents)))
+        try:
+            page = 0
+            for (_, source, num_bytes), extent in zip(sources, extents, strict=True):
+                staging.map(0, page, [extent])
+                if num_bytes:
+                    pool.backend.copy(staging.page_address(0, page), source, num_bytes, stream)
+                page += extent.num_pages
+            pool.reclaimer.poll()  # Work for the CPU while the copies run.
+        except BaseException:
+            pool.reclaimer.close_soon(staging.close_behind)
+            raise
+    finally:
+        pool.disown(extents)  # The staging mappings own them from here on.
+    return staging
+
+
 class HostCopy:
     """Moves the contents of rows to host memory; their mappings are retired behind a fence.
 
@@ -64,33 +92,13 @@ class HostCopy:
                     places.setdefault(each.extent, table.page_address(row, each.first_page))
             self._places = places  # Of each extent, the address that is copied.
             self.num_bytes = sum(extent.num_bytes for extent in places)
-            self._staging = self._copied(stream)
+            sources = [(each.size_class, at, each.num_bytes) for each, at in places.items()]
+            self._staging = copied_to_host(pool, sources, stream)
             try:
                 self._retire(pool.reclaimer.new_fence())
             except BaseException:
                 pool.reclaimer.close_soon(self._staging.close_behind)
                 raise
-
-    def _copied(self, stream: int) -> PageTable:
-        """Copy all extents to host memory, which the returned table maps and owns."""
-        pool = self._pool
-        classes = [extent.size_class for extent in self._places]
-        extents = pool.acquire_or_evict(classes, MemoryLocation.HOST)
-        try:
-            staging = PageTable(pool, 1, max(1, self.num_bytes // pool.page_bytes))
-            try:
-                page = 0
-                for source, extent in zip(self._places.values(), extents, strict=True):
-                    staging.map(0, page, [extent])
-                    target = staging.page_address(0, page)
-                    pool.backend.copy(target, source, extent.num_bytes, stream)
-                    page += extent.num_pages
-            except BaseException:
-                pool.reclaimer.close_soon(staging.close_behind)
-                raise
-        finally:
-            pool.disown(extents)
-        return staging
 
     def _retire(self, fence: Fence) -> None:
         for table, row, *_ in self._rows:

@@ -229,11 +229,9 @@ class PageTable:
 
     def ops_to_map(self, row: int, mappings: Sequence[Mapping]) -> list[Op]:
         """Driver operations that map `mappings`, and then grant access, once per run of it."""
-        start, page_bytes = self.address + row * self.row_bytes, self.page_bytes
         ops: list[Op] = []
         for each in mappings:
-            extent = each.extent
-            address = Address(start + each.first_page * page_bytes)
+            address, extent = self.page_address(row, each.first_page), each.extent
             ops.append(MapOp(address, extent.num_bytes, extent.handle))
         ops += self.ops_to_set_access(row, mappings)
         return ops
@@ -242,11 +240,10 @@ class PageTable:
         self, row: int, mappings: Iterable[Mapping], access: Access | None = None
     ) -> list[AccessOp]:
         """Driver operations that grant `access`, or each mapping's own, one per contiguous run."""
-        start, page_bytes = self.address + row * self.row_bytes, self.page_bytes
         ops: list[AccessOp] = []
         end = num_bytes = 0
         for each in mappings:
-            address = Address(start + each.first_page * page_bytes)
+            address = self.page_address(row, each.first_page)
             its = each.access if access is None else access
             if ops and address == end and its is ops[-1].access:
                 address, num_bytes = ops.pop().address, num_bytes + each.extent.num_bytes
@@ -300,11 +297,8 @@ class PageTable:
 
     def retired(self, row: int, mappings: Iterable[Mapping]) -> list[RetiredMapping]:
         """The reclaimer's records of mappings of `row`."""
-        start, page_bytes = self.address + row * self.row_bytes, self.page_bytes
-        return [
-            RetiredMapping(Address(start + each.first_page * page_bytes), each.extent)
-            for each in mappings
-        ]
+        address = self.page_address
+        return [RetiredMapping(address(row, each.first_page), each.extent) for each in mappings]
 
     # ---- end ------------------------------------------------------------------------------
 

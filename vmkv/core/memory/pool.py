@@ -381,13 +381,7 @@ class ExtentPool:
         Raises:
             ConfigError: The budget is below what live sequences hold. It stays unchanged.
         """
-        self._check_budget(budget_bytes)
-        with self.lock:
-            self._check_open()
-            stats = self.stats(location)
-            excess_bytes = stats.created_bytes - stats.free_bytes - budget_bytes
-        if excess_bytes > 0 and location is _DEVICE:
-            self.make_room(excess_bytes)
+        self._make_room_above(budget_bytes, location)
         with self.lock:
             self._shelf(location).set_budget(budget_bytes)
 
@@ -398,16 +392,21 @@ class ExtentPool:
         Evicts parked rows and waits for fences; free memory above the budget returns at once.
         Raises `DriverError` if the driver refuses; some may be left to another call.
         """
-        self._check_budget(budget_bytes)
+        self._make_room_above(budget_bytes, _DEVICE)
         shelf = self._device
-        with self.lock:
-            self._check_open()
-            excess_bytes = shelf.created_bytes - shelf.free_bytes - budget_bytes
-        if excess_bytes > 0:
-            self.make_room(excess_bytes)
         with self.lock, suppress(ConfigError):  # Other threads may have taken what was free.
             used_bytes = shelf.created_bytes - shelf.free_bytes
             shelf.set_budget(min(shelf.budget_bytes, max(budget_bytes, used_bytes)))
+
+    def _make_room_above(self, budget_bytes: int, location: MemoryLocation) -> None:
+        """Evict what is in use above a budget, as far as it can be; refuses an invalid one."""
+        self._check_budget(budget_bytes)
+        shelf = self._shelf(location)
+        with self.lock:
+            self._check_open()
+            excess_bytes = shelf.created_bytes - shelf.free_bytes - budget_bytes
+        if excess_bytes > 0 and location is _DEVICE:
+            self.make_room(excess_bytes)
 
     @property
     def budget_bytes(self) -> int:

@@ -52,10 +52,9 @@ class SubmittedWrites:
             yield
         finally:
             self._steps = [step for step in self._steps if not step[0].has_passed()]
-            try:
+            # The step is submitted: losing its check must not fail it.
+            with contextlib.suppress(DriverError):
                 self._steps.append((self._reclaimer.new_fence(), written))
-            except DriverError:
-                pass  # The step is submitted: losing its check must not fail it.
 
     def check(self, tables: Sequence[PageTable]) -> None:
         """Raise InternalError if I10 does not hold for a step whose fence has not passed."""
