@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import socket
 import subprocess
@@ -14,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from vmkv import ConfigError, ExtentPool, HostBackend
-from vmkv.core.memory import Broker, PoolMember, default_socket_path, shares
+from vmkv import BackendUsage, ConfigError, ExtentPool, HostBackend, OutOfPagesError
+from vmkv.core.memory import Broker, Extent, PoolMember, default_socket_path, shares
 from vmkv.core.memory.broker import VERSION
 from vmkv.core.memory.shares import Report
 from vmkv.units import KiB
@@ -338,3 +339,47 @@ def test_a_member_leaves_with_an_order_unread(broker: Broker) -> None:
             connection.close()
     until(lambda: not broker.members())
     assert not broker._connections
+
+
+def test_members_come_and_go(broker: Broker) -> None:
+    """From several threads, while orders are on their way: each gives back all that it had."""
+    errors: list[BaseException] = []
+
+    def play(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(40):
+            backend = HostBackend(PAGE)
+            facts = {"name": str(seed), "device": backend.name, "free_bytes": 0}
+            weight = draw.choice((0.5, 1.0, 3.0))
+            member = PoolMember.join(
+                broker.socket_path, **facts, floor_bytes=draw.randint(1, 4) * PAGE, weight=weight
+            )
+            pool = ExtentPool(backend, member.budget_bytes)
+            member.bind(pool)
+            held: list[Extent] = []
+            for _ in range(draw.randint(0, 30)):
+                if draw.random() < 0.5:
+                    if pool.available_bytes < PAGE:
+                        member.grow(draw.randint(1, 6) * PAGE)
+                    with suppress(OutOfPagesError):
+                        held += pool.acquire([0])
+                elif held:
+                    pool.disown([held.pop()])
+            pool.disown(held)
+            pool.close()
+            assert backend.usage() == BackendUsage()
+
+    def playing(seed: int) -> None:
+        try:
+            play(seed)
+        except BaseException as error:  # noqa: BLE001  # told below
+            errors.append(error)
+
+    threads = [threading.Thread(target=playing, args=(seed,)) for seed in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not errors
+    until(lambda: not broker.members())
+    assert broker._shares.free_bytes == BUDGET
