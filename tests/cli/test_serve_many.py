@@ -180,6 +180,7 @@ def test_each_of_several_models_may_have_ranks(models: list[str]) -> None:
         for at in (0, 1, 0, 1):
             for _ in range(2):
                 answer = asked(client, url, model=models[at])
+                assert answer.status_code == 200, answer.text
                 assert answer.json()["choices"][0]["token_ids"] == expected[at]
             assert client.post(f"{url}/sleep", params={"model": models[at]}).status_code == 200
         text = client.get(f"{url}/metrics").text

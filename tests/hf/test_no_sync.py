@@ -27,7 +27,8 @@ from vmkv import VMKVCache
 NewCache = Callable[..., Any]
 HEADS, WIDTH = 2, 8
 #: Operations that make views.
-VIEWS = {"slice", "select", "unbind", "as_strided", "alias", "view", "detach", "unsqueeze"}
+VIEWS = {"slice", "select", "unbind", "as_strided", "alias", "view", "detach"}
+VIEWS |= {"unsqueeze", "transpose"}
 
 
 def _append(cache: Any, keys: torch.Tensor) -> None:

@@ -161,8 +161,10 @@ class RanksMember(PoolMember):
             self._tell()
 
     def _lower(self, pool: ExtentPool, budget_bytes: int) -> None:
-        super()._lower(pool, budget_bytes)
-        self._all.group.max(0)  # All ranks have.
+        try:
+            super()._lower(pool, budget_bytes)
+        finally:  # All ranks keep as much as the one that keeps most.
+            pool.set_budget(self._all.group.max(pool.budget_bytes))
 
     def _look(self, pool: ExtentPool) -> None:
         if not self._all.group.rank:
