@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from vmkv.errors import InternalError
+from vmkv.step import state_rules
 from vmkv.step.piece import Piece, packing_order
 from vmkv.step.state_plan import CHUNK_TOKENS, CapturedSizes, PackedSequences, plan_step
 from vmkv.step.state_rules import Call, PackedRules, can_pack
@@ -90,6 +91,38 @@ def chunk_rule(
     return out, state
 
 
+def rule_in_place(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    initial_state: torch.Tensor,
+    ssm_state_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Change states at rows, with a gate for each key, as flash-linear-attention's rule does."""
+    assert options == {"inplace_final_state": True, "use_qk_l2norm_in_kernel": False}
+    whole = [each.flatten(0, 1)[:, None] for each in (query, key, value, g[..., 0], beta)]
+    count = len(ssm_state_indices)
+    starts = list(range(count + 1)) if cu_seqlens is None else cu_seqlens.tolist()
+    out = torch.full_like(whole[2], torch.nan)
+    for row, start, end in zip(ssm_state_indices.tolist(), starts, starts[1:], strict=False):
+        assert end - start in (0, 1)
+        if start < end:
+            its = [each[start:end] for each in whole]
+            out[start:end], made = recurrent_rule(*its, initial_state=initial_state[row : row + 1])
+            initial_state[row : row + 1] = made
+    return out.view(value.shape), initial_state
+
+
+def rule_of_another_version(*tensors: torch.Tensor, initial_state: torch.Tensor) -> Any:
+    """Take no rows."""
+    return recurrent_rule(*tensors, initial_state=initial_state)
+
+
 class Layer(torch.nn.Module):
     """Convolves, and applies a rule."""
 
@@ -162,6 +195,9 @@ def _check(rules: PackedRules, layer: Layer, pieces: list[Piece], planned: Packe
     with rules.step(planned), rules.in_place():
         found = layer(hidden[None])[0]
     assert type(layer) is Layer
+    is_there = state_rules._rule_in_place() is rule_in_place
+    assert rules._is_in_place in ({}, {recurrent_rule: is_there})
+    assert rules._is_in_place or not any(each.decodes for each in pieces)
     start = 0
     for piece in pieces:
         states = [each[piece.row].clone() for each in before]
@@ -188,8 +224,12 @@ def layer() -> Layer:
     return Layer().requires_grad_(requires_grad=False)
 
 
-@pytest.fixture
-def rules(layer: Layer) -> PackedRules:
+@pytest.fixture(params=[None, rule_in_place, rule_of_another_version])
+def rules(
+    layer: Layer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> PackedRules:
+    """Rules where flash-linear-attention has none that changes states in place, one, or another."""
+    monkeypatch.setattr(state_rules, "_rule_in_place", lambda: request.param)
     torch.manual_seed(1)
     states = {
         "conv_states": torch.zeros(ROWS, 3 * HEADS * DIM, WIDTH),

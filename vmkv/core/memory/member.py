@@ -53,10 +53,10 @@ class PoolMember:
         excess_bytes: Memory of live rows that is to be given up.
     """
 
-    _path: str
-
-    def __init__(self, connection: socket.socket, order: Order, grow_timeout_s: float):
-        self._socket = connection
+    def __init__(
+        self, connection: socket.socket, socket_path: str, order: Order, grow_timeout_s: float
+    ):
+        self._socket, self._path = connection, socket_path
         self.budget_bytes = order.budget_bytes
         self.most_bytes = order.most_bytes
         self.withheld_bytes = self.excess_bytes = 0
@@ -132,9 +132,7 @@ class PoolMember:
             if kind != "order":
                 raise ConfigError(f"the broker refuses: {values[0]}")
             connection.settimeout(None)
-            member = cls(connection, Order(*values), timeout_s)
-            member._path = where
-            return member
+            return cls(connection, where, Order(*values), timeout_s)
         except BaseException:
             with suppress(OSError):  # The order may be on its way.
                 connection.send(b'["leave"]')

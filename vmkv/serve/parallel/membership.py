@@ -92,11 +92,11 @@ class RanksMember(PoolMember):
         group, timeout_s = every.group, _GROW_TIMEOUT_S
         if group.rank:
             unconnected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            member = cls(unconnected, group.share(None), timeout_s)
+            member = cls(unconnected, socket_path, group.share(None), timeout_s)
         else:
             member = cls.join(socket_path, timeout_s=timeout_s, **figures)
             group.share(member._order)
-        member._all, member._path = every, socket_path
+        member._all = every
         return member
 
     def join_again(self, **figures: Any) -> PoolMember:
