@@ -36,7 +36,7 @@ from vmkv import (
     SamplingParams,
 )
 from vmkv.core.backend import ForwardingBackend, MemoryLocation
-from vmkv.core.memory import Broker, PoolMember
+from vmkv.core.memory import Broker, PoolMember, shares
 from vmkv.errors import HostDriverError
 from vmkv.hf import VMKVCache
 from vmkv.serve import FinishReason
@@ -785,7 +785,10 @@ def shares_memory(host_bytes: int, group: TensorParallel) -> None:
 
 
 def lends_its_weights_memory(group: TensorParallel) -> None:
-    """While all ranks sleep, another member has the memory; they wake once it gives it back."""
+    """While all ranks sleep, another member has the memory; they wake once it gives it back.
+
+    The broker takes a sleeping member for idle at once, as it does after half a second.
+    """
     made: list[HostBackend] = []
 
     def opened(_: str) -> HostBackend:
@@ -796,6 +799,7 @@ def lends_its_weights_memory(group: TensorParallel) -> None:
     with (
         broker_of(group, 40) as (broker, path),
         mock.patch.object(lockstep, "open_backend", opened),
+        mock.patch.object(shares, "IDLE_S", 0.0),
     ):
         model, its = part_of("llama", group), {**options, "pool_socket": path}
         with ParallelEngine(model, tensor_parallel=group, **its) as engine:

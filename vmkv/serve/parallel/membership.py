@@ -122,7 +122,7 @@ class RanksMember(PoolMember):
             return False
         before_bytes = pool.budget_bytes
         with self._changed:
-            self._more_bytes, self._is_awaited = num_bytes, True
+            self._more_bytes, self._is_busy, self._is_awaited = num_bytes, True, True
             self._tell()
         while pool.budget_bytes <= before_bytes and self.may_grow:
             every.wait(self._grow_timeout_s)
