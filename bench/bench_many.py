@@ -26,7 +26,8 @@ parts of another call, so that a run can be divided between calls by `--models`,
 calls. Two servers are compared over the rates that both had.
 
 Rivals. The same server once for each model, with a fixed share of the memory; and vLLM in the same
-way, where it can be imported.
+way, where it can be imported. `guests` are the same servers of vLLM as members of a `vmkv pool`,
+which gives them the memory of all fixed shares.
 
 Not measured. kvcached, which is not installed here; vLLM's sleep mode, which serves one model at a
 time.
@@ -37,6 +38,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import multiprocessing
 import random
 import statistics
@@ -64,9 +66,11 @@ from harness import HAS_GPU, Bench, Figure, Row, on_gpu, print_rows
 from live_load import Arrival, Load, Timing, body_of, send
 from models import llama_config, token_bytes_of
 
+from vmkv.core.memory import Broker
 from vmkv.units import GiB
 
 SHARED, FIXED = "vmkv, shared memory", "vmkv, fixed shares"
+GUESTS = "vLLM, guests of a pool"
 HOT, ALONE = "vmkv, one hot model", "vmkv, a model alone"
 NUM_ALTERNATIONS = 3
 TTFT_MS, TPOT_MS = 2000.0, 30.0
@@ -76,6 +80,11 @@ PREFILL_TOKENS_PER_S, TOKEN_S = 8192 / 0.22, 0.02
 WARM_UP = "warm-up"
 #: Of the device's memory, for weights, keys and values; the rest is for activations and graphs.
 HELD_SHARE = 0.9
+GUEST = {
+    "kv_connector": "GuestConnector",
+    "kv_connector_module_path": "vmkv.guests.vllm",
+    "kv_role": "kv_both",
+}
 
 
 class Part(NamedTuple):
@@ -172,24 +181,34 @@ def serving(
     """Serve the models, and yield the address of each; fixed shares have a server each."""
     smoke, case = options.smoke, case_of(options)
     share_tokens, token_bytes = case.share_tokens, token_bytes_of(llama_config(smoke=smoke))
-    path = options.vllm_path if server == VLLM else None
-    environment = environment_of(VLLM if server == VLLM else VMKV, path)
-    sequences = ["--max-num-seqs", "8" if smoke else "128"]
+    is_vllm = server in (VLLM, GUESTS)
+    path = options.vllm_path if is_vllm else None
+    environment = environment_of(VLLM if is_vllm else VMKV, path)
+    sequences, extra = ["--max-num-seqs", "8" if smoke else "128"], {}
 
     def command(names: Sequence[Path], port: int) -> list[str]:
         address = ["--host", "127.0.0.1", "--port", str(port)]
         lengths = ["--max-model-len", str(case.max_tokens), *sequences, *address]
-        if server == VLLM:
+        if is_vllm:
             program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-            fixed = ["--num-gpu-blocks-override", str(share_tokens // 16)]
-            fixed += ["--gpu-memory-utilization", f"{0.9 / len(folders):.3f}"]
-            return [*program, str(names[0]), "--served-model-name", str(names[0]), *fixed, *lengths]
+            its = ["--num-gpu-blocks-override", str(share_tokens // 16)]
+            its += ["--gpu-memory-utilization", f"{0.9 / len(folders):.3f}"]
+            if server == GUESTS:
+                its = ["--worker-cls", "vmkv.guests.vllm.GuestWorker"]
+                its += ["--kv-transfer-config", json.dumps({**GUEST, **extra})]
+            return [*program, str(names[0]), "--served-model-name", str(names[0]), *its, *lengths]
         memory = 1 / 16 if smoke else len(names) * share_tokens * token_bytes / GiB
         its = ["--memory", f"{memory:.6f}", "--log-level", "warning"]
         return [sys.executable, "-m", "vmkv.cli", "serve", *map(str, names), *its, *lengths]
 
     groups = [folders] if server in (SHARED, HOT) else [[each] for each in folders]
     with contextlib.ExitStack() as stack:
+        if server == GUESTS:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            broker = Broker(f"{folder}/pool", len(folders) * share_tokens * token_bytes)
+            extra = {"kv_connector_extra_config": {"pool_socket": broker.socket_path}}
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+            stack.enter_context(broker)
         urls: list[str] = []
         for names in groups:
             port = free_port()
@@ -317,14 +336,14 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
                 figures.append(Figure(name, what, ours / theirs, "×", at_most, rival=said))
         by_rate = {
             server: {row["rate_per_s"]: row for row in mine if row["server"] == server}
-            for server in (SHARED, FIXED, VLLM)
+            for server in (SHARED, FIXED, VLLM, GUESTS)
         }
         shared = by_rate[SHARED]
         if not shared:
             continue
         what = f"{models} models: highest rate served within {TTFT_MS / 1e3:g} s and {TPOT_MS:g} ms"
         figures.append(Figure(f"many_{models}_rate", what, highest(shared), "requests/s"))
-        for rival, slug in ((VLLM, "vllm"), (FIXED, "fixed")):
+        for rival, slug in ((VLLM, "vllm"), (FIXED, "fixed"), (GUESTS, "guests")):
             its = {rate: row for rate, row in by_rate[rival].items() if rate in shared}
             theirs = highest(its)
             if not theirs:
@@ -353,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
     bench = Bench("many", __doc__, needs_gpu=True)
     bench.option("--models", nargs="+", type=int, default=[2, 3], help="by default 2 and 3")
-    servers = {"hot": HOT, "shared": SHARED, "fixed": FIXED, "vllm": VLLM}
+    servers = {"hot": HOT, "shared": SHARED, "fixed": FIXED, "vllm": VLLM, "guests": GUESTS}
     said = "arrivals a second, by default five; `hot` always has the lowest of the five"
     bench.option("--rates", nargs="+", type=float, help=said)
     bench.option("--phases", type=int, help="of each model, but for `hot`; by default two")
@@ -389,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             server = servers[name]
             if smoke and server not in (SHARED, HOT):  # A start takes seconds.
                 continue
-            if server == VLLM and not has_vllm(options.vllm_path):
+            if server in (VLLM, GUESTS) and not has_vllm(options.vllm_path):
                 print("vLLM cannot be imported here")
                 continue
             for parts in parts_of(server, num_models, options, weights_bytes):

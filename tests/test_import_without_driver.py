@@ -17,9 +17,8 @@ from vmkv import ConfigError
 from vmkv.core.backend.cuda import CudaBackend
 
 ROOT = Path(__file__).parents[1] / "vmkv"
-# Modules that run in Ray's processes import Ray, and that of TRL's trainers TRL; no other module
-# imports them.
-_NEEDS_MORE = re.compile(r"^(import|from) (ray|trl)\b", re.MULTILINE)
+# Modules of Ray's and vLLM's processes import them, and that of TRL's trainers TRL; no other does.
+_NEEDS_MORE = re.compile(r"^(import|from) (ray|trl|vllm)\b", re.MULTILINE)
 MODULES = sorted(
     ".".join(("vmkv", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
     for path in ROOT.rglob("*.py")

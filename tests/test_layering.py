@@ -1,7 +1,7 @@
 """Imports point left only, and all layers up to `memory` are free of torch.
 
-    errors, units, interrupts, phases, kept <- core (_native <- backend <- memory <- cache) <- viz
-        <- attention <- step <- hf <- options <- serve <- cli, trl
+    errors, units, interrupts, phases, kept <- core (_native <- backend <- memory <- cache) <- viz,
+        guests <- attention <- step <- hf <- options <- serve <- cli, trl
 
 An import inside a function counts like any other, and across packages so does one under
 TYPE_CHECKING. No modules import each other in a circle; within one package, imports under
@@ -30,6 +30,7 @@ LAYERS = [
         "memory",
         "cache",
         "viz",
+        "guests",
     ),
     *("attention", "step", "hf", "options", "serve", "cli", "trl"),
 ]
@@ -47,6 +48,7 @@ HOMES_OF = {
     "kernels": {"attention"},
     "ray": {"serve"},
     "trl": {"trl"},
+    "vllm": {"guests"},
 }
 
 

@@ -23,7 +23,7 @@ FUNCTION_LINES_MAX = 80
 COLUMNS_MAX = 100
 # Ambiguous or empty words, and what to use instead.
 FORBIDDEN = {
-    r"page_size": "page_bytes or page_tokens: units are in names",
+    r"page_size(?!_bytes)": "page_bytes or page_tokens: units are in names",
     r"cache_size": "max_tokens or budget_bytes",
     r"blazing|lightning[- ]fast|seamless|state[- ]of[- ]the[- ]art": "a number",
     r"FIXME|XXX|HACK": "TODO(name) and a reason",

@@ -14,6 +14,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
+from helpers.waiting import PATIENCE_S, until
 
 from vmkv import BackendUsage, ConfigError, ExtentPool, HostBackend, OutOfPagesError
 from vmkv.core.memory import Broker, Extent, PoolMember, default_socket_path, shares
@@ -23,7 +24,6 @@ from vmkv.units import KiB
 
 PAGE = 4 * KiB
 BUDGET = 64 * PAGE
-PATIENCE_S = 60.0
 Spawn = Callable[[Broker, str, int], "subprocess.Popen[str]"]
 
 #: A member in another process: grows to so many pages, says so, and waits for its end.
@@ -50,16 +50,6 @@ pool.disown(held)
 pool.close()
 print("closed", flush=True)
 """
-
-
-def until(claim: Callable[[], bool]) -> None:
-    """Wait until a claim holds."""
-    never = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.01)):
-        if claim():
-            return
-        never.wait(0.01)
-    raise AssertionError("it has not come true")
 
 
 def stop(child: subprocess.Popen[str]) -> None:

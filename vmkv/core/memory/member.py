@@ -67,7 +67,7 @@ class PoolMember:
         self._live_bytes = self._kept_bytes = 0
         # Of an engine: what it wants beyond live rows, and what its first request takes.
         self._more_bytes = self._first_bytes = 0
-        self._is_busy = self._asks_ahead = self._is_awaited = False
+        self._is_busy = self._asks_ahead = self._preempts = self._is_awaited = False
         self._is_left = False
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._pool: ExtentPool | None = None
@@ -168,15 +168,22 @@ class PoolMember:
         assert self._pool is not None
         return not self._is_left and self._pool.budget_bytes < self.most_bytes
 
-    def ask(self, more_bytes: int, first_bytes: int, *, is_busy: bool) -> None:
+    @property
+    def is_connected(self) -> bool:
+        """Whether the broker still gives orders."""
+        return not self._is_left
+
+    def ask(
+        self, more_bytes: int, first_bytes: int, *, is_busy: bool, preempts: bool = True
+    ) -> None:
         """Tell ahead what will be wanted beyond live rows, and what the first request takes.
 
-        An engine calls it, whose requests then wait for memory instead of `grow`. Costs a look at
-        each parked row.
+        An engine calls it, whose requests then wait for memory instead of `grow`; one that cannot
+        give live rows up says so by `preempts`. Costs a look at each parked row.
         """
         assert self._pool is not None
         with self._changed:
-            self._asks_ahead = True
+            self._asks_ahead, self._preempts = True, preempts
             self._more_bytes, self._first_bytes, self._is_busy = more_bytes, first_bytes, is_busy
         if not self._is_left:
             self._look(self._pool)
@@ -311,7 +318,7 @@ class PoolMember:
             if not self._asks_ahead and not self._is_awaited:
                 self._is_busy = self._live_bytes != before_bytes
                 self._more_bytes = 0
-            if not self._asks_ahead or not self._is_busy:
+            if not self._preempts or not self._is_busy:
                 self._kept_bytes = self._live_bytes
             if self._report(stats.created_bytes) != self._told:
                 self._tell(stats.created_bytes)
