@@ -176,16 +176,9 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
         """Copy the cache within its pools: each entry a fork; neither sees the other's writes."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin._own(self._store.fork())
+        twin._own(copy.deepcopy(self._store, memo))
         try:
-            twin._take(
-                [
-                    layer.copied_to(twin._store)
-                    if isinstance(layer, VirtualLayer)
-                    else copy.deepcopy(layer, memo)
-                    for layer in self.layers
-                ]
-            )
+            twin._take(copy.deepcopy(self.layers, memo))
         except BaseException:
             twin.close()
             raise
