@@ -48,7 +48,8 @@ class Handed(NamedTuple):
     def on(cls, norm: Any, out: Any, output: torch.Tensor) -> Handed:
         """Pack `output`, computed by `norm` of a layer's result `out`."""
         hidden: torch.Tensor = _first(out)
-        return cls(norm, hidden, _version(hidden), output)
+        version = None if hidden.is_inference() else hidden._version
+        return cls(norm, hidden, version, output)
 
     def of(self, module: Any, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return the output if it is the norm of `module` for an unchanged `hidden`, else None."""
@@ -110,10 +111,6 @@ def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _first(out: Any) -> Any:
     """Return the activations in a layer's output."""
     return out[0] if isinstance(out, tuple) else out
-
-
-def _version(hidden: torch.Tensor) -> int | None:
-    return None if hidden.is_inference() else hidden._version
 
 
 def _is_plain(norm: Any) -> bool:

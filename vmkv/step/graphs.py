@@ -135,10 +135,10 @@ class GraphSpace:
         sequences: PackedSequences | None = None,
     ) -> torch.Tensor:
         """Return the model's logits of a step, or this rank's part of them."""
-        head = self.head
-        steps = {self.device: parts}
-        with self.stepper.head_in(self.logits) if head is None else head.in_part(self.logits):
-            return self.stepper.forward_padded(token_ids, positions, keep, steps, sequences)
+        stepper, head = self.stepper, self.head
+        in_room = stepper.head_in(self.logits) if head is None else head.in_part(self.logits)
+        with in_room, stepper.with_states(parts, sequences):
+            return stepper.forward(token_ids, positions, keep, {self.device: parts})
 
     def take(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
         """Choose tokens greedily; store `logits [n, columns]` and the tokens of `slots [n]`."""
