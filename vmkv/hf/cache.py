@@ -85,12 +85,10 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
             and {(each._length, each._batch_size) for each in layers} == {(num_tokens, batch_size)}
         )
 
-    def begin_step(self, batch_size: int) -> int:
-        """Make room for one token per row; returns the tokens held. An error changes nothing."""
-        num_tokens = self._virtual_layers[0]._length
+    def begin_step(self, batch_size: int) -> None:
+        """Make room for one token per row. An error changes nothing."""
         (rows,) = self._store.rows.values()
-        rows.ensure(batch_size, num_tokens + 1)
-        return num_tokens
+        rows.ensure(batch_size, self._virtual_layers[0]._length + 1)
 
     def end_step(self) -> None:
         """Count one more token in every layer, written by other means than `update`."""

@@ -158,14 +158,12 @@ class VirtualLayer:
                 )
             self._store.close_gaps()
         step, index = self._store.places[self._index]
-        first = 0 if self.window_tokens is None else self._visible_from(start)
-        step.advance(self._batch_size, first, start, start + num_tokens)
+        step.advance(self._batch_size, self._visible_from(start), start, start + num_tokens)
         return step, index
 
     def _visible_from(self, start: int) -> int:
-        """Return the first token that a query at position `start` of a sliding layer sees."""
-        assert self.window_tokens is not None
-        return max(0, start - self.window_tokens + 1)
+        """Return the first token that a query at position `start` sees."""
+        return 0 if self.window_tokens is None else max(0, start - self.window_tokens + 1)
 
     def note_length(self, num_tokens: int) -> None:
         """Note that the layer holds `num_tokens` tokens now, the new ones written."""
