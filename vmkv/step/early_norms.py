@@ -80,8 +80,7 @@ def undo(layers: Sequence[Any], last: Sequence[Any]) -> None:
     for norm in [*(getattr(layer, _NAME, None) for layer in layers), *last]:
         if isinstance(norm, EarlyNorm):
             norm.__class__ = own_class(norm)
-            vars(norm).pop("_vmkv_input", None)
-            vars(norm).pop("_vmkv_output", None)
+            del norm._vmkv_input, norm._vmkv_output
 
 
 def own_class(norm: Any) -> Any:
@@ -102,8 +101,7 @@ def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
         out = forward(layer, hidden, *args, **kwargs)
         own._vmkv_input = own._vmkv_output = None
         # The class's `forward`: the last norm's instance has its own, which consumes this output.
-        compute = type(following).forward
-        return out, compute(following, _first(out))
+        return out, type(following).forward(following, _first(out))
 
     return run
 

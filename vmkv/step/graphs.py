@@ -68,7 +68,6 @@ class GraphSpace:
         self.head = head
         self.vocab_size = vocab_size
         self.stepper = stepper
-        self.state_tokens = stepper.state_tokens
         self.last_tokens = stepper.last_tokens
         self.max_num_seqs = stepper.num_slots
         self.max_tokens = stepper.caches[0].max_tokens
@@ -343,13 +342,12 @@ class DecodeGraphs(StepGraphs[Bucket]):
     def step(self, key: Bucket, integers: torch.Tensor) -> None:
         """Run the step: tokens from the host or the slots, to `GraphSpace.take`."""
         width, bound = key
-        lines = integers[: _LINES * width].view(_LINES, width)
+        slots, rows, before, after, from_host = integers[: _LINES * width].view(_LINES, width)
         space = self.space
-        slots = lines[0].long()
-        from_host = lines[4].long()
+        slots, from_host = slots.long(), from_host.long()
         token_ids = torch.where(from_host < 0, space.last_tokens[slots], from_host)
-        parts = _decode_parts(space, lines[1], lines[2], lines[3], bound)
-        space.take(space.forward(token_ids, lines[2].long(), None, parts), slots)
+        parts = _decode_parts(space, rows, before, after, bound)
+        space.take(space.forward(token_ids, before.long(), None, parts), slots)
 
 
 def _decode_parts(

@@ -46,20 +46,17 @@ _ROUNDING = 0.05
 # ---- a layer's code ------------------------------------------------------------------------------
 
 
-class _Functions(NamedTuple):
-    """Functions of a layer's code that compute from states; rules only where there are some."""
+class _Code(NamedTuple):
+    """A layer's code over packed tokens, and the functions that it called before.
 
+    These compute from states; there are rules only where the layer has some.
+    """
+
+    forward: types.FunctionType
     convolution: Callable[..., torch.Tensor]
     update: Callable[..., torch.Tensor]
     chunks: Callable[..., Any] | None
     recurrent: Callable[..., Any] | None
-
-
-class _Code(NamedTuple):
-    """A layer's code over packed tokens, and the functions that it called before."""
-
-    forward: types.FunctionType
-    functions: _Functions
 
 
 @functools.cache
@@ -88,8 +85,7 @@ def _code_of(kind: Any) -> _Code | None:
     names = forward.__globals__ | replaced
     del names["__name__"]  # By which a compiler would find the module's own functions.
     its = [rules[name] for name in (*chunks, *recurrent)] or [None, None]
-    functions = _Functions(known[_CONVOLUTION], known[_UPDATE], *its)
-    return _Code(with_own_code(forward, names), functions)
+    return _Code(with_own_code(forward, names), known[_CONVOLUTION], known[_UPDATE], *its)
 
 
 @functools.cache
@@ -107,7 +103,7 @@ def can_pack(module: torch.nn.Module, names: Collection[str]) -> bool:
     code = None if "forward" in vars(module) else _code_of(kind)
     if code is None:
         return False
-    return sorted(names) == [*_STATES[: 1 if code.functions.chunks is None else 2]]
+    return sorted(names) == [*_STATES[: 1 if code.chunks is None else 2]]
 
 
 class PackedRules:
@@ -194,11 +190,11 @@ class PackedRules:
         layer, sequences = self.layers[self._num_run], self._sequences
         self._num_run += 1
         self._called.append(layer)
-        functions, states = self._codes[layer].functions, self._states[layer][_STATES[0]]
+        code, states = self._codes[layer], self._states[layer][_STATES[0]]
         given = states.index_select(0, sequences.rows)
         by_token = hidden[0].T
         if sequences.near is None:
-            out = functions.update(by_token[:, :, None], given, weight, bias, activation)
+            out = code.update(by_token[:, :, None], given, weight, bias, activation)
             states.index_copy_(0, sequences.rows, given)
             return out[:, :, 0].contiguous().T[None]
         given = given.masked_fill(~sequences.is_begun[:, None, None], 0).to(hidden.dtype)
@@ -211,7 +207,7 @@ class PackedRules:
         states.index_copy_(0, sequences.rows, ends[: len(sequences.rows)])
         states.index_copy_(0, sequences.kept_rows, ends[len(sequences.rows) :])
         convolved = [
-            functions.convolution(each, weight, bias, activation=activation)[0].T.contiguous()
+            code.convolution(each, weight, bias, activation=activation)[0].T.contiguous()
             for each in (hidden, extended.T[None])
         ]
         heads = convolved[1].index_select(0, sequences.own)
@@ -220,7 +216,7 @@ class PackedRules:
     def apply(self, whole: Call) -> torch.Tensor:
         """Apply the rules of the layer that has convolved, round by round; store the states."""
         layer, sequences = self.layers[self._num_run - 1], self._sequences
-        functions, states = self._codes[layer].functions, self._states[layer][_STATES[1]]
+        code, states = self._codes[layer], self._states[layer][_STATES[1]]
         if sequences.near is None:
             return self._decode(layer, whole, sequences.rows).contiguous()
         outputs = []
@@ -232,7 +228,7 @@ class PackedRules:
                     kept = each.rows.index_select(0, each.kept_from)
                     states.index_copy_(0, each.kept_rows, states.index_select(0, kept))
                 continue
-            rule = functions.chunks if each.kind is Kind.CHUNKS else functions.recurrent
+            rule = code.chunks if each.kind is Kind.CHUNKS else code.recurrent
             assert rule is not None  # The code calls none otherwise.
             given = states.index_select(0, each.rows)
             if each.is_begun is not None:
@@ -252,7 +248,7 @@ class PackedRules:
         self, layer: int, call: Call, rows: torch.Tensor, starts: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Compute one more token of each row, `[1, n, H, D]`, or none where `starts` says so."""
-        rule, states = self._codes[layer].functions.recurrent, self._states[layer][_STATES[1]]
+        rule, states = self._codes[layer].recurrent, self._states[layer][_STATES[1]]
         assert rule is not None  # The code calls none otherwise.
         if rule not in self._is_in_place:
             self._is_in_place[rule] = _is_in_place(rule, call.of(slice(0, 1)), states)
