@@ -15,6 +15,7 @@ encoder-decoders raise `ConfigError`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -37,7 +38,7 @@ _DECIDED = {"n", "seed", "logprobs", "prompt_logprobs"}
 _GIVEN = {each.name for each in fields(SamplingParams)} - _DECIDED
 
 
-class Rollouts:
+class Rollouts(contextlib.AbstractContextManager["Rollouts"]):
     """An engine over the model of one TRL trainer at a time, kept from rollout to rollout.
 
     Itself a `rollout_func` for those who want no subclass: `GRPOTrainer(rollout_func=Rollouts())`
@@ -108,12 +109,9 @@ class Rollouts:
             ConfigError: The trainer or its model cannot be served, or see `Engine.generate`.
         """
         runs: list[tuple[Sequence[int], int]] = []
-        for ids in prompt_ids:
-            last, num_samples = runs[-1] if runs else (None, 0)
-            if ids == last and num_samples < _SAMPLES_MAX:
-                runs[-1] = (ids, num_samples + 1)
-            else:
-                runs.append((ids, 1))
+        for ids, equal in itertools.groupby(prompt_ids):
+            count = len(list(equal))
+            runs += [(ids, min(_SAMPLES_MAX, count - at)) for at in range(0, count, _SAMPLES_MAX)]
         params = [sampling_params(trainer, num_samples) for _, num_samples in runs]
         with self._serving(trainer) as engine:
             outputs = engine.generate([ids for ids, _ in runs], params)
@@ -175,9 +173,6 @@ class Rollouts:
             self.engine.close()
             self._training.close()
             self.engine = self._model = None
-
-    def __enter__(self) -> Rollouts:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -183,7 +183,9 @@ def _group_map(cache: KVCache, group: LayerGroup) -> GroupMap:
     for row in cache.rows.parked:
         if places := _mapped(group, row):
             found.append((row, "parked", cache.prefixes.num_recorded(row), places))
+    layers = tuple(layer for layer in cache.layers if cache.place(layer)[0] is group)
     if isinstance(group, StateGroup):
+        layers = tuple(group.shapes)
         for _, num_tokens, row in group.checkpoints():
             found.append((row, "parked", num_tokens, _mapped(group, row)))
     shares: dict[int, int] = {}
@@ -192,9 +194,6 @@ def _group_map(cache: KVCache, group: LayerGroup) -> GroupMap:
         share = shares.setdefault(extent.handle, len(shares)) if extent.is_shared else None
         return MappedExtent(first_page, extent.num_pages, share, access, extent.location)
 
-    layers = tuple(layer for layer in cache.layers if cache.place(layer)[0] is group)
-    if isinstance(group, StateGroup):
-        layers = tuple(group.shapes)
     return GroupMap(
         layers,
         group.geometry.token_bytes,

@@ -44,14 +44,10 @@ def _of_hub() -> ModuleType | str:
 
 
 def _package() -> ModuleType | str:
-    try:
-        import flash_attn.flash_attn_interface as interface
-    except Exception as error:  # noqa: BLE001  # a wheel for another torch fails in its own ways
-        return f"package flash-attn (2.7 or newer) cannot be imported: {error}"
-    module: ModuleType = interface
-    if not hasattr(module, "_flash_attn_varlen_forward"):
-        return "package flash-attn is older than 2.7"
-    return module
+    module = hub.package("flash_attn.flash_attn_interface", "flash-attn (2.7 or newer)")
+    if isinstance(module, str) or hasattr(module, "_flash_attn_varlen_forward"):
+        return module
+    return "package flash-attn is older than 2.7"
 
 
 def _interface() -> ModuleType:

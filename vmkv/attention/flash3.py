@@ -279,12 +279,7 @@ def _fp8_package_kernel() -> Kernel | str:
 
 def package() -> ModuleType | str:
     """Return the package `flash_attn_interface`, or why there is none."""
-    try:
-        import flash_attn_interface
-    except Exception as error:  # noqa: BLE001  # a wheel for another torch fails in its own ways
-        return f"package flash_attn_interface cannot be imported: {error}"
-    module: ModuleType = flash_attn_interface
-    return module
+    return hub.package("flash_attn_interface")
 
 
 def of_hub() -> ModuleType | str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import importlib
 import logging
 from collections.abc import Callable
 from types import ModuleType
@@ -25,16 +26,23 @@ T = TypeVar("T")
 @functools.cache
 def load(repository: str, version: int) -> ModuleType | str:
     """Return a kernel package of the Hugging Face Hub, or why there is none; downloads it once."""
+    kernels = package("kernels", f"kernels, for {repository},")
+    if isinstance(kernels, str):
+        return kernels
     try:
-        from kernels import get_kernel
-    except Exception as error:  # noqa: BLE001  # a release that does not fit others it needs
-        return f"package kernels, for {repository}, cannot be imported: {one_line(error)}"
-    try:
-        module: ModuleType = get_kernel(repository, version=version)
+        module: ModuleType = kernels.get_kernel(repository, version=version)
     except Exception as error:  # noqa: BLE001  # no network, no build for this machine, …
         return f"the Hub's {repository} cannot be had: {one_line(error)}"
     _LOG.info("attention takes %s, version %d, from the Hugging Face Hub", repository, version)
     return module
+
+
+def package(name: str, label: str | None = None) -> ModuleType | str:
+    """Return an installed package, or why there is none; `label` is its name in that message."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001  # a wheel for another torch fails in its own ways
+        return f"package {label or name} cannot be imported: {one_line(error)}"
 
 
 def first_found(*sources: Callable[[], T | str]) -> T | str:

@@ -89,8 +89,7 @@ def why_not(name: str, spec: AttentionSpec) -> str | None:
     Raises:
         ConfigError: There is no backend of that name.
     """
-    backend = get(name)
-    reason = backend.why_not(spec)
+    reason = get(name).why_not(spec)
     if reason is None and spec.device_type == "cuda":
         reason = _trial(name, spec)
     return reason

@@ -168,7 +168,7 @@ def _recipe_of(mask: torch.Tensor | None) -> _Recipe | None:
     return getattr(mask, "_vmkv_recipe", None)
 
 
-_mask_apart: Any = outside_graphs(compat.explicit_mask)
+_mask_apart = outside_graphs(compat.explicit_mask)
 
 
 def vmkv_mask(**arguments: Any) -> torch.Tensor | None:
@@ -180,8 +180,7 @@ def vmkv_mask(**arguments: Any) -> torch.Tensor | None:
     code of their own.
     """
     if torch.compiler.is_compiling():  # Compilers need memory behind each tensor.
-        apart: torch.Tensor | None = _mask_apart(**arguments)
-        return apart
+        return _mask_apart(**arguments)
     kind: Any = type(arguments.get("config"))
     if not any(compat.takes_attention(kind)):
         raise ConfigError(

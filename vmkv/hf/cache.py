@@ -85,12 +85,10 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
             and {(each._length, each._batch_size) for each in layers} == {(num_tokens, batch_size)}
         )
 
-    def begin_step(self, batch_size: int) -> int:
-        """Make room for one token per row; returns the tokens held. An error changes nothing."""
-        num_tokens = self._virtual_layers[0]._length
+    def begin_step(self, batch_size: int) -> None:
+        """Make room for one token per row. An error changes nothing."""
         (rows,) = self._store.rows.values()
-        rows.ensure(batch_size, num_tokens + 1)
-        return num_tokens
+        rows.ensure(batch_size, self._virtual_layers[0]._length + 1)
 
     def end_step(self) -> None:
         """Count one more token in every layer, written by other means than `update`."""
@@ -176,16 +174,9 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
         """Copy the cache within its pools: each entry a fork; neither sees the other's writes."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin._own(self._store.fork())
+        twin._own(copy.deepcopy(self._store, memo))
         try:
-            twin._take(
-                [
-                    layer.copied_to(twin._store)
-                    if isinstance(layer, VirtualLayer)
-                    else copy.deepcopy(layer, memo)
-                    for layer in self.layers
-                ]
-            )
+            twin._take(copy.deepcopy(self.layers, memo))
         except BaseException:
             twin.close()
             raise

@@ -423,13 +423,11 @@ class CapturedSteps:
             before.check(mask)
             self._padding = before
             return True
-        self._padding = LeftPadding.read(mask)
-        if self._padding is None:
-            self._was_declined = True
-            return False
-        if self._padding.left_pad is not None:
-            self._graphs.left_pad.copy_(self._padding.left_pad)
-        return True
+        self._padding = padding = LeftPadding.read(mask)
+        self._was_declined = padding is None
+        if padding is not None and padding.left_pad is not None:
+            self._graphs.left_pad.copy_(padding.left_pad)
+        return padding is not None
 
     @property
     def is_padded(self) -> bool:

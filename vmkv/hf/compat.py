@@ -160,9 +160,7 @@ def cropped_length(length: int, argument: int) -> int:
     """Return how many of `length` tokens `crop(argument)` keeps in this release."""
     if argument < 0:
         return max(0, length + argument)
-    if not _CROP_REMOVES:
-        return min(length, argument)
-    if argument == 0:
+    if argument == 0 and _CROP_REMOVES:
         return length
     if _CROP_REFUSES_LENGTHS:
         raise ValueError(

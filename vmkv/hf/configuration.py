@@ -64,13 +64,10 @@ def layer_windows(config: Any) -> dict[int, int | None]:
         raise UnservableError("layers share keys and values, which only a cache can hand on")
     windows: dict[int, int | None] = {}
     for index, layer in enumerate(layers):
-        if compat.keys_beside_state(layer):
-            windows[index] = None
-            continue
-        if compat.keeps_nothing(layer) or compat.keeps_state(layer):
-            continue
-        is_ours, windows[index] = compat.window_of(layer)
-        if not is_ours:
+        is_ours, window = compat.window_of(layer)
+        if is_ours or compat.keys_beside_state(layer):
+            windows[index] = window
+        elif not (compat.keeps_nothing(layer) or compat.keeps_state(layer)):
             raise UnservableError(
                 f"its layer {index} is a {type(layer).__name__}, whose state is not keys and "
                 "values of its own"

@@ -212,10 +212,8 @@ class GroupStep:
         inference = torch.is_inference_mode_enabled()
         views, shape = self.group.views_in(inference=inference), self.group.geometry.shape
         with torch.no_grad():
-            k = views.keys[:, :batch_size]
-            v = views.values[:, :batch_size]
-            self.keys = k[:, :, :, first:end].unbind(0)
-            self.values = v[:, :, :, first:end].unbind(0)
+            self.keys = views.keys[:, :batch_size, :, first:end].unbind(0)
+            self.values = views.values[:, :batch_size, :, first:end].unbind(0)
         self.key_shape = torch.Size((batch_size, shape.num_k_heads, end - start, shape.k_dim))
         self.value_shape = torch.Size((batch_size, shape.num_v_heads, end - start, shape.v_dim))
         self.batch_size, self.first, self.start, self.end = batch_size, first, start, end

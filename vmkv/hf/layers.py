@@ -72,13 +72,10 @@ class VirtualLayer:
     def lazy_initialization(self, key_states: torch.Tensor, *value_states: torch.Tensor) -> None:
         """Bind the layer to memory. 4.57 passes only the keys; values then have their shape."""
         values = value_states[0] if value_states else key_states
-        self._bind(key_states, values)
-
-    def _bind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._store.bind(self._index, keys, values)
+        self._store.bind(self._index, key_states, values)
         self._kernel = None
-        self._batch_size = keys.shape[0]
-        self.dtype, self.device = keys.dtype, keys.device
+        self._batch_size = key_states.shape[0]
+        self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     @outside_graphs
@@ -103,7 +100,7 @@ class VirtualLayer:
         """
         key_states, value_states = in_autocast(key_states, value_states)
         if self._length == 0:
-            self._bind(key_states, value_states)
+            self.lazy_initialization(key_states, value_states)
         if (
             key_states.dtype != self.dtype
             or value_states.dtype != self.dtype
@@ -161,14 +158,12 @@ class VirtualLayer:
                 )
             self._store.close_gaps()
         step, index = self._store.places[self._index]
-        first = 0 if self.window_tokens is None else self._visible_from(start)
-        step.advance(self._batch_size, first, start, start + num_tokens)
+        step.advance(self._batch_size, self._visible_from(start), start, start + num_tokens)
         return step, index
 
     def _visible_from(self, start: int) -> int:
-        """Return the first token that a query at position `start` of a sliding layer sees."""
-        assert self.window_tokens is not None
-        return max(0, start - self.window_tokens + 1)
+        """Return the first token that a query at position `start` sees."""
+        return 0 if self.window_tokens is None else max(0, start - self.window_tokens + 1)
 
     def note_length(self, num_tokens: int) -> None:
         """Note that the layer holds `num_tokens` tokens now, the new ones written."""
@@ -218,20 +213,15 @@ class VirtualLayer:
 
     # ---- contents -------------------------------------------------------------------------
 
-    def _kept(self, which: int) -> torch.Tensor | None:
+    def _kept(self, name: str) -> torch.Tensor | None:
+        """Return the layer's part of the group's view `name`: "keys" or "values"."""
         if not self.is_initialized:
             return None
-        return self._views(self._first_kept, self._length)[which]
-
-    def _views(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._store.check_open()
         step, index = self._store.places[self._index]
-        views = step.group.views
+        view: torch.Tensor = getattr(step.group.views, name)
         with torch.inference_mode(mode=False), torch.no_grad():
-            return (
-                views.keys[index, : self._batch_size, :, first:end],
-                views.values[index, : self._batch_size, :, first:end],
-            )
+            return view[index, : self._batch_size, :, self._first_kept : self._length]
 
     def _refuse_assignment(self, value: torch.Tensor | None) -> None:
         # transformers assigns None to mean "forget", next to what `reset` does anyway.
@@ -243,8 +233,8 @@ class VirtualLayer:
             )
 
     # Contents `[batch, kv_heads, kept_tokens, dim]`, or None; eight bits are not decoded.
-    keys = property(lambda self: self._kept(0), _refuse_assignment)
-    values = property(lambda self: self._kept(1), _refuse_assignment)
+    keys = property(lambda self: self._kept("keys"), _refuse_assignment)
+    values = property(lambda self: self._kept("values"), _refuse_assignment)
 
     def get_seq_length(self, *args: Any) -> int:
         """Return the number of tokens seen so far, without waiting for the device."""
@@ -283,10 +273,11 @@ class VirtualLayer:
         self._length = self._first_kept = self._batch_size = 0
         self.is_initialized = False
 
-    def copied_to(self, store: Store) -> VirtualLayer:
-        """Return this layer over a fork of its store."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> VirtualLayer:
+        """Copy the layer over a fork of its store, the same for all layers of a cache."""
         twin = copy.copy(self)
-        twin._store, twin._kernel, twin._tag = store, None, weakref.ref(twin)
+        twin._store, twin._kernel = copy.deepcopy(self._store, memo), None
+        twin._tag = weakref.ref(twin)
         return twin
 
 

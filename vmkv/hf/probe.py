@@ -141,16 +141,14 @@ def _token_bytes(before: torch.Tensor, after: torch.Tensor | None, num_more: int
     """Return a tensor's bytes per token, 0 if its size is fixed; None if it is neither."""
     if after is None or after.ndim != before.ndim:
         return None
-    grown = [
-        at
-        for at, (small, large) in enumerate(zip(before.shape, after.shape, strict=True))
-        if small != large
-    ]
+    sizes = zip(before.shape, after.shape, strict=True)
+    grown = [(small, large) for small, large in sizes if small != large]
     if not grown:
         return 0
-    if len(grown) > 1 or after.shape[grown[0]] - before.shape[grown[0]] != num_more:
+    (small, large), *others = grown
+    if others or large - small != num_more:
         return None
-    return before.nbytes // before.shape[grown[0]]
+    return before.nbytes // small
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from ..errors import VMKVError
 from ..step import Piece, Stepper, attending_through
 from ..step.model_guard import PACKED, chosen_attention, refusing_waits
 from ..step.piece import cut_at_chunks, packing_order
-from ..step.row_attention import AttentionCalls, LayerCall
+from ..step.row_attention import AttentionCalls, LayerCall, autocast_dtype
 from ..step.states import (
     StateLayer,
     StateProbe,
@@ -99,9 +99,7 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
     passes over two tokens; after that torch's unused memory is returned to the device.
     """
     weight = model.get_input_embeddings().weight
-    autocast = None
-    if torch.is_autocast_enabled(weight.device.type):
-        autocast = torch.get_autocast_dtype(weight.device.type)
+    autocast = autocast_dtype(weight.device)
     served_as = (weight.device, weight.dtype, autocast, attention_backend)
     try:
         windows = layer_windows(model.config)
@@ -590,8 +588,7 @@ def _check_windows(
     model: Any, windows: Mapping[int, int | None], proof: Proof, token_ids: torch.Tensor
 ) -> None:
     """Refuse a model whose masks have windows of other lengths than the rows that are read."""
-    heard: dict[int, tuple[int | None, int | None]] = {}
-    chunks: dict[int, int | None] = {}
+    heard: dict[int, tuple[int | None, int | None, int | None]] = {}
     named = _Named(model.config)
     options: dict[str, Any] = {"past_key_values": named.cache} if proof.calls.is_named else {}
 
@@ -599,8 +596,7 @@ def _check_windows(
         recipe = getattr(asked.mask, "_vmkv_recipe", None)
         if recipe is not None:
             layer: Any = named.layer if proof.calls.is_named else vars(module)["layer_idx"]
-            heard[int(layer)] = (asked.window, recipe.window)
-            chunks[int(layer)] = recipe.chunk
+            heard[int(layer)] = (asked.window, recipe.window, recipe.chunk)
         return attend_to_tensors(asked, causal=getattr(module, "is_causal", True))
 
     with attending_through(model, PACKED):
@@ -611,9 +607,9 @@ def _check_windows(
     read = {layer: windows[source] for layer, source in proof.calls.sources.items()}
     for index, window in (*windows.items(), *read.items()):
         chunk = proof.calls.chunks.get(index)
-        if chunks.get(index, chunk) != chunk:
+        given, masked, masked_chunk = heard.get(index, (None, window, chunk))
+        if masked_chunk != chunk:
             raise UnservableError(f"its layer {index} attends in other chunks than it states")
-        given, masked = heard.get(index, (None, window))
         if chunk is not None:
             masked = window  # Rows hold as many tokens as a chunk.
         kept = window if given is None else given

@@ -217,16 +217,13 @@ class Store:
         rows = self._rows_on(signature, batch_size)
         window, scales = self.windows[index], self.kv_scales
         stored = self._stored(index, signature)
-        alike = [
+        alike = [index] + [
             other
             for other, its_window in self.windows.items()
-            if other == index
-            or (
-                its_window == window
-                and other > index
-                and other not in self._seen
-                and self._stored(other, signature) == stored
-            )
+            if its_window == window
+            and other > index
+            and other not in self._seen
+            and self._stored(other, signature) == stored
         ]
         for other in alike:
             if self.signatures.pop(other, None) is not None:
@@ -383,7 +380,7 @@ class Store:
         for rows in self.rows.values():
             rows.take_over(sources)
 
-    def fork(self) -> Store:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Store:
         """Return a store of the same layers, in the same pools, whose rows are forks of these."""
         self.check_open()
         twin = copy.copy(self)

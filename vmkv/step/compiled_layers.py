@@ -89,9 +89,8 @@ class CompiledLayers:
         for module in [each for each in self._model.modules() if isinstance(each, kinds)]:
             its = {name: each for name, each in vars(module).items() if name.startswith("_vmkv_")}
             self._paused.append((module, type(module), its))
-            own: Any = torch.nn.Linear
-            if isinstance(module, early_norms.EarlyNorm):
-                own = early_norms.own_class(module)
+            is_norm = isinstance(module, early_norms.EarlyNorm)
+            own: Any = early_norms.own_class(module) if is_norm else torch.nn.Linear
             module.__class__ = own
             for name in its:
                 del vars(module)[name]
@@ -109,7 +108,9 @@ class CompiledLayers:
 
     def _run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        early = self._early(layer, hidden)
+        before, self._handed = self._handed, None
+        # This layer's norm, if the previous layer computed it.
+        early = None if before is None else before.of(layer, hidden)
         is_one = hidden.shape[-2] == 1
         is_apart = is_one and not self._has_sums
         following = None if is_apart else self._following.get(id(layer))
@@ -125,18 +126,13 @@ class CompiledLayers:
         self._handed = early_norms.Handed.on(following, out, handed)
         return out
 
-    def _early(self, module: Any, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Return this module's norm of `hidden` if the previous layer computed it, else None."""
-        handed, self._handed = self._handed, None
-        return None if handed is None else handed.of(module, hidden)
-
     def _variant(self, module: Any, is_one: bool, is_handing_on: bool) -> _Compiled:
         key = (type(module), is_one, is_handing_on)
         variant = self._variants.get(key)
         if variant is None:
-            forward = _with_own_code(type(module).forward)
+            forward = with_own_code(type(module).forward)
             if is_handing_on:
-                forward = _with_own_code(early_norms.handing_on(forward))
+                forward = with_own_code(early_norms.handing_on(forward))
             variant = self._variants[key] = torch.compile(
                 forward, dynamic=True, backend=self._one if is_one else self._many
             )
@@ -170,8 +166,8 @@ def _last_norm(model: Any) -> list[Any]:
     return [norm] if is_plain and "forward" not in vars(norm) else []
 
 
-def _with_own_code(forward: Any) -> Any:
-    """Copy a function with a code object of its own.
+def with_own_code(forward: Any, names: dict[str, Any] | None = None) -> Any:
+    """Copy a function with a code object of its own, and with other global `names` if given.
 
     torch.compile counts compilations by code object and gives up silently after eight; models of
     the same class served earlier in the process must not use them up.
@@ -180,7 +176,7 @@ def _with_own_code(forward: Any) -> Any:
         return forward
     clone = types.FunctionType(
         forward.__code__.replace(),
-        forward.__globals__,
+        forward.__globals__ if names is None else names,
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,

@@ -48,7 +48,8 @@ class Handed(NamedTuple):
     def on(cls, norm: Any, out: Any, output: torch.Tensor) -> Handed:
         """Pack `output`, computed by `norm` of a layer's result `out`."""
         hidden: torch.Tensor = _first(out)
-        return cls(norm, hidden, _version(hidden), output)
+        version = None if hidden.is_inference() else hidden._version
+        return cls(norm, hidden, version, output)
 
     def of(self, module: Any, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return the output if it is the norm of `module` for an unchanged `hidden`, else None."""
@@ -79,8 +80,7 @@ def undo(layers: Sequence[Any], last: Sequence[Any]) -> None:
     for norm in [*(getattr(layer, _NAME, None) for layer in layers), *last]:
         if isinstance(norm, EarlyNorm):
             norm.__class__ = own_class(norm)
-            vars(norm).pop("_vmkv_input", None)
-            vars(norm).pop("_vmkv_output", None)
+            del norm._vmkv_input, norm._vmkv_output
 
 
 def own_class(norm: Any) -> Any:
@@ -101,8 +101,7 @@ def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
         out = forward(layer, hidden, *args, **kwargs)
         own._vmkv_input = own._vmkv_output = None
         # The class's `forward`: the last norm's instance has its own, which consumes this output.
-        compute = type(following).forward
-        return out, compute(following, _first(out))
+        return out, type(following).forward(following, _first(out))
 
     return run
 
@@ -110,10 +109,6 @@ def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _first(out: Any) -> Any:
     """Return the activations in a layer's output."""
     return out[0] if isinstance(out, tuple) else out
-
-
-def _version(hidden: torch.Tensor) -> int | None:
-    return None if hidden.is_inference() else hidden._version
 
 
 def _is_plain(norm: Any) -> bool:

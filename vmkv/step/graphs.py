@@ -68,7 +68,6 @@ class GraphSpace:
         self.head = head
         self.vocab_size = vocab_size
         self.stepper = stepper
-        self.state_tokens = stepper.state_tokens
         self.last_tokens = stepper.last_tokens
         self.max_num_seqs = stepper.num_slots
         self.max_tokens = stepper.caches[0].max_tokens
@@ -135,10 +134,10 @@ class GraphSpace:
         sequences: PackedSequences | None = None,
     ) -> torch.Tensor:
         """Return the model's logits of a step, or this rank's part of them."""
-        head = self.head
-        steps = {self.device: parts}
-        with self.stepper.head_in(self.logits) if head is None else head.in_part(self.logits):
-            return self.stepper.forward_padded(token_ids, positions, keep, steps, sequences)
+        stepper, head = self.stepper, self.head
+        in_room = stepper.head_in(self.logits) if head is None else head.in_part(self.logits)
+        with in_room, stepper.with_states(parts, sequences):
+            return stepper.forward(token_ids, positions, keep, {self.device: parts})
 
     def take(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
         """Choose tokens greedily; store `logits [n, columns]` and the tokens of `slots [n]`."""
@@ -343,13 +342,12 @@ class DecodeGraphs(StepGraphs[Bucket]):
     def step(self, key: Bucket, integers: torch.Tensor) -> None:
         """Run the step: tokens from the host or the slots, to `GraphSpace.take`."""
         width, bound = key
-        lines = integers[: _LINES * width].view(_LINES, width)
+        slots, rows, before, after, from_host = integers[: _LINES * width].view(_LINES, width)
         space = self.space
-        slots = lines[0].long()
-        from_host = lines[4].long()
+        slots, from_host = slots.long(), from_host.long()
         token_ids = torch.where(from_host < 0, space.last_tokens[slots], from_host)
-        parts = _decode_parts(space, lines[1], lines[2], lines[3], bound)
-        space.take(space.forward(token_ids, lines[2].long(), None, parts), slots)
+        parts = _decode_parts(space, rows, before, after, bound)
+        space.take(space.forward(token_ids, before.long(), None, parts), slots)
 
 
 def _decode_parts(

@@ -66,8 +66,7 @@ def separate(model: torch.nn.Module) -> None:
     for module in model.modules():
         if type(module) is SiblingLinear:
             module.__class__ = torch.nn.Linear  # type: ignore[assignment]  # what it was
-            for name in ("_vmkv_joint", "_vmkv_joint_bias", "_vmkv_start"):
-                vars(module).pop(name, None)
+            del module._vmkv_joint, module._vmkv_joint_bias, module._vmkv_start
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.clone()
 
@@ -106,9 +105,8 @@ def _can_join(layers: Sequence[Any], tied: set[int]) -> bool:
 
 def _join(layers: Sequence[torch.nn.Linear]) -> None:
     with torch.no_grad():
-        weights: list[torch.Tensor] = [each.weight for each in layers]
+        weight = torch.cat([each.weight for each in layers])
         biases: list[torch.Tensor] = [each.bias for each in layers if each.bias is not None]
-        weight = torch.cat(weights)
         bias = torch.cat(biases) if biases else None
     # Compile with static shapes, as for parameters.
     for joint in (weight, bias):

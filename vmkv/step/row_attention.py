@@ -161,6 +161,12 @@ def in_autocast(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     return [each.to(torch.get_autocast_dtype(kind)) for each in tensors]
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the type of the autocast that is on for a device, or None."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 _Kernels = tuple[AttentionBackend, AttentionBackend | None, bool]
 """Kernels of one kind of layer, over rows and for beginnings, and whether the first one `mixes`."""
 
@@ -206,10 +212,9 @@ class RowAttention:
             for layer in cache.layers
         }
         self._calls = calls = calls or AttentionCalls(())
-        self._sources, self._chunks = calls.sources, calls.chunks
         # The last step by device and tokens of a chunk, and the same as layers with chunks see it.
         self._in_chunks: dict[tuple[torch.device, int], tuple[StepParts, StepParts]] = {}
-        self._layers.update((layer, self._layers[its]) for layer, its in self._sources.items())
+        self._layers.update((layer, self._layers[its]) for layer, its in calls.sources.items())
         self._kernels: dict[tuple[object, ...], _Kernels] = {}
         self._side: torch.cuda.Stream | None = None
         # The next forward pass's step by device; None between steps.
@@ -257,7 +262,7 @@ class RowAttention:
         self.called.append(layer)
         its = self._layers[layer]
         step = self._step_of(layer, its.cache.device)
-        return self._attend(its, asked, step, appends=layer not in self._sources)
+        return self._attend(its, asked, step, appends=layer not in self._calls.sources)
 
     def _attend(
         self, its: _Layer, asked: LayerCall, step: StepParts, *, appends: bool
@@ -290,7 +295,7 @@ class RowAttention:
     def _step_of(self, layer: int, device: torch.device) -> StepParts:
         """Return the step as a layer's attention sees it; without host work per sequence."""
         assert self.steps is not None
-        step, chunk = self.steps[device], self._chunks.get(layer)
+        step, chunk = self.steps[device], self._calls.chunks.get(layer)
         if chunk is None:
             return step
         known = self._in_chunks.get((device, chunk))

@@ -129,11 +129,10 @@ class Plan(NamedTuple):
         rounds = []
         for kind, tokens in self.rounds:
             at = next(fields) if tokens is None else tokens
-            starts, its_rows, its_begun, *its, indices = (next(fields) for _ in range(7))
+            starts, its_rows, its_begun, *its = (next(fields) for _ in range(7))
             is_begun = its_begun != 0 if kind is Kind.CHUNKS else None
-            targets, kept_from, its_kept = its
-            kept = targets, kept_from, its_kept, indices.view(-1, 2)
-            rounds.append(Round(kind, at, starts, its_rows, is_begun, *kept))
+            its[-1] = its[-1].view(-1, 2)  # The chunks.
+            rounds.append(Round(kind, at, starts, its_rows, is_begun, *its))
         return PackedSequences(
             rows, begun != 0, near, sources, own, heads, kept_rows, order, rounds
         )

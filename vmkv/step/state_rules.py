@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import InternalError
+from .compiled_layers import with_own_code
 from .piece import Piece
 from .state_plan import Kind, PackedSequences, Round, plan_step
 
@@ -45,20 +46,17 @@ _ROUNDING = 0.05
 # ---- a layer's code ------------------------------------------------------------------------------
 
 
-class _Functions(NamedTuple):
-    """Functions of a layer's code that compute from states; rules only where there are some."""
+class _Code(NamedTuple):
+    """A layer's code over packed tokens, and the functions that it called before.
 
+    These compute from states; there are rules only where the layer has some.
+    """
+
+    forward: types.FunctionType
     convolution: Callable[..., torch.Tensor]
     update: Callable[..., torch.Tensor]
     chunks: Callable[..., Any] | None
     recurrent: Callable[..., Any] | None
-
-
-class _Code(NamedTuple):
-    """A layer's code over packed tokens, and the functions that it called before."""
-
-    forward: types.FunctionType
-    functions: _Functions
 
 
 @functools.cache
@@ -86,23 +84,13 @@ def _code_of(kind: Any) -> _Code | None:
     replaced = {_CONVOLUTION: _convolved, **dict.fromkeys(rules, _ruled)}
     names = forward.__globals__ | replaced
     del names["__name__"]  # By which a compiler would find the module's own functions.
-    made = types.FunctionType(
-        forward.__code__,
-        names,
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
-    made.__kwdefaults__ = forward.__kwdefaults__
     its = [rules[name] for name in (*chunks, *recurrent)] or [None, None]
-    return _Code(made, _Functions(known[_CONVOLUTION], known[_UPDATE], *its))
+    return _Code(with_own_code(forward, names), known[_CONVOLUTION], known[_UPDATE], *its)
 
 
 @functools.cache
-def _packed_class(of: Any) -> Any:
+def _packed_class(of: Any, code: _Code) -> Any:
     """Return the class of a known class's layers over packed tokens, the same for all of them."""
-    code = _code_of(of)
-    assert code is not None  # As of any layer that runs packed.
     return type(f"Packed{of.__name__}", (of,), {"forward": code.forward})
 
 
@@ -115,7 +103,7 @@ def can_pack(module: torch.nn.Module, names: Collection[str]) -> bool:
     code = None if "forward" in vars(module) else _code_of(kind)
     if code is None:
         return False
-    return sorted(names) == [*_STATES[: 1 if code.functions.chunks is None else 2]]
+    return sorted(names) == [*_STATES[: 1 if code.chunks is None else 2]]
 
 
 class PackedRules:
@@ -135,13 +123,14 @@ class PackedRules:
         self._called = called
         self._takes_starts: dict[Callable[..., Any], bool] = {}
         self._is_in_place: dict[Callable[..., Any], bool] = {}
-        self._sequences: PackedSequences | None = None
+        self._sequences: PackedSequences  # Of the step, while there is one.
         self._num_run = 0  # Layers that have run in this pass.
-        self._modules: dict[int, torch.nn.Module] = {}
-        self._functions: dict[int, _Functions] = {}
-        for layer, module in sorted(modules.items()):
-            self._modules[layer] = module
-            self._functions[layer] = self._code(layer).functions
+        self._modules: dict[int, Any] = dict(sorted(modules.items()))
+        self._codes: dict[int, _Code] = {}
+        for layer, module in self._modules.items():
+            code = _code_of(module.__class__)
+            assert code is not None  # As of any layer that runs packed.
+            self._codes[layer] = code
         self.layers = tuple(self._modules)
         widths = {states[layer][_STATES[0]].shape[-1] for layer in self.layers}
         if len(widths) > 1:
@@ -162,7 +151,7 @@ class PackedRules:
             yield
         finally:
             _RULES.reset(token)
-            self._sequences = None
+            del self._sequences
 
     def plan(self, pieces: Sequence[Piece], device: torch.device) -> PackedSequences:
         """Return the sequences of a step of `pieces` in `packing_order`."""
@@ -178,8 +167,8 @@ class PackedRules:
         Unlike another `forward`, a class is the same for all layers to a compiler.
         """
         for layer in self.layers:
-            module: Any = self._modules[layer]
-            module.__class__ = _packed_class(module.__class__)
+            module = self._modules[layer]
+            module.__class__ = _packed_class(module.__class__, self._codes[layer])
         try:
             yield
         finally:
@@ -191,27 +180,21 @@ class PackedRules:
         """Run a layer over `[1, T, D]`; `forward` takes these, a cache, and the code to run."""
         if layer != self.layers[self._num_run]:
             raise InternalError(f"layer {layer} runs before layer {self.layers[self._num_run]}")
-        code = functools.partial(self._code(layer).forward, self._modules[layer])
+        code = functools.partial(self._codes[layer].forward, self._modules[layer])
         return forward(hidden, None, code)
-
-    def _code(self, layer: int) -> _Code:
-        module: Any = self._modules[layer]
-        code = _code_of(module.__class__)
-        assert code is not None  # As of any layer that runs packed.
-        return code
 
     def convolve(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Any
     ) -> torch.Tensor:
         """Convolve `[1, C, T]` by sequence, for the next layer."""
-        layer, sequences = self.layers[self._num_run], self._now
+        layer, sequences = self.layers[self._num_run], self._sequences
         self._num_run += 1
         self._called.append(layer)
-        functions, states = self._functions[layer], self._states[layer][_STATES[0]]
+        code, states = self._codes[layer], self._states[layer][_STATES[0]]
         given = states.index_select(0, sequences.rows)
         by_token = hidden[0].T
         if sequences.near is None:
-            out = functions.update(by_token[:, :, None], given, weight, bias, activation)
+            out = code.update(by_token[:, :, None], given, weight, bias, activation)
             states.index_copy_(0, sequences.rows, given)
             return out[:, :, 0].contiguous().T[None]
         given = given.masked_fill(~sequences.is_begun[:, None, None], 0).to(hidden.dtype)
@@ -224,7 +207,7 @@ class PackedRules:
         states.index_copy_(0, sequences.rows, ends[: len(sequences.rows)])
         states.index_copy_(0, sequences.kept_rows, ends[len(sequences.rows) :])
         convolved = [
-            functions.convolution(each, weight, bias, activation=activation)[0].T.contiguous()
+            code.convolution(each, weight, bias, activation=activation)[0].T.contiguous()
             for each in (hidden, extended.T[None])
         ]
         heads = convolved[1].index_select(0, sequences.own)
@@ -232,8 +215,8 @@ class PackedRules:
 
     def apply(self, whole: Call) -> torch.Tensor:
         """Apply the rules of the layer that has convolved, round by round; store the states."""
-        layer, sequences = self.layers[self._num_run - 1], self._now
-        functions, states = self._functions[layer], self._states[layer][_STATES[1]]
+        layer, sequences = self.layers[self._num_run - 1], self._sequences
+        code, states = self._codes[layer], self._states[layer][_STATES[1]]
         if sequences.near is None:
             return self._decode(layer, whole, sequences.rows).contiguous()
         outputs = []
@@ -245,7 +228,7 @@ class PackedRules:
                     kept = each.rows.index_select(0, each.kept_from)
                     states.index_copy_(0, each.kept_rows, states.index_select(0, kept))
                 continue
-            rule = functions.chunks if each.kind is Kind.CHUNKS else functions.recurrent
+            rule = code.chunks if each.kind is Kind.CHUNKS else code.recurrent
             assert rule is not None  # The code calls none otherwise.
             given = states.index_select(0, each.rows)
             if each.is_begun is not None:
@@ -265,7 +248,7 @@ class PackedRules:
         self, layer: int, call: Call, rows: torch.Tensor, starts: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Compute one more token of each row, `[1, n, H, D]`, or none where `starts` says so."""
-        rule, states = self._functions[layer].recurrent, self._states[layer][_STATES[1]]
+        rule, states = self._codes[layer].recurrent, self._states[layer][_STATES[1]]
         assert rule is not None  # The code calls none otherwise.
         if rule not in self._is_in_place:
             self._is_in_place[rule] = _is_in_place(rule, call.of(slice(0, 1)), states)
@@ -274,12 +257,6 @@ class PackedRules:
         out, made = call.as_batch().compute(rule, states.index_select(0, rows))
         states.index_copy_(0, rows, made.to(states.dtype))
         return out.transpose(0, 1)
-
-    @property
-    def _now(self) -> PackedSequences:
-        if self._sequences is None:
-            raise InternalError("a layer with a state was run outside a step")
-        return self._sequences
 
     def _compute(
         self, rule: Callable[..., Any], call: Call, given: torch.Tensor, its: Round

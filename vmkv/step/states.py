@@ -23,6 +23,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -132,12 +133,8 @@ class PackedStates:
     def step(self, packed: Sequence[Piece], device: torch.device) -> Iterator[None]:
         """Context in which this thread's passes are of these pieces, in their order."""
         self._pieces = packed
-        self._batched_rows, count = None, 0
-        for piece in packed:
-            if not (piece.decodes and piece.num_past_tokens):
-                break
-            count += 1
-        self._num_batched = count
+        batched = itertools.takewhile(lambda each: each.decodes and each.num_past_tokens, packed)
+        self._num_batched, self._batched_rows = len(list(batched)), None
         with contextlib.ExitStack() as stack:
             if self.rules.layers:
                 stack.enter_context(self.rules.step(self.rules.plan(packed, device)))

@@ -86,9 +86,7 @@ class Stepper:
         self.caches = list(caches)
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._is_cuda = self.device.type == "cuda"
-        kind = self.device.type
-        is_cast = torch.is_autocast_enabled(kind)
-        self._autocast = torch.get_autocast_dtype(kind) if is_cast else None
+        self._autocast = row_attention.autocast_dtype(self.device)
         self.num_slots = num_slots
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device)
         if calls is None:
@@ -144,9 +142,8 @@ class Stepper:
         `ConfigError` if another stepper runs the layers.
         """
         if self._shared is None:
-            split: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if self._states is not None:
-                split = splitting(self.model, self._states.layers)
+            its = self._states
+            split = contextlib.nullcontext() if its is None else splitting(self.model, its.layers)
             with attending_through(self.model, PACKED), split:
                 yield
         else:
@@ -261,10 +258,8 @@ class Stepper:
             there = [piece._replace(row=row) for piece, row in zip(packed, rows, strict=True)]
             steps[cache.device] = pack(there, row_capacities(cache), cache.device).parts
         kept = step.ends if keep is None else torch.as_tensor(keep, device=self.device)
-        by_sequence: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._states is not None:
-            by_sequence = self._states.step(packed, self.device)
-        with by_sequence:
+        states = self._states
+        with contextlib.nullcontext() if states is None else states.step(packed, self.device):
             logits = self.forward(token_ids, step.positions, kept, steps)
         self._logits_like = (logits.shape[1], logits.dtype)
         return logits
@@ -315,29 +310,23 @@ class Stepper:
             self.calls = calls
         elif calls != self.calls:
             raise ConfigError(self.guard.change() or _other_calls(calls, self.calls))
-        return kept_logits(output, keep)
+        # Some models return the logits of all tokens.
+        logits: torch.Tensor = output.logits[0]
+        return logits if keep is None or logits.shape[0] == keep.shape[0] else logits[keep]
 
-    def forward_padded(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        keep: torch.Tensor | None,
-        steps: Mapping[torch.device, StepParts],
-        sequences: PackedSequences | None = None,
-    ) -> torch.Tensor:
-        """Run `forward` for a step whose rows are known on the device only, to be captured.
+    def with_states(
+        self, parts: StepParts, sequences: PackedSequences | None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Context of a `forward` whose rows are known on the device only, to be captured.
 
         Layers with states see `sequences`, or without them each token as one more of its row.
         """
         if self._states is None:
-            return self.forward(token_ids, positions, keep, steps)
+            return contextlib.nullcontext()
         if sequences is not None:
-            context = self._states.packed(sequences)
-        else:
-            batch = next(iter(steps[self.device].everything.values()))
-            context = self._states.decoding(batch.row_indices)
-        with context:
-            return self.forward(token_ids, positions, keep, steps)
+            return self._states.packed(sequences)
+        batch = next(iter(parts.everything.values()))
+        return self._states.decoding(batch.row_indices)
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
@@ -519,14 +508,14 @@ def _head_in_slices(
     head: Any, dtype: torch.dtype | None, room: torch.Tensor | None
 ) -> Iterator[None]:
     """Context of autocast in which a large head converts a slice of its weights at a time."""
-    if dtype is None or type(head) is not Linear or "forward" in vars(head):
+    num_slices = 1
+    is_plain = type(head) is Linear and "forward" not in vars(head)
+    if dtype is not None and is_plain and head.weight.dtype != dtype:
+        num_slices = div_ceil(head.weight.numel() * dtype.itemsize, _SLICE_BYTES)
+    if num_slices < 2:
         yield
         return
     weight, bias = head.weight, head.bias
-    num_slices = div_ceil(weight.numel() * dtype.itemsize, _SLICE_BYTES)
-    if num_slices < 2 or weight.dtype == dtype:
-        yield
-        return
     size = div_ceil(len(weight), num_slices)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
@@ -581,9 +570,3 @@ def _compiled(model: Any, backend: str) -> Iterator[CompiledLayers]:
         yield layers
     finally:
         layers.close()
-
-
-def kept_logits(output: Any, keep: torch.Tensor | None) -> torch.Tensor:
-    """Return logits `[kept, vocabulary]` of a packed pass, even if the model returned all."""
-    logits: torch.Tensor = output.logits[0]
-    return logits if keep is None or logits.shape[0] == keep.shape[0] else logits[keep]
