@@ -100,9 +100,7 @@ def add_parser(commands: types.Commands) -> None:
         f"{_API_KEY_VARIABLE}; without any everybody may ask.",
     )
     text = "a folder, or a Hub name; several have an engine each, and share the memory by need"
-    parser.add_argument(
-        "model", metavar="MODEL", type=types.name, nargs="+", action=_Models, help=text
-    )
+    parser.add_argument("models", metavar="MODEL", type=types.name, nargs="+", help=text)
     add = parser.add_argument_group("model").add_argument
     types.add_source(add)
     add("--tokenizer", type=types.name, help="a folder or Hub name, where it is not the model's")
@@ -159,20 +157,7 @@ def add_parser(commands: types.Commands) -> None:
     add("--enable-log-requests", dest=dest, action="store_true", help="as by default")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     its = {"max_num_mixed_tokens": _MAX_NUM_MIXED_TOKENS, "prefix_caching": True}
-    parser.set_defaults(run=run, log_requests=True, **its)
-
-
-class _Models(argparse.Action):
-    """Keeps all models, and the first of them as the model."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        namespace.models, namespace.model = values, values[0]
+    parser.set_defaults(run=run, model=None, log_requests=True, **its)  # `_part_of` sets the model.
 
 
 def _add_all(add: Callable[..., object], options: type, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -212,12 +197,11 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         stack.enter_context(_names_of_options())
         broker = stack.enter_context(_broker(arguments))
         parts = [_part_of(arguments, model, broker) for model in arguments.models]
-        started: list[StartedProcess | None] = []
-        for each in parts:
-            make = functools.partial(_engine, each)
-            is_later = arguments.replicas or arguments.lazy
-            process = None if is_later else contextlib.closing(start_process(make))
-            started.append(None if process is None else stack.enter_context(process))
+        started: list[StartedProcess | None] = [None] * len(parts)
+        if not (arguments.replicas or arguments.lazy):
+            for at, each in enumerate(parts):
+                process = start_process(functools.partial(_engine, each))
+                started[at] = stack.enter_context(contextlib.closing(process))
         kept.choose_bytecode_folder()
         with phase("importing torch and transformers"), without_collections():
             from ..serve.metrics import BrokerMetrics
