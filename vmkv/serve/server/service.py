@@ -102,7 +102,6 @@ class Service:
         limits, max_model_tokens = options.limits, options.max_model_tokens
         most_tokens = min(max_model_tokens, limits.max_prompt_tokens or max_model_tokens)
         self.engine = engine
-        self._sleeper: Any = engine  # An `EngineClient`, where there are routes for it.
         self.prompts = Prompts(tokenizer, most_tokens, options.chat_template)
         self.tokens = Tokens(tokenizer)
         self.replies = Replies(tokenizer, options.chat_template, options.response_template)
@@ -276,8 +275,8 @@ class Service:
         return {"is_sleeping": bool(self._asked(model).is_sleeping)}
 
     def _asked(self, model: str | None) -> Any:
-        """Return what puts a model to sleep, of several the one that a query names."""
-        return (self if model is None else self.find(model))._sleeper
+        """Return the `EngineClient` of a model, of several the one that a query names."""
+        return (self if model is None else self.find(model)).engine
 
     def _counts(self) -> tuple[int, int]:
         """Count the requests of all models that are admitted, and that wait for it."""
@@ -307,7 +306,7 @@ class Service:
             most = max(each._max_values for each in self.served.values())
             body = await parse(received, content_type, form, most)
         service = self if body.model is None else self.find(body.model)
-        self._note_unknown(body.unknown)
+        self._note_unknown(body.model_extra or ())
         return service, body
 
     def _note_unknown(self, names: Collection[str]) -> None:
