@@ -158,8 +158,7 @@ class Metrics:
 
     def families(self) -> Iterable[Metric]:
         """Return every metric with its samples."""
-        families: Iterable[Metric] = self.registry.collect()
-        return families
+        return self.registry.collect()
 
     def text(self) -> bytes:
         """Render all metrics in Prometheus' text format."""

@@ -125,15 +125,10 @@ class Prompts:
                 self._check_chars(len(text))
         if num_kept is not None:
             text = text[-self._max_chars :]  # The tokens need no more.
-        return self._encode(text, bool(prompt.add_special_tokens), param, num_kept)
-
-    def _encode(
-        self, text: str, add_special_tokens: bool, param: str, num_kept: int | None
-    ) -> list[int]:
         try:
             encoded = self._tokenizer(
                 text,
-                add_special_tokens=add_special_tokens,
+                add_special_tokens=bool(prompt.add_special_tokens),
                 # One token beyond the limit proves that the prompt is too long.
                 truncation=num_kept is None,
                 max_length=self._max_tokens + 1 if num_kept is None else None,
