@@ -57,10 +57,9 @@ class Prompts:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._max_tokens = max_tokens
         self._chat_template = chat_template
-        vocabulary = tokenizer.get_vocab()
         self._num_tokens = len(tokenizer)
         # An upper bound on the characters of `max_tokens` tokens.
-        self._max_chars = max_tokens * max(map(len, vocabulary), default=1)
+        self._max_chars = max_tokens * max(map(len, tokenizer.get_vocab()), default=1)
         # Two, so that short prompts do not wait for long ones.
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"vmkv-tokenizer-{name}")
@@ -160,7 +159,7 @@ class Prompts:
             try:
                 return self._apply(chat, extra)
             except TypeError:  # Some templates join the arguments' text with others.
-                if not chat.has_calls:
+                if not any(message.tool_calls for message in chat.messages or ()):
                     raise
                 return self._apply(chat, extra, arguments_as_text=True)
         except Exception as error:  # A template is a program, run on these messages.

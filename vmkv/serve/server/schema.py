@@ -321,11 +321,6 @@ class ChatBody(_Strict):
             return None
         return [each.model_dump(exclude_unset=True) for each in self.tools]
 
-    @property
-    def has_calls(self) -> bool:
-        """Whether there are tool calls among the messages."""
-        return any(message.tool_calls for message in self.messages or ())
-
     def conversation(self, *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
         """Return the messages for the template; see `Message.rendered`."""
         messages = self.messages or ()
