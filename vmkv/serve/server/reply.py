@@ -51,7 +51,6 @@ class ReplyParser(Protocol):
         The pieces' boundaries do not affect the sum of the deltas. Text that may belong to a
         delimiter is held back until `is_last`.
         """
-        ...
 
 
 #: Makes the parser of a choice of a prompt, given the prompt's tokens.

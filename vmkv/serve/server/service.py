@@ -79,7 +79,6 @@ class ServerMetrics(Protocol):
 
     def families(self) -> Iterable[Metric]:
         """Return every metric with its samples."""
-        ...
 
 
 class Service:
