@@ -100,9 +100,7 @@ def add_parser(commands: types.Commands) -> None:
         f"{_API_KEY_VARIABLE}; without any everybody may ask.",
     )
     text = "a folder, or a Hub name; several have an engine each, and share the memory by need"
-    parser.add_argument(
-        "model", metavar="MODEL", type=types.name, nargs="+", action=_Models, help=text
-    )
+    parser.add_argument("models", metavar="MODEL", type=types.name, nargs="+", help=text)
     add = parser.add_argument_group("model").add_argument
     types.add_source(add)
     add("--tokenizer", type=types.name, help="a folder or Hub name, where it is not the model's")
@@ -159,20 +157,7 @@ def add_parser(commands: types.Commands) -> None:
     add("--enable-log-requests", dest=dest, action="store_true", help="as by default")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     its = {"max_num_mixed_tokens": _MAX_NUM_MIXED_TOKENS, "prefix_caching": True}
-    parser.set_defaults(run=run, log_requests=True, **its)
-
-
-class _Models(argparse.Action):
-    """Keeps all models, and the first of them as the model."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        namespace.models, namespace.model = values, values[0]
+    parser.set_defaults(run=run, model=None, log_requests=True, **its)  # `_part_of` sets the model.
 
 
 def _add_all(add: Callable[..., object], options: type, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -207,17 +192,16 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         stack.enter_context(contextlib.closing(listener))
         stack.enter_context(ending_in_order())
         progress = stack.enter_context(_progress(arguments))
-        name = "vmkv.serve.server.request_log"
-        stack.enter_context(_log_of(arguments, name, arguments.log_requests))
+        if arguments.log_requests:
+            stack.enter_context(_log_of(arguments, "vmkv.serve.server.request_log"))
         stack.enter_context(_names_of_options())
-        broker = stack.enter_context(_broker(arguments))
+        broker = _broker(stack, arguments)
         parts = [_part_of(arguments, model, broker) for model in arguments.models]
-        started: list[StartedProcess | None] = []
-        for each in parts:
-            make = functools.partial(_engine, each)
-            is_later = arguments.replicas or arguments.lazy
-            process = None if is_later else contextlib.closing(start_process(make))
-            started.append(None if process is None else stack.enter_context(process))
+        started: list[StartedProcess | None] = [None] * len(parts)
+        if not (arguments.replicas or arguments.lazy):
+            for at, each in enumerate(parts):
+                process = start_process(functools.partial(_engine, each))
+                started[at] = stack.enter_context(contextlib.closing(process))
         kept.choose_bytecode_folder()
         with phase("importing torch and transformers"), without_collections():
             from ..serve.metrics import BrokerMetrics
@@ -227,10 +211,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         options_for = [server_options(each) for each in parts]
         with phase("checking options"):
             longest = [_check_engine(each) for each in parts]
-        served = [
-            stack.enter_context(_serving(*its))
-            for its in zip(parts, started, longest, options_for, strict=True)
-        ]
+        every = zip(parts, started, longest, options_for, strict=True)
+        served = [_serve(stack, *its) for its in every]
         services, options = [each.service for each in served], served[0].options
 
         def announce() -> None:
@@ -260,14 +242,14 @@ class _Served(NamedTuple):
     budget_bytes: int
 
 
-@contextlib.contextmanager
-def _serving(
+def _serve(
+    stack: contextlib.ExitStack,
     arguments: argparse.Namespace,
     started: StartedProcess | None,
     longest: int,
     options_for: Callable[..., ServerOptions],
-) -> Iterator[_Served]:
-    """Run one model's engine, and make its service."""
+) -> _Served:
+    """Run one model's engine, which ends with the stack, and make its service."""
     from ..serve.server import Service
     from .models import load_sampling_defaults
 
@@ -275,17 +257,17 @@ def _serving(
         arguments.model, arguments.generation_config, revision=arguments.revision
     )
     tokenizer = _tokenizer(arguments)
-    with _running(arguments, tokenizer, started, longest) as its:
-        engine, metrics, max_tokens, budget_bytes = its
-        if max_tokens < longest:
-            _LOG.warning(
-                "the memory for keys and values holds requests of %d tokens, the model's are up to "
-                "%d: give it more (--memory)",
-                max_tokens,
-                longest,
-            )
-        options = options_for(max_tokens, sampling_defaults=defaults)
-        yield _Served(Service(engine, tokenizer, options, metrics), options, budget_bytes)
+    its = _running(stack, arguments, tokenizer, started, longest)
+    engine, metrics, max_tokens, budget_bytes = its
+    if max_tokens < longest:
+        _LOG.warning(
+            "the memory for keys and values holds requests of %d tokens, the model's are up to "
+            "%d: give it more (--memory)",
+            max_tokens,
+            longest,
+        )
+    options = options_for(max_tokens, sampling_defaults=defaults)
+    return _Served(Service(engine, tokenizer, options, metrics), options, budget_bytes)
 
 
 def _announcement(
@@ -316,19 +298,15 @@ def _announcement(
             yield f"requests{of} that leave them out have {told} (--generation-config)\n"
 
 
-@contextlib.contextmanager
-def _broker(arguments: argparse.Namespace) -> Iterator[Broker | None]:
-    """Open the broker of several models, where none is named."""
+def _broker(stack: contextlib.ExitStack, arguments: argparse.Namespace) -> Broker | None:
+    """Open the broker of several models, where none is named; it ends with the stack."""
     if len(arguments.models) == 1 or arguments.pool_socket is not None:
-        yield None
-        return
+        return None
     from ..core.memory import Broker
 
-    with tempfile.TemporaryDirectory(prefix="vmkv-") as folder:
-        path = Path(folder) / "pool.sock"
-        kills_after_s = arguments.silence_timeout
-        with Broker(path, arguments.budget_bytes, kills_after_s=kills_after_s) as broker:
-            yield broker
+    path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vmkv-"))) / "pool.sock"
+    broker = Broker(path, arguments.budget_bytes, kills_after_s=arguments.silence_timeout)
+    return stack.enter_context(broker)
 
 
 def _part_of(
@@ -348,11 +326,9 @@ def _progress(arguments: argparse.Namespace) -> AbstractContextManager[Progress 
     return handling("vmkv.phases", Progress(arguments.began_s))
 
 
-def _log_of(
-    arguments: argparse.Namespace, name: str, is_wanted: bool = True
-) -> AbstractContextManager[object]:
+def _log_of(arguments: argparse.Namespace, name: str) -> AbstractContextManager[object]:
     """Show the records of a logger on stderr, from info on."""
-    if arguments.log_level not in ("debug", "info") or not is_wanted:
+    if arguments.log_level not in ("debug", "info"):
         return contextlib.nullcontext()
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -374,14 +350,18 @@ def _names_of_options() -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
 def _running(
-    arguments: argparse.Namespace, tokenizer: Any, started: StartedProcess | None, longest: int
-) -> Iterator[tuple[StreamingEngine, ServerMetrics, int, int]]:
+    stack: contextlib.ExitStack,
+    arguments: argparse.Namespace,
+    tokenizer: Any,
+    started: StartedProcess | None,
+    longest: int,
+) -> tuple[StreamingEngine, ServerMetrics, int, int]:
     """Start an engine in a process of its own, or replicas, each with a tokenizer.
 
-    Yields it, its metrics, the tokens of a request, and the memory for keys and values. A request
-    of a model that is loaded later is checked against the `longest` until its engine knows better.
+    Returns it, its metrics, the tokens of a request, and the memory for keys and values; it ends
+    with the stack. A request of a model that is loaded later is checked against the `longest` until
+    its engine knows better.
     """
     make, silence_max_s = functools.partial(_engine, arguments), arguments.silence_timeout
     if arguments.replicas:
@@ -390,11 +370,11 @@ def _running(
         from ..serve.replicas.deployment import running_replicas
 
         on_gpus = _device(arguments.device) == "cuda"
-        with running_replicas(
+        replicas = running_replicas(
             make, arguments.replicas, on_gpus=on_gpus, silence_max_s=silence_max_s
-        ) as (engine, shown, facts):
-            yield engine, shown, *facts
-        return
+        )
+        engine, shown, facts = stack.enter_context(replicas)
+        return engine, shown, *facts
     from ..serve.metrics import Metrics
     from ..serve.process import EngineProcess
 
@@ -407,12 +387,11 @@ def _running(
         is_lazy=arguments.lazy,
         silence_max_s=silence_max_s,
     )
-    with contextlib.closing(process):
-        if arguments.lazy:
-            yield process, metrics, longest, 0
-            return
-        metrics.bind_pages(process.page_bytes)
-        yield process, metrics, process.max_tokens, process.stats.budget_bytes
+    stack.enter_context(contextlib.closing(process))
+    if arguments.lazy:
+        return process, metrics, longest, 0
+    metrics.bind_pages(process.page_bytes)
+    return process, metrics, process.max_tokens, process.stats.budget_bytes
 
 
 def _check_combination(arguments: argparse.Namespace) -> None:
@@ -611,13 +590,11 @@ def server_options(arguments: argparse.Namespace) -> Callable[..., ServerOptions
 
     file, name = arguments.chat_template, arguments.response_template
     from_file = read_api_keys(arguments.api_key_file, os.environ.get(_API_KEY_VARIABLE))
-    api_keys = [*arguments.api_key, *from_file]
-    limits = Limits(**_chosen(Limits, arguments))
     return functools.partial(
         ServerOptions,
         arguments.served_model_name or arguments.model,
-        limits=limits,
-        api_keys=api_keys,
+        limits=Limits(**_chosen(Limits, arguments)),
+        api_keys=[*arguments.api_key, *from_file],
         protects_everything=arguments.protect_all,
         cors_origins=arguments.cors_origin,
         chat_template=read_template(file) if file else None,

@@ -58,10 +58,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: SamplingParams):
         # Without clean-up of spaces before punctuation, which would change text already returned.
         self._decode_tokens = compat.decoder(tokenizer)
-        self._skips_special = params.skip_special_tokens
-        self._stops = tuple(params.stop)
-        self._min_tokens = params.min_tokens
-        self._includes_stop = params.include_stop_str_in_output
+        self._params = params
         self._window = list(prompt_token_ids[-_WINDOW_MAX_TOKENS:])
         self._window_text = self._decode(self._window)
         # Part of the window's text that is final, without an incomplete character of the prompt.
@@ -127,18 +124,19 @@ class Detokenizer:
         if not added:
             return None
         text = self._held + added
-        found = find_stop(text, self._stops, len(self._held))
-        if found is None or self._num_tokens < self._min_tokens:
-            end = len(text) - max((num_begun(text, stop) for stop in self._stops), default=0)
+        stops: Sequence[str] = self._params.stop
+        found = find_stop(text, stops, len(self._held))
+        if found is None or self._num_tokens < self._params.min_tokens:
+            end = len(text) - max((num_begun(text, stop) for stop in stops), default=0)
             self._new, self._held = self._new + text[:end], text[end:]
             return None
         at, self.stop = found
-        self._new += text[: at + len(self.stop) if self._includes_stop else at]
+        self._new += text[: at + len(self.stop) if self._params.include_stop_str_in_output else at]
         self._held = ""
         return self.stop
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._decode_tokens(token_ids, self._skips_special)
+        return self._decode_tokens(token_ids, self._params.skip_special_tokens)
 
     def _move_window(self) -> None:
         """Drop the window's first tokens if the text of the others stays the same without them."""

@@ -49,13 +49,9 @@ class _Stream(RequestHandle):
 
     def __init__(self, key: int, prompt: Any, params: SamplingParams, tokenizer: Any):
         tokens = tuple(as_integers(token_ids_of(prompt, tokenizer)))
-        super().__init__(
-            [
-                Request(key, tokens, params, detokenizer=detokenizer_of(tokenizer, tokens, params))
-                for _ in range(params.n)
-            ],
-            prompt if isinstance(prompt, str) else None,
-        )
+        detokenizers = [detokenizer_of(tokenizer, tokens, params) for _ in range(params.n)]
+        requests = [Request(key, tokens, params, detokenizer=each) for each in detokenizers]
+        super().__init__(requests, prompt if isinstance(prompt, str) else None)
         self.prompt = tokens
         self.has_news = asyncio.Event()
         self.error: Exception | None = None

@@ -261,8 +261,7 @@ class EngineLoop:
         return self._active_s + after_s - self._clock()
 
     def _fall_asleep(self) -> None:
-        keeps_prefixes = self._engine.options.sleep_keeps_prefixes
-        self._engine.sleep(weights=True, prefixes=keeps_prefixes)
+        self._engine.sleep(weights=True, prefixes=self._engine.options.sleep_keeps_prefixes)
 
     def _fall_asleep_alone(self) -> None:
         self._active_s = self._clock()  # After a failure it is tried again as much later.

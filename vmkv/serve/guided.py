@@ -48,11 +48,9 @@ def check_grammar(asked: StructuredOutputs) -> None:
     Cost: some 1 ms, or 60 ms for the largest, mostly without the interpreter's lock.
     """
     grammar = _grammar_of(asked)
-    import llguidance
+    from llguidance import LLMatcher
 
-    is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
-        grammar, limits=_limits()
-    )
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
     if is_error:
         raise _refused(*messages)
 

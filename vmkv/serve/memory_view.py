@@ -444,12 +444,7 @@ class MemoryView:
     def _leader(self, request: Request) -> CacheSequence | None:
         """Live sequence of the sibling that has computed the whole prompt, for a fork; or None."""
         leader, num_prompt = request.leader, len(request.prompt_token_ids)
-        if (
-            leader is None
-            or not self._forks
-            or leader.sequence is None
-            or not leader.sequence.is_resident
-        ):
+        if leader is None or not self._forks or leader.sequence is None or self.is_swapped(leader):
             return None
         # Windows of the leader may have moved on.
         has_windows = any(group.window_tokens is not None for group in self.cache.groups)

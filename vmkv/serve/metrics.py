@@ -87,9 +87,6 @@ class Metrics:
         counter = self._metrics[name]
         (counter.labels(*labels) if labels else counter).inc(amount)
 
-    def _observe(self, name: str, seconds: float) -> None:
-        self._metrics[name].observe(seconds)
-
     # ---- observing ------------------------------------------------------------------------
 
     def on(self, event: Event, cache: ObservedCache) -> None:
@@ -103,7 +100,7 @@ class Metrics:
         elif isinstance(event, RequestAdded):
             self._metrics["requests_waiting"].inc()  # Corrected by the next step.
         elif isinstance(event, FirstToken):
-            self._observe("time_to_first_token_seconds", event.wait_s)
+            self._metrics["time_to_first_token_seconds"].observe(event.wait_s)
         elif isinstance(event, Idle):
             self._note_queue(0, 0)
             self._metrics["sleeping"].set(event.is_sleeping)
@@ -114,13 +111,13 @@ class Metrics:
         self._count("prompt_tokens", request.num_prompt_tokens)
         self._count("prompt_tokens_cached", request.num_cached_tokens)
         self._count("generation_tokens", request.num_output_tokens)
-        self._observe("request_seconds", request.end_s - request.arrival_s)
+        self._metrics["request_seconds"].observe(request.end_s - request.arrival_s)
         if request.start_s is not None:
-            self._observe("request_queue_seconds", request.start_s - request.arrival_s)
+            self._metrics["request_queue_seconds"].observe(request.start_s - request.arrival_s)
         num_later = request.num_output_tokens - 1
         if request.first_token_s is not None and num_later > 0:
             mean_s = (request.end_s - request.first_token_s) / num_later
-            self._observe("time_per_output_token_seconds", mean_s)
+            self._metrics["time_per_output_token_seconds"].observe(mean_s)
 
     def _note_step(self, step: StepRecord) -> None:
         self._count("steps")
@@ -128,11 +125,11 @@ class Metrics:
         self._count("step_tokens", step.num_decode_tokens, "decode")
         self._count("preemptions", step.num_swapped, "swap")
         self._count("preemptions", step.num_recomputed, "recompute")
-        self._observe("step_seconds", step.total_s)
-        self._observe("mapping_seconds", step.map_s)
-        self._observe("device_wait_seconds", step.wait_s)
+        self._metrics["step_seconds"].observe(step.total_s)
+        self._metrics["mapping_seconds"].observe(step.map_s)
+        self._metrics["device_wait_seconds"].observe(step.wait_s)
         if step.fence_wait_s:
-            self._observe("fence_wait_seconds", step.fence_wait_s)
+            self._metrics["fence_wait_seconds"].observe(step.fence_wait_s)
         self._note_queue(step.num_running, step.num_waiting)
 
     def _note_queue(self, num_running: int, num_waiting: int) -> None:
@@ -158,8 +155,7 @@ class Metrics:
 
     def families(self) -> Iterable[Metric]:
         """Return every metric with its samples."""
-        families: Iterable[Metric] = self.registry.collect()
-        return families
+        return self.registry.collect()
 
     def text(self) -> bytes:
         """Render all metrics in Prometheus' text format."""
@@ -186,13 +182,12 @@ class BrokerMetrics:
 
     def families(self) -> Iterator[Metric]:
         """Yield every metric with its samples."""
-        members = self._broker.members()
         budget_bytes = self._broker.budget_bytes or 0
         yield GaugeMetricFamily("vmkv_pool_budget_bytes", "Memory of all members", budget_bytes)
         family = GaugeMetricFamily(
             "vmkv_pool_bytes", "Memory of a member", labels=["member", "state"]
         )
-        for each in members:
+        for each in self._broker.members():
             told = each.report
             states = {"given": each.given_bytes, "created": told.created_bytes}
             states |= {"live": told.live_bytes, "wanted": told.wanted_bytes}

@@ -106,7 +106,6 @@ class ObservedCache(Protocol):
 
     def stats(self) -> CacheStats:
         """Return the cache's statistics. Cost: proportional to its rows."""
-        ...
 
 
 class EngineObserver(Protocol):

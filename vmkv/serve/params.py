@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from json import dumps
 from typing import Any, TypeGuard
 
@@ -47,9 +47,7 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        given = [
-            each.name for each in fields(self) if getattr(self, each.name) not in (None, False)
-        ]
+        given = [name for name, value in vars(self).items() if value not in (None, False)]
         if len(given) != 1:
             names = " and ".join(given) or "none"
             raise ConfigError(

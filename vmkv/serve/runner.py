@@ -443,10 +443,9 @@ class ModelRunner:
 
     def is_current(self) -> bool:
         """Whether a model that was handed back is as this runner was made for, but for values."""
-        model = self._model
-        if self._is_closed or self._places != places_of(model):
+        if self._is_closed:
             return False
-        return self._settings == settings_of(model)
+        return self._places == places_of(self._model) and self._settings == settings_of(self._model)
 
     def sleep(self, *, graphs: bool) -> None:
         """Wait for the device, and free workspaces until the next step, `graphs` too if asked.

@@ -179,8 +179,7 @@ class Sampler:
         self._needs: dict[int, _Needs] = {}  # By slot, if it needs more than greedy decoding.
         #: Per slot: float parameters, and integer parameters with the count, to be uploaded.
         self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # For penalties. Allocated now: the cache's budget is fitted to the remaining memory.
-        self._marks, self._token_counts = _token_tables(slots, vocab_size, self.device)
+        self._make_tables()  # Now: the cache's budget is fitted to the remaining memory.
         #: Biased tokens of each slot, and their biases; rows are padded with biases of 0.
         self._biased = torch.zeros(slots, 0, dtype=torch.int64, device=device)
         self._biases = torch.zeros(slots, 0, dtype=torch.float32, device=device)
@@ -201,8 +200,7 @@ class Sampler:
     ) -> None:
         """Set the state of a slot; see `ModelRunner.set_slot`."""
         if not self._marks.numel():  # After `sleep`.
-            tables = _token_tables(self.max_num_seqs + 1, self.vocab_size, self.device)
-            self._marks, self._token_counts = tables
+            self._make_tables()
         needs, earlier = _Needs.of(params, self.vocab_size), self._needs.pop(slot, _PLAIN)
         if needs.penalties or needs.bans or earlier.bans:
             self._mark(slot, params, prompt_token_ids, output_token_ids)
@@ -211,6 +209,22 @@ class Sampler:
         if needs != _PLAIN:
             self._needs[slot] = needs
         self._staged[slot] = self._as_tensors(params, needs, len(output_token_ids))
+
+    def _make_tables(self) -> None:
+        """Make tables `[slots, vocabulary]`: marks of tokens, and their counts in the output."""
+        size = (self.max_num_seqs + 1, self.vocab_size)
+        try:
+            marks = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            counts = torch.zeros(size, dtype=torch.int32, device=self.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                f"the sampler's token counts need {format_bytes(5 * math.prod(size))} on "
+                f"{self.device} (5 bytes for each of {size[1]} tokens in {size[0]} slots), which "
+                "are not free; lower max_num_seqs"
+            ) from error
+        self._marks, self._token_counts = marks, counts
 
     def sleep(self) -> None:
         """Free the token counts until the next `set_slot`; no slot is in use, nor the device."""
@@ -418,23 +432,6 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
-def _token_tables(
-    slots: int, vocab_size: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make `[slots, vocab_size]` tables: marks of tokens, and their counts in the output."""
-    try:
-        marks = torch.zeros(slots, vocab_size, dtype=torch.uint8, device=device)
-        return marks, torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise CapacityError(
-            f"the sampler's token counts need {format_bytes(5 * slots * vocab_size)} on {device} "
-            f"(5 bytes for each of {vocab_size} tokens in {slots} slots), which are not free; "
-            "lower max_num_seqs"
-        ) from error
 
 
 def _clamped(value: float) -> float:

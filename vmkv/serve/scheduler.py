@@ -393,12 +393,10 @@ class Scheduler:
         first = heapq.nsmallest(len(self.free_slots), self._waiting)
         waiting = [self.requests[number] for _, number in first if number in self.requests]
         for each in waiting:
-            is_swapped = each.state is RequestState.SWAPPED
-            num_pages += (
-                view.pages_to_resume(each)
-                if is_swapped
-                else view.pages_to_begin(each, length(each))
-            )
+            if each.state is RequestState.SWAPPED:
+                num_pages += view.pages_to_resume(each)
+            else:
+                num_pages += view.pages_to_begin(each, length(each))
         order = sorted((*running[:1], *waiting[:1]), key=attrgetter("rank"))
         return num_pages, view.peak_pages(length(order[0])) if order else 0
 

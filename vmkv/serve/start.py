@@ -43,11 +43,8 @@ def open_socket(host: str, port: int, *, unread_timeout_s: float) -> socket.sock
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Inherited by connections. Linux only, as are the backends.
-        listener.setsockopt(
-            socket.IPPROTO_TCP,
-            socket.TCP_USER_TIMEOUT,
-            int(min(unread_timeout_s, _UNREAD_TIMEOUT_S_MAX) * 1000),
-        )
+        unread_timeout_ms = int(min(unread_timeout_s, _UNREAD_TIMEOUT_S_MAX) * 1000)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_timeout_ms)
         listener.bind(address)
     except OSError as error:
         listener.close()

@@ -218,7 +218,7 @@ class StepLoop:
         # When a broker was asked last, for how many requests, and the budget of the last plan.
         self._asked_s, self._num_asked, self._budget_bytes = -math.inf, 0, 0
         self._pace = Pace()
-        self._arbiter = view.cache.pool.arbiter
+        self._arbiter, self._member = view.cache.pool.arbiter, view.cache.pool.member
         self._borrower = Borrower(self._arbiter, lambda: scheduler.last_rank, self._give_way)
         self.num_failed_steps = 0  #: See `Engine.num_failed_steps`.
 
@@ -298,10 +298,6 @@ class StepLoop:
             record.wait_s += time.perf_counter() - wait_start_s
             self._report(record, plan, self._observer)
         return bool(self._requests or self._pending)
-
-    @property
-    def _member(self) -> PoolMember | None:
-        return self._view.cache.pool.member
 
     def rest(self) -> None:
         """Tell a broker that no request is left; it takes back what is above the floor."""

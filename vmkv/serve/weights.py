@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
@@ -107,10 +108,8 @@ class Weights:
             join(self._model)
         backend = self._open_memory()
         sharing = [*_by_storage(self._model, self._device).values()]
-        starts, end_bytes = [], 0
-        for its in sharing:
-            starts.append(end_bytes)
-            end_bytes += align_up(its[0].untyped_storage().nbytes(), _ALIGNMENT_BYTES)
+        sizes = [align_up(its[0].untyped_storage().nbytes(), _ALIGNMENT_BYTES) for its in sharing]
+        *starts, end_bytes = accumulate(sizes, initial=0)
         page_bytes = backend.granularity_bytes
         num_pages = self._agree(div_ceil(end_bytes, page_bytes))
         num_bytes = num_pages * page_bytes

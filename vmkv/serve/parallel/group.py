@@ -265,11 +265,10 @@ def abort() -> None:
         _LOG.warning("the ranks' connections could not be given up: %s", one_line(error))
 
 
-def set_up(device_type: str, device_index: int, timeout_s: float, **rendezvous: Any) -> None:
-    """Initialise `torch.distributed` for one rank, by default with the environment's rendezvous."""
+def set_up(device_type: str, device_index: int, timeout_s: float, **options: Any) -> None:
+    """Initialise `torch.distributed` for one rank; `options` are those of `init_process_group`."""
     # Graphs and eager collectives never overlap here; this saves NCCL some microseconds.
     os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
-    options = dict(rendezvous)
     if device_type == "cuda":
         torch.cuda.set_device(device_index)
         options["device_id"] = torch.device("cuda", device_index)

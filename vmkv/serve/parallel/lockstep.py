@@ -108,13 +108,8 @@ class AgreedBackend(ForwardingBackend):
             return handle
         if handle is not None:
             self.upstream.mem_release(handle)
-        raise error or DriverError(
-            "mem_create",
-            -1,
-            "OUT_OF_MEMORY",
-            "another rank's device has none left",
-            is_out_of_memory=True,
-        )
+        why = "another rank's device has none left"
+        raise error or DriverError("mem_create", -1, "OUT_OF_MEMORY", why, is_out_of_memory=True)
 
     def free_memory_bytes(self) -> int:
         """Return the smallest free memory of all ranks."""

@@ -190,16 +190,14 @@ def _check(size: int, device_type: str) -> None:
 def _environment(rank: int, size: int) -> Iterator[None]:
     """Set a rank's environment variables for transformers and others; restore them afterwards."""
     ours = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), **_LOOPBACK}
-    before = {name: os.environ.get(name) for name in ours}
+    before = {name: os.environ[name] for name in ours if name in os.environ}
     os.environ.update(ours)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in ours:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def _join(path: str, size: int, device_type: str, timeout_s: float, rank: int) -> None:

@@ -36,6 +36,7 @@ _READ_BYTES = 1 << 20
 #: Interval of cache statistics, which take some 100 µs with many rows.
 _STATS_INTERVAL_S = 0.5
 
+#: Makes an engine that reports to an observer.
 MakeEngine = Callable[[EngineObserver], "AbstractContextManager[Engine]"]
 
 # ---- messages ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...errors import ConfigError
@@ -42,10 +42,9 @@ class Routing:
     told_every_s: float = 1.0
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for name, value in vars(self).items():
             if not (isinstance(value, int | float) and 0 < value < math.inf):
-                raise ConfigError(f"{each.name}={value!r} must be a positive number")
+                raise ConfigError(f"{name}={value!r} must be a positive number")
         if self.least_share > 1:
             raise ConfigError(f"least_share={self.least_share} is more than all of a prompt")
 

@@ -89,17 +89,15 @@ class ReplicatedEngine:
         response = self._handle.stream.remote(prompt, params, priority, tenant=tenant)
         self._responses.add(response)
         self._all_done.clear()
-        is_over = False
         try:
             async for output in response:
                 yield output
-            is_over = True
         except Exception as error:
-            is_over = True
             raise self._worded(error) from error
+        except BaseException:  # The reader has left.
+            response.cancel()
+            raise
         finally:
-            if not is_over:
-                response.cancel()
             self._responses.discard(response)
             if not self._responses:
                 self._all_done.set()

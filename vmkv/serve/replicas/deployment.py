@@ -27,11 +27,12 @@ from ...errors import ConfigError, one_line
 from ...options import ServerOptions
 from ...units import MiB
 from ..engine_client import SILENCE_MAX_S
+from ..process.host import MakeEngine
 from ..server.app import create_app
 from .choice import Routing
 from .client import ReplicatedEngine
 from .metrics import ReplicaMetrics
-from .replica import EngineReplica, MakeEngine
+from .replica import EngineReplica
 from .router import PrefixRouter
 
 #: Requests that a replica accepts at once; more wait in Ray.
@@ -76,8 +77,7 @@ def engine_deployment(routing: Routing | None = None, **options: Any) -> serve.D
             request_routing_stats_period_s=routing.told_every_s,
         ),
     }
-    deployment: serve.Deployment = serve.deployment(_Replica, **{**defaults, **options})
-    return deployment
+    return serve.deployment(_Replica, **{**defaults, **options})
 
 
 @serve.ingress()
@@ -116,8 +116,7 @@ def openai_application(
     options_for = partial(ServerOptions, options) if isinstance(options, str) else options
     defaults: dict[str, Any] = {"name": "vmkv-openai", "max_ongoing_requests": 2 * _ONGOING_MAX}
     ingress = serve.deployment(_OpenAI, **{**defaults, **ingress_options})
-    application: serve.Application = ingress.bind(replicas, load_tokenizer, options_for)
-    return application
+    return ingress.bind(replicas, load_tokenizer, options_for)
 
 
 # ---- vmkv serve ----------------------------------------------------------------------------------

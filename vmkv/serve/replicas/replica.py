@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import ClosedError
 from ..async_engine import AsyncEngine
-from ..engine import Engine
 from ..engine_client import SILENCE_MAX_S
 from ..metrics import Metrics
-from ..observer import EngineObserver, Observers
+from ..observer import Observers
 from ..params import SamplingParams
+from ..process.host import MakeEngine
 from ..request import RequestOutput
 from .prefixes import HeldPrefixes
-
-#: Makes an engine that reports to an observer. The context is never left: a replica ends with its
-#: process, which frees its resources.
-MakeEngine = Callable[[EngineObserver], AbstractContextManager[Engine]]
 
 
 @dataclass(frozen=True)
@@ -38,6 +33,7 @@ class EngineReplica:
     def __init__(self, make: MakeEngine, name: str, silence_max_s: float = SILENCE_MAX_S):
         self._name = name
         self._metrics, self._prefixes = Metrics(), HeldPrefixes()
+        # The context is never left: a replica ends with its process, which frees its resources.
         self._made = make(Observers([self._metrics, self._prefixes]))
         engine = self._made.__enter__()
         self._metrics.bind_pages(engine.cache.pool.page_bytes)

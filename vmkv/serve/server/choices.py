@@ -110,8 +110,6 @@ class Form:
         #: `time.monotonic` of the first output, and why samples have ended, in their order.
         self.first_s: float | None = None
         self.finish_reasons: list[str] = []
-        #: By prompt.
-        self._prompt_tokens: Counter[int] = Counter()
         self._cached_tokens: Counter[int] = Counter()
         #: Choices whose first chunk was made, choices that have ended, and per choice the position
         #: of the next token's text.
@@ -126,7 +124,6 @@ class Form:
         """
         if self.first_s is None:
             self.first_s = time.monotonic()
-        self._prompt_tokens[prompt_index] = len(output.prompt_token_ids)
         self._cached_tokens[prompt_index] = output.num_cached_tokens
         self._prompt_ids[prompt_index] = output.prompt_token_ids
         for sample in output.outputs:
@@ -196,7 +193,7 @@ class Form:
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's token counts."""
-        num_prompt = self._prompt_tokens.total()
+        num_prompt = sum(map(len, self._prompt_ids.values()))
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": self._num_tokens,

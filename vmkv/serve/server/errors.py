@@ -136,7 +136,6 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(status, message.format(error), param=param, code=code)
     frames = traceback.format_exception(error, limit=-_LOGGED_FRAMES)
     _LOG.error("a request failed:\n%s", "".join(frames).rstrip())
-    message = (
-        f"the engine failed on this request ({type(error).__name__}); the server's log says more"
-    )
+    name = type(error).__name__
+    message = f"the engine failed on this request ({name}); the server's log says more"
     return ApiError(500, message, code="internal_error")

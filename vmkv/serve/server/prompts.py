@@ -57,10 +57,9 @@ class Prompts:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._max_tokens = max_tokens
         self._chat_template = chat_template
-        vocabulary = tokenizer.get_vocab()
         self._num_tokens = len(tokenizer)
         # An upper bound on the characters of `max_tokens` tokens.
-        self._max_chars = max_tokens * max(map(len, vocabulary), default=1)
+        self._max_chars = max_tokens * max(map(len, tokenizer.get_vocab()), default=1)
         # Two, so that short prompts do not wait for long ones.
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"vmkv-tokenizer-{name}")
@@ -125,15 +124,10 @@ class Prompts:
                 self._check_chars(len(text))
         if num_kept is not None:
             text = text[-self._max_chars :]  # The tokens need no more.
-        return self._encode(text, bool(prompt.add_special_tokens), param, num_kept)
-
-    def _encode(
-        self, text: str, add_special_tokens: bool, param: str, num_kept: int | None
-    ) -> list[int]:
         try:
             encoded = self._tokenizer(
                 text,
-                add_special_tokens=add_special_tokens,
+                add_special_tokens=bool(prompt.add_special_tokens),
                 # One token beyond the limit proves that the prompt is too long.
                 truncation=num_kept is None,
                 max_length=self._max_tokens + 1 if num_kept is None else None,
@@ -165,7 +159,7 @@ class Prompts:
             try:
                 return self._apply(chat, extra)
             except TypeError:  # Some templates join the arguments' text with others.
-                if not chat.has_calls:
+                if not any(message.tool_calls for message in chat.messages or ()):
                     raise
                 return self._apply(chat, extra, arguments_as_text=True)
         except Exception as error:  # A template is a program, run on these messages.

@@ -51,16 +51,10 @@ class ReplyParser(Protocol):
         The pieces' boundaries do not affect the sum of the deltas. Text that may belong to a
         delimiter is held back until `is_last`.
         """
-        ...
 
 
 #: Makes the parser of a choice of a prompt, given the prompt's tokens.
 NewParser: TypeAlias = Callable[[Sequence[int]], ReplyParser]
-
-
-def _new_id() -> str:
-    # Templates of Mistral's models take ids of nine letters and digits only.
-    return uuid.uuid4().hex[:9]
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -232,7 +226,9 @@ class _Calls:
             return
         last = self._new.get(index)
         if last is None:
-            last = ToolCallDelta(index, None if name is None else _new_id(), name, "")
+            # Templates of Mistral's models take ids of nine letters and digits only.
+            call_id = None if name is None else uuid.uuid4().hex[:9]
+            last = ToolCallDelta(index, call_id, name, "")
         self._new[index] = ToolCallDelta(index, last.id, last.name, last.arguments + arguments)
 
     def take(self) -> tuple[ToolCallDelta, ...]:

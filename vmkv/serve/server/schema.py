@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -85,7 +85,7 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _sort_out(cls, data: Any) -> Any:
-        """Refuse parameters that would change the answer; keep unknown ones by name only.
+        """Refuse parameters that would change the answer; keep the names of unknown ones as extra.
 
         Whole floats become integers: some clients have no others.
         """
@@ -103,11 +103,6 @@ class _Strict(BaseModel):
             elif name not in _IGNORED:
                 declared[name] = None
         return declared
-
-    @property
-    def unknown(self) -> Collection[str]:
-        """Names of parameters that are neither served nor known to have no effect."""
-        return (self.model_extra or {}).keys()
 
 
 class StreamOptions(_Strict):
@@ -325,11 +320,6 @@ class ChatBody(_Strict):
         if not self.tools or self.tool_choice == "none":
             return None
         return [each.model_dump(exclude_unset=True) for each in self.tools]
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether there are tool calls among the messages."""
-        return any(message.tool_calls for message in self.messages or ())
 
     def conversation(self, *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
         """Return the messages for the template; see `Message.rendered`."""

@@ -79,7 +79,6 @@ class ServerMetrics(Protocol):
 
     def families(self) -> Iterable[Metric]:
         """Return every metric with its samples."""
-        ...
 
 
 class Service:
@@ -102,7 +101,6 @@ class Service:
         limits, max_model_tokens = options.limits, options.max_model_tokens
         most_tokens = min(max_model_tokens, limits.max_prompt_tokens or max_model_tokens)
         self.engine = engine
-        self._sleeper: Any = engine  # An `EngineClient`, where there are routes for it.
         self.prompts = Prompts(tokenizer, most_tokens, options.chat_template)
         self.tokens = Tokens(tokenizer)
         self.replies = Replies(tokenizer, options.chat_template, options.response_template)
@@ -158,9 +156,7 @@ class Service:
         params, new_parser = body.sampling_params(self.sampling_defaults), None
         if isinstance(body, ChatRequest):
             params, new_parser = self.replies.plan(body, params)
-        answer = Answer(
-            self, body, body.prompts, params, tenant, request_id, new_parser, new_writer
-        )
+        answer = Answer(self, body, params, tenant, request_id, new_parser, new_writer)
         request.state.answer = answer
         answer.check()
         if body.stream:
@@ -198,25 +194,18 @@ class Service:
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""
         service, body = await self.read(request, DetokenizeRequest)
-        prompts = service.prompts
-        prompts.check(body.tokens)
-        text = await service._converted(request, prompts.text, body.tokens)
-        return JSONResponse({"prompt": text})
+        service.prompts.check(body.tokens)
+        text = service._converted(service.prompts.text, body.tokens)
+        return JSONResponse({"prompt": await until_disconnect(request.receive, text)})
 
     async def _tokens(self, request: Request, prompt: Prompt) -> Sequence[int]:
         self.prompts.check(prompt)
-        return await self._converted(request, self.prompts.tokens, prompt)
+        return await until_disconnect(request.receive, self._converted(self.prompts.tokens, prompt))
 
-    async def _converted(
-        self, request: Request, convert: Callable[[Any], Awaitable[T]], what: Any
-    ) -> T:
-        """Convert a prompt of a request behind the gate of /tokenize."""
-
-        async def converted() -> T:
-            async with self._tokenizing.entered():
-                return await convert(what)
-
-        return await until_disconnect(request.receive, converted())
+    async def _converted(self, convert: Callable[[Any], Awaitable[T]], what: Any) -> T:
+        """Convert a prompt behind the gate of /tokenize."""
+        async with self._tokenizing.entered():
+            return await convert(what)
 
     async def load(self) -> dict[str, int]:
         """Return the number of requests that run or wait, as vLLM names it."""
@@ -276,8 +265,8 @@ class Service:
         return {"is_sleeping": bool(self._asked(model).is_sleeping)}
 
     def _asked(self, model: str | None) -> Any:
-        """Return what puts a model to sleep, of several the one that a query names."""
-        return (self if model is None else self.find(model))._sleeper
+        """Return the `EngineClient` of a model, of several the one that a query names."""
+        return (self if model is None else self.find(model)).engine
 
     def _counts(self) -> tuple[int, int]:
         """Count the requests of all models that are admitted, and that wait for it."""
@@ -307,7 +296,7 @@ class Service:
             most = max(each._max_values for each in self.served.values())
             body = await parse(received, content_type, form, most)
         service = self if body.model is None else self.find(body.model)
-        self._note_unknown(body.unknown)
+        self._note_unknown(body.model_extra or ())
         return service, body
 
     def _note_unknown(self, names: Collection[str]) -> None:
@@ -383,12 +372,10 @@ class Service:
         """Raise `ApiError` for a priority that this server does not have."""
         most = self.limits.max_priority
         if abs(priority) > most:
-            raise invalid(
-                f"priority={shown(priority)} must be in [{-most}, {most}]"
-                if most
-                else "requests have no priorities here; the server's --max-priority allows them",
-                "priority",
-            )
+            message = "requests have no priorities here; the server's --max-priority allows them"
+            if most:
+                message = f"priority={shown(priority)} must be in [{-most}, {most}]"
+            raise invalid(message, "priority")
 
     def find(self, name: str) -> Service:
         """Return the service of a model; `ApiError` if it is not served here."""
@@ -430,7 +417,6 @@ class Answer:
 
     service: Service
     body: CompletionRequest | ChatRequest
-    prompts: Sequence[Prompt]
     params: SamplingParams
     tenant: str | None
     request_id: str
@@ -440,10 +426,11 @@ class Answer:
 
     def check(self) -> None:
         """Run every check that needs no tokenisation; raises `ApiError`."""
-        service, num_samples = self.service, len(self.prompts) * self.params.n
+        service, prompts = self.service, self.body.prompts
+        num_samples = len(prompts) * self.params.n
         if num_samples > SAMPLES_MAX:
             raise invalid(
-                f"{len(self.prompts)} prompts of {self.params.n} samples; at most {SAMPLES_MAX} "
+                f"{len(prompts)} prompts of {self.params.n} samples; at most {SAMPLES_MAX} "
                 "samples are computed at once",
                 "n",
             )
@@ -451,7 +438,7 @@ class Answer:
         service.check_logprobs(num_samples, self.params)
         if service.tokens_kept(self.body.truncate_prompt_tokens, self.params) is not None:
             return
-        for prompt in self.prompts:
+        for prompt in prompts:
             service.prompts.check(prompt)
             if isinstance(prompt, Sequence):
                 service.check_length(len(prompt), self.params)
@@ -509,7 +496,7 @@ class Answer:
                     await service.prompts.check_grammar(self.params.structured_outputs)
                 prompts = []
                 kept = service.tokens_kept(self.body.truncate_prompt_tokens, self.params)
-                for prompt in self.prompts:
+                for prompt in self.body.prompts:
                     prompts.append(await service.prompts.tokens(prompt, kept))
                     service.check_length(len(prompts[-1]), self.params)
                 num_samples, num_tokens = len(prompts) * self.params.n, sum(map(len, prompts))
@@ -545,7 +532,7 @@ class Answer:
         else:
             form = ChatForm(self.service.tokens, self.params.n, self.new_parser)
         body, is_cut = self.body, self.body.truncate_prompt_tokens is not None
-        texts = [None if is_cut else getattr(each, "text", None) for each in self.prompts]
+        texts = [None if is_cut else getattr(each, "text", None) for each in body.prompts]
         form.prompts = PromptOptions(
             echoes=self._echoes,
             generates=body.max_tokens != 0,

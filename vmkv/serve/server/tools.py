@@ -48,10 +48,9 @@ class NamedChoice(Lenient):
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
-class CalledFunction(Lenient):
+class CalledFunction(NamedFunction):
     """A function that was called; arguments are JSON, as text in OpenAI's API."""
 
-    name: str
     arguments: str | dict[str, Any] = ""
 
 
