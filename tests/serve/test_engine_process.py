@@ -11,6 +11,7 @@ import functools
 import os
 import random
 import signal
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from helpers.serving import tiny_llama, tiny_tokenizer
 
 from vmkv import ClosedError, ConfigError, OutOfPagesError
 from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams, joined
-from vmkv.serve.engine_loop import Add, News, Stop, Update
+from vmkv.serve.engine_loop import Add, Look, News, Stop, Update
 from vmkv.serve.observer import (
     EngineObserver,
     Event,
@@ -34,7 +35,7 @@ from vmkv.serve.observer import (
     RequestRecord,
 )
 from vmkv.serve.process import EngineProcess, remote
-from vmkv.serve.process.host import Failed, Relay, Unpacker, packed
+from vmkv.serve.process.host import Failed, Relay, SocketLink, Unpacker, packed
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 
@@ -226,6 +227,27 @@ class UnportableError(Exception):
 
     def __init__(self, first: str, second: str):
         super().__init__(first + second)
+
+
+def test_the_engine_may_look_while_another_thread_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two orders of a broker wake it, and it looks for both before the second call has returned."""
+    ours, theirs = socket.socketpair()
+    link, write = SocketLink(theirs, Relay()), os.eventfd_write
+    looks: list[object] = []
+
+    def written(descriptor: int, value: int) -> None:
+        write(descriptor, value)
+        looks.append(link.receive())
+
+    with ours, theirs:
+        link.wake()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "eventfd_write", written)
+            link.wake()
+        assert looks == [[Look()]]
+        assert link.receive() == []
+        link.wake()
+        assert link.receive() == [Look()]
 
 
 def test_errors_are_decoded_with_their_attributes() -> None:

@@ -141,7 +141,6 @@ class SocketLink:
         self._unpacker = Unpacker()
         self._unsent = bytearray()
         self.is_broken = False  # Whether the client has closed the connection.
-        self._is_woken = False
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._waker)
 
@@ -165,8 +164,7 @@ class SocketLink:
             poll.poll(None if timeout_s is None else int(1e3 * timeout_s))
         self._send_more()
         found: list[Command] = []
-        if self._is_woken:
-            self._is_woken = False
+        with contextlib.suppress(BlockingIOError):  # Nobody has called `wake`.
             os.eventfd_read(self._waker)
             found.append(Look())
         while not self.is_broken:
@@ -183,7 +181,6 @@ class SocketLink:
     def wake(self) -> None:
         """Interrupt `receive` from another thread."""
         os.eventfd_write(self._waker, 1)
-        self._is_woken = True
 
     def end(self, last: Failed | None = None) -> None:
         """Send what is left and a last message, however long the client takes to read it."""
