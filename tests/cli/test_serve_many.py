@@ -56,7 +56,7 @@ def serving(*options: str) -> Iterator[tuple[warm_python.Child, str]]:
     finally:
         child.kill()
         child.wait(60)
-        child.communicate(timeout=60)
+        print(child.communicate(timeout=60)[1])  # Seen if the test has failed.
 
 
 def plain(name: str, prompt: list[int]) -> list[int]:

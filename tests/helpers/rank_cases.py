@@ -579,9 +579,9 @@ def follows_grammars(kind: str, group: TensorParallel) -> None:
     its = {"tokenizer": tiny_tokenizer(), **ROOMY}
     expected = None
     if not group.rank:
-        with Engine(copy.deepcopy(tiny_llama()), **its) as engine:
+        with Engine(tiny_llama(), **its) as engine:
             expected = said(engine.generate(prompts, params))
-    model = copy.deepcopy(tiny_llama())
+    model = tiny_llama()
     with engine_on(group, model, **its, runner=kind) as engine:
         if engine is not None:
             with refused(ConfigError, "unclosed group"):

@@ -7,6 +7,7 @@ returns text of any script.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import socket
@@ -85,9 +86,16 @@ def tiny_tokenizer() -> Any:
     )
 
 
-@functools.cache
 def tiny_llama() -> Any:
-    """A Llama with that vocabulary, and with random weights that do not repeat one token."""
+    """A Llama with that vocabulary, and with random weights that do not repeat one token.
+
+    Each caller has a copy.
+    """
+    return copy.deepcopy(_tiny_llama())
+
+
+@functools.cache
+def _tiny_llama() -> Any:
     config = transformers.LlamaConfig(
         vocab_size=len(tiny_tokenizer()),
         hidden_size=32,

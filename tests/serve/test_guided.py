@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import json
 import re
@@ -72,7 +71,7 @@ def guided(base: SamplingParams = HOT, /, **form: Any) -> SamplingParams:
 def engine_of(make_engine: MakeEngine) -> MakeEngine:
     def make(**options: Any) -> Engine:
         options = {"max_tokens": 512, "max_num_batched_tokens": 32, **options}
-        return make_engine(copy.deepcopy(tiny_llama()), tokenizer=tiny_tokenizer(), **options)
+        return make_engine(tiny_llama(), tokenizer=tiny_tokenizer(), **options)
 
     return make
 
@@ -196,7 +195,7 @@ def test_stop_tokens_end_the_output(engine_of: MakeEngine) -> None:
 
 
 def test_a_model_without_end_tokens_takes_the_tokenizers(make_engine: MakeEngine) -> None:
-    model = copy.deepcopy(tiny_llama())
+    model = tiny_llama()
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     engine = make_engine(model, tokenizer=tiny_tokenizer())
     handle = engine.add("A", guided(regex="ab"))
@@ -233,7 +232,7 @@ def alone() -> list[list[list[int]]]:
     """Tokens of the mixed requests, each alone in an engine."""
     handles = []
     with Engine(
-        copy.deepcopy(tiny_llama()),
+        tiny_llama(),
         tokenizer=tiny_tokenizer(),
         max_tokens=512,
         max_num_seqs=4,
@@ -440,7 +439,7 @@ def test_grammars_need_a_fast_tokenizer(make_engine: MakeEngine, has_one: bool) 
         is_fast = False
 
     tokenizer = Slow() if has_one else None
-    engine = make_engine(copy.deepcopy(tiny_llama()), tokenizer=tokenizer)
+    engine = make_engine(tiny_llama(), tokenizer=tokenizer)
     engine.grammars.prepare()
     with pytest.raises(ConfigError, match="a slow Slow" if has_one else "has none"):
         engine.add([3, 4], guided(regex="a", detokenize=False))

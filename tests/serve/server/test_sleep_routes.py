@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +14,7 @@ from .conftest import Running, running
 
 @pytest.fixture(scope="module")
 def sleepy() -> Iterator[Running]:
-    with running(model=copy.deepcopy(tiny_llama()), can_sleep=True) as server:
+    with running(model=tiny_llama(), can_sleep=True) as server:
         yield server
 
 
@@ -83,6 +82,6 @@ def test_without_sleep_mode_there_are_no_routes(server: Running) -> None:
 
 
 def test_routes_need_a_key(sleepy: Running) -> None:
-    with running(model=copy.deepcopy(tiny_llama()), can_sleep=True, api_keys=["k"]) as server:
+    with running(model=tiny_llama(), can_sleep=True, api_keys=["k"]) as server:
         assert 401 == ask(server, "/sleep").status_code
         assert not server.engine.is_sleeping
