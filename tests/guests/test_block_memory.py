@@ -208,6 +208,14 @@ def test_a_guest_whose_broker_has_ended_keeps_what_it_has(tmp_path: Path) -> Non
     guest.close()
 
 
+def test_the_engines_tensor_may_outlive_its_memory(broker: Broker) -> None:
+    """As where the engine ends in another order; its addresses stay reserved."""
+    guest = Guest(broker)
+    data = guest.data
+    guest.close()
+    assert guest.backend.usage().reserved_bytes == data.numel()
+
+
 def test_a_block_is_whole_pages(tmp_path: Path) -> None:
     """The message says what to change."""
     with Broker(tmp_path / "pool.sock", BUDGET_PAGES * PAGE, page_bytes=PAGE) as broker:
