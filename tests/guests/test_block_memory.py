@@ -244,6 +244,24 @@ def test_a_device_without_memory_is_asked_again(
     until(lambda: not guest.wanted, guest)
 
 
+def test_a_failing_fence_loses_no_block(guest: Guest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step fails, and a later one gives the memory back."""
+
+    def refused(*args: object) -> NoReturn:
+        raise HostDriverError("record_fence", errno.EIO, "EIO")
+
+    guest.wanted = [6]
+    until(lambda: not guest.wanted, guest)
+    guest.finish()
+    num_free = guest.blocks.get_num_free_blocks()
+    with monkeypatch.context() as patch:
+        patch.setattr(guest.backend, "record_fence", refused)
+        with pytest.raises(HostDriverError):
+            until(lambda: False, guest)
+    assert guest.blocks.get_num_free_blocks() == num_free
+    until(lambda: guest.memory.num_mapped == 1, guest)
+
+
 def test_random_play(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three guests whose requests come and go; nobody finds another's number, or none."""
     monkeypatch.setattr(shares, "IDLE_S", 0.005)

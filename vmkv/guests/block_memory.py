@@ -134,9 +134,9 @@ class BlockMemory:
         assert self._blocks is not None
         if not num_blocks:
             return
-        its = self._blocks.get_new_blocks(num_blocks)
         with self._pool.lock:
-            fence = self._pool.reclaimer.new_fence()
+            fence = self._pool.reclaimer.new_fence()  # May fail, before any block is taken.
+            its = self._blocks.get_new_blocks(num_blocks)
             for each in its:
                 self._table.retire_back(each.block_id, 0, fence)
         self._unmapped += its
