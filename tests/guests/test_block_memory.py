@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 from helpers import waiting
 
-from vmkv import ConfigError, HostBackend
+from vmkv import BackendUsage, CapacityError, ConfigError, HostBackend
 from vmkv.core.cache.device_memory import open_member_pool
 from vmkv.core.memory import Broker, PoolMember, check_pool, shares
 from vmkv.errors import HostDriverError
@@ -216,24 +216,32 @@ def test_the_engines_tensor_may_outlive_its_memory(broker: Broker) -> None:
     assert guest.backend.usage().reserved_bytes == data.numel()
 
 
-def test_a_block_is_whole_pages(tmp_path: Path) -> None:
-    """The message says what to change."""
-    with Broker(tmp_path / "pool.sock", BUDGET_PAGES * PAGE, page_bytes=PAGE) as broker:
-        join = partial(PoolMember.join, broker.socket_path)
-        pool = open_member_pool(HostBackend(PAGE), join, name="guest")
+def refused(*args: object, **options: object) -> NoReturn:
+    """Fail as a driver without memory."""
+    raise HostDriverError("mem_create", errno.ENOMEM, "ENOMEM", is_out_of_memory=True)
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_a_guest_that_cannot_begin_leaves(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, has_memory: bool
+) -> None:
+    """Its block is no whole pages, and the message says what to change; or there is no memory."""
+    backend = HostBackend(PAGE)
+    pool = open_member_pool(backend, partial(PoolMember.join, broker.socket_path), name="guest")
+    if has_memory:
         with pytest.raises(ConfigError, match="choose a block size"):
             BlockMemory(pool, 4, PAGE + 512)
-        pool.close()
+    else:
+        monkeypatch.setattr(backend, "mem_create", refused)
+        with pytest.raises(CapacityError):
+            BlockMemory(pool, 4, PAGE)
+    assert backend.usage() == BackendUsage()
 
 
 def test_a_device_without_memory_is_asked_again(
     guest: Guest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where torch has taken what the broker gave: the guest goes on with what it has."""
-
-    def refused(*args: object, **options: object) -> NoReturn:
-        raise HostDriverError("mem_create", errno.ENOMEM, "ENOMEM", is_out_of_memory=True)
-
     guest.wanted = [4]
     with monkeypatch.context() as patch:
         patch.setattr(guest.backend, "mem_create", refused)
@@ -246,10 +254,6 @@ def test_a_device_without_memory_is_asked_again(
 
 def test_a_failing_fence_loses_no_block(guest: Guest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step fails, and a later one gives the memory back."""
-
-    def refused(*args: object) -> NoReturn:
-        raise HostDriverError("record_fence", errno.EIO, "EIO")
-
     guest.wanted = [6]
     until(lambda: not guest.wanted, guest)
     guest.finish()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from helpers.tiny_models import tiny_model
+from helpers.waiting import until
 
 from vmkv import BackendUsage, ConfigError, ExtentPool, HostBackend
 from vmkv.core.memory import Broker, PoolMember, shares
@@ -61,17 +62,7 @@ def open_engine(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
             engine.cache.check()
         engine.close()
         assert backend.usage() == BackendUsage()
-    assert until(lambda: not broker.members())
-
-
-def until(claim: Callable[[], bool]) -> bool:
-    """Run idle until a claim holds."""
-    never = threading.Event()
-    for _ in range(10_000):
-        if claim():
-            return True
-        never.wait(0.01)
-    raise AssertionError("it has not come true")
+    until(lambda: not broker.members())
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +101,8 @@ def test_an_idle_engine_keeps_its_floor(broker: Broker, open_engine: Callable[..
     engine = open_engine(floor_bytes=10 * PAGE)
     engine.generate(PROMPTS, LONG)
     engine.step()
-    assert until(lambda: held(engine) <= 10)
-    assert until(lambda: broker.members()[0].given_bytes == 10 * PAGE)
+    until(lambda: held(engine) <= 10)
+    until(lambda: broker.members()[0].given_bytes == 10 * PAGE)
     engine.cache.check()
 
 
@@ -175,7 +166,7 @@ def test_a_request_waits_for_memory_that_another_member_keeps(
     member = PoolMember.join(broker.socket_path, **its)  # type: ignore[arg-type]
     with closing(ExtentPool(HostBackend(PAGE), member.budget_bytes)) as pool:
         member.bind(pool)
-        assert until(lambda: held(engine) <= 2)
+        until(lambda: held(engine) <= 2)
         extents = []
         while len(extents) < 96:  # A request takes more than the four pages that are left.
             if pool.available_bytes < PAGE:
@@ -198,7 +189,7 @@ def test_a_request_may_be_as_long_as_the_floors_of_others_leave(
     engine = open_engine(max_tokens=2048, floor_bytes=8 * PAGE)
     alone_tokens = engine.max_tokens
     other = open_engine(floor_bytes=80 * PAGE)
-    assert until(lambda: engine.max_tokens < alone_tokens)
+    until(lambda: engine.max_tokens < alone_tokens)
     assert engine.max_tokens < 2048
     with pytest.raises(ConfigError, match="leaves no room for an answer"):
         engine.add([1] * alone_tokens)
@@ -220,7 +211,7 @@ def test_others_use_the_memory_of_weights_that_sleep(
     assert (PAGES + num_pages) * PAGE == broker.budget_bytes
     assert [alone[0]] == [each.outputs[0].token_ids for each in sleeper.generate(PROMPTS[:1], LONG)]
     sleeper.sleep(weights=True)
-    assert until(lambda: sum(each.given_bytes for each in broker.members()) <= 17 * PAGE)
+    until(lambda: sum(each.given_bytes for each in broker.members()) <= 17 * PAGE)
 
     longer = SamplingParams(temperature=0, max_tokens=68, ignore_eos=True)
     handles = [other.add(prompt, longer) for prompt in PROMPTS]
@@ -242,4 +233,4 @@ def test_others_use_the_memory_of_weights_that_sleep(
         assert expected == each.output().outputs[0].token_ids[: len(expected)]
     other.close()
     sleeper.close()
-    assert until(lambda: broker.budget_bytes == PAGES * PAGE)
+    until(lambda: broker.budget_bytes == PAGES * PAGE)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
 import torch
@@ -54,15 +54,12 @@ class BlockMemory:
 
     Raises:
         ConfigError: A block does not consist of whole pages.
+        CapacityError: There are no addresses for the blocks, or no memory for the first.
+
+    After an error the pool is closed.
     """
 
     def __init__(self, pool: ExtentPool, num_blocks: int, block_bytes: int):
-        if block_bytes % pool.page_bytes:
-            raise ConfigError(
-                f"a block takes {format_bytes(block_bytes)} in all layers, and memory is mapped in "
-                f"pages of {format_bytes(pool.page_bytes)}: choose a block size whose blocks are a "
-                "multiple of that"
-            )
         assert pool.member is not None
         self.block_bytes = block_bytes
         self._pool, self._member = pool, pool.member
@@ -74,9 +71,19 @@ class BlockMemory:
         self._unmapped: list[Any] = []
         self._num_asked, self._asked_s = 0, 0.0
         pool.attach()
-        self._table = PageTable(pool, num_blocks, num_pages)
+        with ExitStack() as undo:
+            undo.callback(pool.detach)
+            if block_bytes % pool.page_bytes:
+                raise ConfigError(
+                    f"a block takes {format_bytes(block_bytes)} in all layers, and memory is "
+                    f"mapped in pages of {format_bytes(pool.page_bytes)}: choose a block size "
+                    "whose blocks are a multiple of that"
+                )
+            self._table = PageTable(pool, num_blocks, num_pages)
+            undo.callback(self._table.close, lambda: False)
+            self._map([0])
+            undo.pop_all()
         pool.pressure.add_source(self._victims)
-        self._map([0])
 
     def tensor(self) -> torch.Tensor:
         """Return the bytes of all blocks, one after the other."""

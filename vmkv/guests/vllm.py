@@ -2,12 +2,12 @@ r"""vLLM 0.26 as a member of a broker (`vmkv pool`).
 
     VLLM_USE_V2_MODEL_RUNNER=0 vllm serve MODEL --worker-cls vmkv.guests.vllm.GuestWorker \
         --kv-transfer-config '{"kv_connector": "GuestConnector", "kv_role": "kv_both",
-            "kv_connector_module_path": "vmkv.guests.vllm",
-            "kv_connector_extra_config": {"pool_socket": "/tmp/pool"}}'
+            "kv_connector_module_path": "vmkv.guests.vllm"}'
 
 The connector asks for blocks that hold all layers; the worker puts mapped memory under their one
-tensor. Further extra options: `floor_bytes`, `limit_bytes`, `weight`. vLLM's `--block-size` must
-make a block whole pages of 2 MiB: 16 tokens of Llama 3 8B.
+tensor. Options in "kv_connector_extra_config": `pool_socket` (by default that of `vmkv pool`),
+`floor_bytes`, `limit_bytes` and `weight`. vLLM's `--block-size` must make a block whole pages of
+2 MiB: 16 tokens of Llama 3 8B.
 
 See DESIGN.md, Note [Engines of others are members].
 """
@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.worker.gpu_worker import Worker
 
 from ..core.cache.device_memory import open_member_pool
-from ..core.memory import PoolMember
+from ..core.memory import PoolMember, default_socket_path
 from ..errors import ConfigError
 from ..units import div_ceil
 from .block_memory import BlockMemory
@@ -55,7 +55,7 @@ class GuestWorker(Worker):  # type: ignore[misc]
         block_bytes = sum(each.page_size_bytes for each in self.get_kv_cache_spec().values())
         self._pool = open_member_pool(
             str(self.device),
-            partial(PoolMember.join, extra["pool_socket"]),
+            partial(PoolMember.join, extra.get("pool_socket", default_socket_path())),
             name=f"vLLM, {self.model_config.model}",
             floor_bytes=max(block_bytes, int(extra.get("floor_bytes", 0))),
             limit_bytes=extra.get("limit_bytes"),
@@ -97,8 +97,8 @@ def _over(data: torch.Tensor, caches: dict[str, Any], whole: Any, backend: Any) 
     return {name: made(each) for name, each in caches.items()}, made(whole), backend
 
 
-class _Nothing(KVConnectorMetadata):  # type: ignore[misc]
-    """The worker needs to know nothing."""
+class _NoMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What vLLM sends to the worker's connector; memory has been mapped already."""
 
 
 class GuestConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -138,7 +138,7 @@ class GuestConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Follow the broker after each plan: all earlier steps have been submitted."""
         self._balance()
-        return _Nothing()
+        return _NoMetadata()
 
     def has_pending_push_work(self) -> bool:
         """Keep vLLM stepping until the broker has taken its memory back."""
