@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from helpers.scheduler_books import check_scheduler
@@ -57,7 +57,11 @@ class ModelView:
         return free_pages - self.free_pages() - self.evictable_pages(free_pages)
 
     def is_ready(self, request: Request) -> bool:
-        return True
+        leader = request.leader
+        if leader is None or leader.output_token_ids or leader.state is RequestState.FINISHED:
+            return True
+        has_prompt = leader.num_submitted >= len(leader.prompt_token_ids)
+        return leader.request_id in self.resident and has_prompt
 
     def peak_pages(self, num_tokens: int) -> int:
         return self.pages(num_tokens)
@@ -95,6 +99,7 @@ class ModelView:
             target = chunk.num_past_tokens + chunk.num_new_tokens
             lacking = self.lacking([(chunk.request, target)])
             self.resident[chunk.request.request_id] += lacking.get(chunk.request, 0)
+            chunk.request.num_submitted = target
         assert sum(self.resident.values()) <= self.total_pages, (
             "the plan needs more memory than there is"
         )
@@ -110,10 +115,12 @@ def request_of(
     max_total_tokens: int,
     *,
     priority: int = 0,
+    leader: Request | None = None,
 ) -> Request:
     """A request with this many tokens, all equal."""
     prompt = [0] * num_prompt_tokens
-    return Request(request_id, prompt, SamplingParams(), priority, max_total_tokens)
+    params = SamplingParams()
+    return Request(request_id, prompt, params, priority, max_total_tokens, leader=leader)
 
 
 @dataclass
@@ -149,7 +156,12 @@ class Trace:
     pending: tuple[PlannedChunk, ...] = ()
     num_steps: int = 0
 
-    def add(self, request_id: int, arrival: Arrival) -> None:
+    def add(self, request_id: int, arrival: Arrival, leader: Request | None = None) -> None:
+        if leader is not None:
+            num_prompt_tokens = len(leader.prompt_token_ids)
+            arrival = replace(
+                arrival, num_prompt_tokens=num_prompt_tokens, priority=leader.priority
+            )
         total = arrival.num_prompt_tokens + arrival.max_new_tokens
         while self.view.peak_pages(total) > self.view.total_pages:
             total -= 1
@@ -160,6 +172,7 @@ class Trace:
             arrival.num_prompt_tokens,
             total,
             priority=arrival.priority,
+            leader=leader,
         )
         self.scheduler.add(request)
         self.lives[request_id] = Life(arrival, tokens=arrival.num_prompt_tokens)
@@ -308,20 +321,31 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ModelView]:
     )
 
 
-@given(arrivals=ARRIVALS, made=schedulers(), failing=st.sets(st.integers(1, 60), max_size=10))
+@given(
+    arrivals=ARRIVALS,
+    made=schedulers(),
+    failing=st.sets(st.integers(1, 60), max_size=10),
+    followers=st.sets(st.integers(1, 11)),
+)
 def test_every_request_ends(
-    arrivals: list[Arrival], made: tuple[Scheduler, ModelView], failing: set[int]
+    arrivals: list[Arrival],
+    made: tuple[Scheduler, ModelView],
+    failing: set[int],
+    followers: set[int],
 ) -> None:
     """Whatever arrives, is cancelled or fails to grow; requests have the tokens that they want.
 
-    Each step also checks token and page budgets, and the order and contiguity of chunks.
+    `followers` are samples of the prompt of the request before them, if that is there. Each step
+    also checks token and page budgets, and the order and contiguity of chunks.
     """
     trace = Trace(*made)
     # A token may cost a step, and a preemption all tokens again; far more steps are a livelock.
     for step in range(20_000):
         for request_id, arrival in enumerate(arrivals):
             if arrival.step == step:
-                trace.add(request_id, arrival)
+                leader = trace.scheduler.requests.get(request_id - 1)
+                leader = leader if request_id in followers else None
+                trace.add(request_id, arrival, leader and (leader.leader or leader))
             life = trace.lives.get(request_id)
             if life is not None and not life.ended and arrival.cancelled_at == step:
                 trace.end(request_id, "cancelled")
@@ -673,6 +697,20 @@ def _stepped(scheduler: Scheduler, view: ModelView) -> tuple[PlannedChunk, ...]:
     plan = scheduler.plan(view)
     view.carry_out(plan)
     return plan.chunks
+
+
+@pytest.mark.parametrize(("max_num_seqs", "expected"), [(16, [3, 12]), (4, [1, 4, 4])])
+def test_prompts_pass_samples_that_wait_for_theirs(max_num_seqs: int, expected: list[int]) -> None:
+    """Three requests of four samples each begin together; no prompt takes a sample's slot."""
+    scheduler, view = Scheduler(max_num_seqs, 64), ModelView(1000, 4)
+    for first in (0, 4, 8):
+        leader = request_of(first, 7, 60)
+        scheduler.add(leader)
+        for request_id in range(first + 1, first + 4):
+            scheduler.add(request_of(request_id, 7, 60, leader=leader))
+    assert expected == [len(_stepped(scheduler, view)) for _ in expected]
+    assert [*range(expected[-1])] == [each.request_id for each in scheduler.running]
+    assert 12 == scheduler.num_running + scheduler.num_waiting
 
 
 def test_upcoming_has_the_next_tokens_of_running_requests() -> None:

@@ -194,9 +194,10 @@ class Scheduler:
         step, number = arrival or (self._num_steps, request.request_id)
         place = step + request.priority * self.AGING_STEPS
         request.rank = (place + self.mixed_steps(len(request.prompt_token_ids)), number)
-        self._enqueue(request)
+        self.enqueue(request)
 
-    def _enqueue(self, request: Request) -> None:
+    def enqueue(self, request: Request) -> None:
+        """Let a request wait, at its rank."""
         self.requests[request.request_id] = request
         heapq.heappush(self._waiting, (request.rank, request.request_id))
 
@@ -400,9 +401,13 @@ class Scheduler:
         order = sorted((*running[:1], *waiting[:1]), key=attrgetter("rank"))
         return num_pages, view.peak_pages(length(order[0])) if order else 0
 
+    def pop_first(self) -> Request:
+        """Take the first waiting request, which must exist, out of those that wait."""
+        return self.requests[heapq.heappop(self._waiting)[1]]
+
     def run_first(self) -> None:
         """Give a free slot to the first waiting request; both must exist."""
-        request = self.requests[heapq.heappop(self._waiting)[1]]
+        request = self.pop_first()
         request.slot, request.is_set = heapq.heappop(self.free_slots), False
         request.state = RequestState.RUNNING
         insort(self.running, request, key=attrgetter("rank"))
@@ -430,7 +435,7 @@ class Scheduler:
             request.state = RequestState.SWAPPED
         else:
             request.state, request.num_computed = RequestState.WAITING, 0
-        self._enqueue(request)
+        self.enqueue(request)
 
     def drop_swapped(self, request: Request) -> None:
         """Make a swapped request recompute, as its memory is lost."""
@@ -509,10 +514,19 @@ class _Planning:
         self._decode_tokens = min(num_tokens, len(wanted) - len(begun))
         self._prompt_tokens = scheduler.prompt_tokens_beside(self._decode_tokens, num_tokens, begun)
         self._is_short = False  # Whether a request must be preempted, or stall.
+        self._unready: list[Request] = []  # Passed over: samples whose prompt is being computed.
         self._plan = StepPlan([], [], [], [])
 
     def plan(self) -> StepPlan:
         """Make the plan."""
+        try:
+            self._plan_all()
+        finally:
+            for request in self._unready:
+                self.scheduler.enqueue(request)
+        return self._plan
+
+    def _plan_all(self) -> None:
         running, lacking, chunks = RequestState.RUNNING, self._lacking, self._plan.chunks
         for request, num_left in self._running:
             if num_left > 1:  # A begun prompt: requests ranked before it come first.
@@ -533,15 +547,22 @@ class _Planning:
                     request.is_on_device = True
                     chunks.append(PlannedChunk(request, past, 1, from_device, True))
         self._admit_before(_LAST)
-        return self._plan
 
     def _admit_before(self, rank: Rank) -> None:
-        """Admit or resume waiting requests that rank before `rank`, in order."""
+        """Admit or resume waiting requests that rank before `rank`, in order.
+
+        Samples whose prompt is being computed let others pass, but keep a slot each.
+        """
         scheduler = self.scheduler
-        while self.max_begun and not self._is_short and scheduler.free_slots:
+        while self.max_begun and not self._is_short:
             waiting = scheduler.first_waiting
             if waiting is None or waiting.rank > min(rank, self.outranked_by):
                 break
+            if len(scheduler.free_slots) <= len(self._unready):
+                break
+            if waiting.state is RequestState.WAITING and not self.view.is_ready(waiting):
+                self._unready.append(scheduler.pop_first())
+                continue
             # A request that does not fit ends admission: none behind it may pass.
             self.max_begun = self.max_begun - 1 if self._admit(waiting) else 0
 
@@ -563,8 +584,6 @@ class _Planning:
             return False
         if is_swapped:
             needed = view.pages_to_resume(request)
-        elif not view.is_ready(request):
-            return False
         else:
             look_up(request, view)
             num_tokens = min(request.num_tokens + 1, request.max_total_tokens)
