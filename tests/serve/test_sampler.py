@@ -429,6 +429,24 @@ def test_processed_logprobs_are_of_the_distribution_drawn_from() -> None:
     torch.testing.assert_close(got.top_logprobs, expected.sort(descending=True).values[:, :12])
 
 
+def test_processed_logprobs_without_filters_are_of_scaled_logits() -> None:
+    """Beside greedy requests; with log-probabilities of no other tokens, none are looked for."""
+    sampler = sampler_of(
+        SamplingParams(temperature=0.7, logprobs=0, seed=0),
+        SamplingParams(temperature=0, logprobs=0),
+        SamplingParams(temperature=1.5, logprobs=0, seed=1),
+    )
+    sampler.tells_processed = True
+    logits = some_logits(3)
+    got = sampler.sample(logits, torch.arange(3), range(3))
+    scaled = logits / torch.tensor([0.7, 1.0, 1.5])[:, None]
+    expected = scaled.log_softmax(-1).gather(1, got.token_ids[:, None])[:, 0]
+    torch.testing.assert_close(got.logprobs, expected)
+    assert got.top_token_ids is not None
+    assert (3, 0) == got.top_token_ids.shape
+    assert [[], [], []] == [logprobs for _, _, logprobs in got.rows()]
+
+
 def test_a_drawn_token_has_a_processed_logprob() -> None:
     """Also where the kernel's rounding has drawn the first token beyond top-p's edge."""
     params = SamplingParams(top_p=0.49, logprobs=0)

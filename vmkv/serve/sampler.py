@@ -126,6 +126,7 @@ class _Needs(NamedTuple):
     """Sampling features of a slot; those of a batch are the greatest of its slots'."""
 
     draws: bool = False
+    cuts: bool = False
     orders: bool = False
     num_candidates: int = 0  # Of a drawing slot: tokens to choose among, at most.
     penalties: bool = False
@@ -137,9 +138,11 @@ class _Needs(NamedTuple):
     def of(cls, params: SamplingParams, vocab_size: int) -> _Needs:
         draws = params.temperature > 0
         num_candidates = min(params.top_k or vocab_size, vocab_size) if draws else 0
+        orders = draws and (num_candidates < vocab_size or params.top_p < 1)
         return cls(
             draws,
-            draws and (num_candidates < vocab_size or params.top_p < 1),
+            orders or (draws and params.min_p > 0),
+            orders,
             num_candidates,
             params.has_penalties,
             # The masks of a grammar leave out stop tokens where they may.
@@ -327,11 +330,14 @@ class Sampler:
         """Return scores `[n, vocabulary]` whose softmax is what `tokens [n]` were drawn from."""
         if not needs.draws:
             return scores
+        temperature = self._floats[slots, _TEMPERATURE, None]
+        if not needs.cuts:
+            return scores / temperature.masked_fill(temperature == 0, 1.0)
         ordered, ids, is_out = self._filtered(scores, slots, needs)
         ordered = ordered.masked_fill(is_out, -math.inf)
         kept = torch.full_like(scores, -math.inf).scatter_(1, ids.expand_as(ordered), ordered)
         # A drawn token was not ruled out; the kernel rounds otherwise at the edge.
-        drawn, temperature = tokens[:, None], self._floats[slots, _TEMPERATURE, None]
+        drawn = tokens[:, None]
         kept.scatter_(1, drawn, scores.gather(1, drawn) / temperature)
         return torch.where(temperature == 0, scores, kept)
 
@@ -443,6 +449,8 @@ def _likeliest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
 
     Ties go to the lower column; `topk` alone breaks them in a way that depends on `count`.
     """
+    if not count:
+        return scores.new_empty(len(scores), 0), scores.new_empty(len(scores), 0, dtype=torch.int64)
     bits = (scores + 0.0).view(torch.int32)  # Adding 0.0 turns -0.0 into 0.0.
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # Integers in the order of the floats.
     last = scores.shape[1] - 1
