@@ -62,11 +62,13 @@ replicas: $(VENV)/.ray
 		$(BIN)/python -m pytest -m ray tests/serve/replicas tests/cli/test_serve_replicas.py \
 		$(PYTEST_ARGS)
 
-# TRL's trainers over the engine, in an environment of their own.
+# TRL's trainers over the engine, and peft's adapters, in an environment of their own.
+ADAPTER_TESTS = tests/serve/test_paused.py::test_adapters_are_seen \
+	tests/step/test_joined_layers.py::test_projections_with_adapters_are_joined
 rollouts:
 	@$(MAKE) --quiet .venv-rollouts/.ready VENV=.venv-rollouts EXTRAS=dev,trl \
 		|| { echo "TRL cannot be had: skipped"; exit 0; }; \
-		.venv-rollouts/bin/python -m pytest tests/rollouts $(PYTEST_ARGS)
+		.venv-rollouts/bin/python -m pytest tests/rollouts $(ADAPTER_TESTS) $(PYTEST_ARGS)
 
 # Client libraries against `vmkv serve`. They run without vmkv, and warn of their own business.
 CLIENT_TESTS = VMKV_PYTHON=$(abspath $(BIN)/python) .venv-clients-$(1)/bin/python \

@@ -54,6 +54,32 @@ def test_joined_projections_share_one_product(num_tokens: int) -> None:
     assert _traced(layer, hidden)[1].count("linear") == 3
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_projections_with_adapters_are_joined(num_tokens: int) -> None:
+    """Their base layers are, and the first matrices, whose input each adapter casts."""
+    peft = pytest.importorskip("peft")
+    parent = torch.nn.Sequential(_Parent().to(torch.bfloat16))
+    options = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj"])
+    model = peft.get_peft_model(parent, options).requires_grad_(requires_grad=False)
+    its = model.base_model.model[0]
+    for each in (its.q_proj, its.k_proj, its.v_proj):
+        torch.nn.init.normal_(each.lora_B["default"].weight)
+    hidden = torch.rand(1, num_tokens, 8, dtype=torch.bfloat16)
+
+    def layer(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return its.q_proj(hidden), its.k_proj(hidden), its.v_proj(hidden)
+
+    expected = layer(hidden)
+    assert joined_layers.join(model) == 2
+    assert [torch.equal(*pair) for pair in zip(layer(hidden), expected, strict=True)] == [True] * 3
+    got, calls = _traced(layer, hidden)
+    torch.testing.assert_close(got, expected)
+    assert calls.count("linear") == 5  # Two joint ones, and three second matrices.
+    joined_layers.separate(model)
+    assert _traced(layer, hidden)[1].count("linear") == 9
+
+
 def test_products_that_are_changed_in_place_are_not_merged() -> None:
     parent = _Parent()
 

@@ -3,13 +3,14 @@
 With few tokens a product is bound by reading its matrix, and three small matrices are read less
 efficiently than a large one. So sibling weights are stored side by side, and each parameter becomes
 a view of its part; calling one projection alone still works. Under a compiler each takes its part
-of the joint product, and `merge_equal_products` removes the duplicates.
+of the joint product, and `merge_equal_products` removes the duplicates. Of projections with LoRA
+adapters, the base layers are joined, and the adapters' first matrices.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,18 +45,18 @@ class SiblingLinear(torch.nn.Linear):
 def join(model: torch.nn.Module) -> int:
     """Join all siblings of `model` in place; return the number of groups.
 
-    Only plain linear layers over the same input are joined; quantised, adapted, hooked or tied ones
-    stay. Weights are copied group by group, and the freed memory returns to the device at the end,
+    Only plain linear layers over the same input are joined; quantised, hooked or tied ones stay.
+    Weights are copied group by group, and the freed memory returns to the device at the end,
     so until then both copies exist.
     """
     tied = _tied_parameters(model)
     count = 0
     for parent in tuple(model.modules()):
         for names in SIBLINGS:
-            group: list[Any] = [getattr(parent, name, None) for name in names]
-            if _can_join(group, tied):
-                _join(group)
-                count += 1
+            for group in _groups([getattr(parent, name, None) for name in names]):
+                if _can_join(group, tied):
+                    _join(group)
+                    count += 1
     if count and any(parameter.is_cuda for parameter in model.parameters()):
         torch.cuda.empty_cache()  # Sizes that nothing allocates again.
     return count
@@ -72,19 +73,39 @@ def separate(model: torch.nn.Module) -> None:
 
 
 def merge_equal_products(module: torch.fx.GraphModule) -> None:
-    """Merge equal linear products in a traced graph, if only parts of them are taken."""
+    """Merge equal linear products in a traced graph, if only parts of them are taken.
+
+    Equal casts are merged before: adapters cast the input of each projection.
+    """
     seen: dict[object, torch.fx.Node] = {}
     for node in tuple(module.graph.nodes):
-        if node.op != "call_function" or node.target not in _PRODUCTS:
+        if node.op == "call_method" and node.target == "to":
+            can_merge = all(map(_is_product, node.users))
+        else:
+            can_merge = _is_product(node) and all(map(_takes_part, node.users))
+        if not can_merge:
             continue
-        if not all(user.op == "call_method" and user.target in _PARTS for user in node.users):
-            continue
-        key = (node.args, tuple(sorted(node.kwargs.items())))
+        key = (node.op, node.args, tuple(sorted(node.kwargs.items())))
         first = seen.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
             module.graph.erase_node(node)
     module.recompile()
+
+
+def _is_product(node: torch.fx.Node) -> bool:
+    return node.op == "call_function" and node.target in _PRODUCTS
+
+
+def _takes_part(node: torch.fx.Node) -> bool:
+    return node.op == "call_method" and node.target in _PARTS
+
+
+def _groups(layers: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yield the linear layers over the same input that these siblings consist of."""
+    yield [getattr(each, "base_layer", each) for each in layers]
+    for name in getattr(layers[0], "lora_A", ()):
+        yield [dict(getattr(each, "lora_A", {})).get(name) for each in layers]
 
 
 def _can_join(layers: Sequence[Any], tied: set[int]) -> bool:
