@@ -24,11 +24,13 @@ ends a completion, so that each has all new tokens. The reward counts token ids.
 process of its own. A step is the time from one update of the weights to the next: generation
 (handing weights over included), scoring (log-probabilities for the correction, rewards) and
 training; medians after one step of warm-up. A way begins no step that its time limit would cut;
-where no second step fits, `steps` is 0 and the first one counts. Memory: what the driver says is in
-use, polled every 20 ms, and torch's reserve at most. What a way holds while the model is trained:
-free memory before the first generation, after a short pass forward and backward, and after that
-generation; torch's idle memory is given back both times. The engine's captured steps are given back
-once, after the last step, to see their size.
+where no second step fits, `steps` is 0 and the first one counts. cuDNN's attention is switched off
+in all ways, as vLLM does when it is imported: with it, gradients of these padded batches were NaN
+on an H100 (torch 2.11); a way whose gradients are not finite has failed. Memory: what the driver
+says is in use, polled every 20 ms, and torch's reserve at most. What a way holds while the model is
+trained: free memory before the first generation, after a short pass forward and backward, and after
+that generation; torch's idle memory is given back both times. The engine's captured steps are given
+back once, after the last step, to see their size.
 
 Rivals. TRL's generation by `model.generate`, by transformers' continuous batching
 (`use_transformers_continuous_batching`; TRL turns the weights into bfloat16 for good then), and by
@@ -45,6 +47,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import random
 import signal
@@ -251,6 +254,7 @@ def measure(plan: Plan) -> Row:
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
+    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     is_ours, is_8b = plan.way.startswith(OURS), plan.shape == "8b"
     device = torch.device("cuda" if HAS_GPU and not plan.smoke else "cpu")
     shape = {} if plan.smoke or is_8b else SHAPE_1B
@@ -318,8 +322,9 @@ def measure(plan: Plan) -> Row:
 
         trainer.add_callback(Steps())
         trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == len(watch.parts)
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert len(norms) == len(watch.parts)
+    assert all(map(math.isfinite, norms)), f"norms of gradients: {norms}"
     return row_of(plan, watch, row)
 
 
