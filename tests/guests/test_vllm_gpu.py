@@ -60,11 +60,14 @@ PROMPTS = [random_prompts(*its, seed=at) for at, its in enumerate(LENGTHS)]
 
 def _started(folder: Path, options: dict[str, object]) -> subprocess.Popen[str]:
     environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "0", "HF_HUB_OFFLINE": "1"}
+    environment |= {"VLLM_NO_USAGE_STATS": "1"}
+    if find_spec("flashinfer") is None:
+        environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     program = folder / "program.py"
     program.write_text(PROGRAM)
     return subprocess.Popen(
         [sys.executable, program, folder, json.dumps(options), json.dumps(PROMPTS)],
-        env={**environment, "VLLM_NO_USAGE_STATS": "1"},
+        env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
