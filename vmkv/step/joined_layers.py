@@ -46,8 +46,8 @@ def join(model: torch.nn.Module) -> int:
     """Join all siblings of `model` in place; return the number of groups.
 
     Only plain linear layers over the same input are joined; quantised, hooked or tied ones stay.
-    Weights are copied group by group, and the freed memory returns to the device at the end,
-    so until then both copies exist.
+    Weights are copied group by group, and the freed memory returns to the device each time: the
+    next group's would be cut from it, and leave a rest that nothing can use.
     """
     tied = _tied_parameters(model)
     count = 0
@@ -57,8 +57,8 @@ def join(model: torch.nn.Module) -> int:
                 if _can_join(group, tied):
                     _join(group)
                     count += 1
-    if count and any(parameter.is_cuda for parameter in model.parameters()):
-        torch.cuda.empty_cache()  # Sizes that nothing allocates again.
+                    if group[0].weight.is_cuda:
+                        torch.cuda.empty_cache()
     return count
 
 
