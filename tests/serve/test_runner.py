@@ -493,8 +493,9 @@ def test_results_come_in_the_order_of_the_chunks() -> None:
         ).result()
         wanted = [expected[2][0], expected[1][1], expected[3][0], expected[0][1]]
         assert wanted == list(second.token_ids)
-        assert wanted == [each.token_id for each in second.logprobs if each is not None]
-        assert all(each.top == {each.token_id: each.logprob} for each in second.logprobs)
+        entries = [each for each in second.logprobs if each is not None]
+        assert wanted == [token_id for token_id, _, _ in entries]
+        assert all(top == ((token_id, logprob),) for token_id, logprob, top in entries)
         for row in rows:
             row.close()
 
