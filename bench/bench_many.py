@@ -20,6 +20,11 @@ the lowest rate in turns, for one model and a phase, three times; medians count.
 cannot hold the weights and the keys and values of both, the second server starts after the first
 has had its three loads and has ended.
 
+A second after each load on a server of several models, `idle_bytes` is the most that any of them
+has created for keys and values, by the broker's books. By default these are cached prefixes, which
+stay until a member wants the memory; with `--watermark 0` an idle model keeps its floor alone, a
+page.
+
 A part is one load on one server. The record is written after each part, and `--after` adds the
 parts of another call, so that a run can be divided between calls by `--models`, `--servers` and
 `--rates`. The memory follows from the highest of the five default rates, so it is the same for all
@@ -45,6 +50,7 @@ import statistics
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -65,9 +71,10 @@ from bench_live import (
 from harness import HAS_GPU, Bench, Figure, Row, on_gpu, print_rows
 from live_load import Arrival, Load, Timing, body_of, send
 from models import llama_config, token_bytes_of
+from prometheus_client.parser import text_string_to_metric_families
 
 from vmkv.core.memory import Broker
-from vmkv.units import GiB
+from vmkv.units import GiB, MiB
 
 SHARED, FIXED = "vmkv, shared memory", "vmkv, fixed shares"
 GUESTS = "vLLM, guests of a pool"
@@ -199,6 +206,8 @@ def serving(
             return [*program, str(names[0]), "--served-model-name", str(names[0]), *its, *lengths]
         memory = 1 / 16 if smoke else len(names) * share_tokens * token_bytes / GiB
         its = ["--memory", f"{memory:.6f}", "--log-level", "warning"]
+        if options.watermark is not None:
+            its += ["--watermark", f"{options.watermark:g}"]
         return [sys.executable, "-m", "vmkv.cli", "serve", *map(str, names), *its, *lengths]
 
     groups = [folders] if server in (SHARED, HOT) else [[each] for each in folders]
@@ -257,8 +266,20 @@ def rows_of(
                 asked = slice(part.num_asked)
                 places = urls[part.server][asked], names[part.server][asked]
                 row = row_of(part, apply(case, *places, case.arrivals(part)))
+                if part.server in (SHARED, HOT):
+                    time.sleep(1.0)
+                    row["idle_bytes"] = most_created_bytes(urls[part.server][0])
             print_rows([row])
             yield row
+
+
+def most_created_bytes(url: str) -> float:
+    """The most that a member of the server's pool has created, by the broker's books."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    samples = [each for family in families for each in family.samples]
+    of_members = [each for each in samples if each.name == "vmkv_pool_bytes"]
+    return max(each.value for each in of_members if each.labels["state"] == "created")
 
 
 def parts_of(
@@ -317,7 +338,7 @@ def row_of(part: Part, timings: Sequence[Timing]) -> Row:
     return row
 
 
-def figures_of(rows: Sequence[Row]) -> list[Figure]:
+def figures_of(rows: Sequence[Row], watermark: float | None) -> list[Figure]:
     """The highest rate served against each rival, and first tokens at the rate that it serves."""
     figures = []
     rows = [row for row in rows if "stopped" not in row]
@@ -334,6 +355,11 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
                 name, said = f"many_{models}_hot_{key[:4]}", f"{theirs:.4g} ms"
                 at_most = on_gpu(1.05)
                 figures.append(Figure(name, what, ours / theirs, "×", at_most, rival=said))
+        idle = [row["idle_bytes"] / MiB for row in mine if row.get("idle_bytes") is not None]
+        if idle:
+            what = f"{models} models: memory for keys and values of an idle one, a second later"
+            at_most = on_gpu(66) if watermark == 0 else None
+            figures.append(Figure(f"many_{models}_idle", what, max(idle), "MiB", at_most))
         by_rate = {
             server: {row["rate_per_s"]: row for row in mine if row["server"] == server}
             for server in (SHARED, FIXED, VLLM, GUESTS)
@@ -377,12 +403,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.option("--rates", nargs="+", type=float, help=said)
     bench.option("--phases", type=int, help="of each model, but for `hot`; by default two")
     bench.option("--servers", nargs="+", choices=servers, default=list(servers))
+    bench.option("--watermark", type=float, help="GiB; that of vmkv's servers, another record")
     bench.option("--total-s", type=float, help="for all parts; those without time are left out")
     bench.option("--after", type=Path, help="record of the same sizes: its other parts are kept")
     bench.option("--folder", type=Path, help="keeps the model; by default a temporary one")
     bench.option("--vllm-path", help="PYTHONPATH of vLLM, where it is not installed")
     bench.option("--logs", type=Path, help="a folder for what servers say")
     options = bench.parse(argv)
+    if options.watermark is not None:
+        bench.name = "many_idle"
     smoke, case = options.smoke, case_of(options)
     end_s = time.monotonic() + (options.total_s or float("inf"))
     constants = {
@@ -390,6 +419,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "share_tokens": case.share_tokens,
         "token_bytes": token_bytes_of(llama_config(smoke=smoke)),
         "phases": case.num_phases,
+        "watermark_gib": options.watermark,
     }
     before = bench.rows_before(options.after, constants)
     results = {Part(*(row[name] for name in Part._fields)): row for row in before}
@@ -416,7 +446,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     is_kept = "stopped" in row and part in results
                     results[part] = results[part] if is_kept else row
                     rows = [results[each] for each in sorted(results)]
-                    bench.finish(rows, figures_of(rows), constants)
+                    bench.finish(rows, figures_of(rows, options.watermark), constants)
     return 0
 
 

@@ -181,7 +181,7 @@ def test_logprobs_cost_the_garbage_collector_nothing(make_engine: MakeEngine) ->
     handles = [engine.add(prompt, params) for prompt in prompts(2)]
     while engine.has_unfinished:
         engine.step()
-    for _ in range(2):  # Tuples in tuples are let go first.
+    for _ in range(3):  # One lets go of the innermost tuples.
         gc.collect()
     kept = [entry for each in handles for request in each.requests for entry in request.logprobs]
     assert 12 == len(kept)
