@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import gc
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -172,20 +171,6 @@ def test_logprobs_equal_the_models(make_engine: MakeEngine, processors: list[obj
         assert token_id == given.token_id
         torch.testing.assert_close(torch.tensor(given.logprob), row[token_id])
         assert row.topk(4).indices.tolist() == list(given.top)
-
-
-def test_logprobs_cost_the_garbage_collector_nothing(make_engine: MakeEngine) -> None:
-    """Collections do not look at what requests keep of each token."""
-    engine = make_engine()
-    params = SamplingParams(max_tokens=6, logprobs=2, seed=0)
-    handles = [engine.add(prompt, params) for prompt in prompts(2)]
-    while engine.has_unfinished:
-        engine.step()
-    for _ in range(3):  # One lets go of the innermost tuples.
-        gc.collect()
-    kept = [entry for each in handles for request in each.requests for entry in request.logprobs]
-    assert 12 == len(kept)
-    assert not any(map(gc.is_tracked, kept))
 
 
 def test_processed_logprobs_include_temperature_and_processors(make_engine: MakeEngine) -> None:

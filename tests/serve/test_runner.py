@@ -493,9 +493,8 @@ def test_results_come_in_the_order_of_the_chunks() -> None:
         ).result()
         wanted = [expected[2][0], expected[1][1], expected[3][0], expected[0][1]]
         assert wanted == list(second.token_ids)
-        entries = [each for each in second.logprobs if each is not None]
-        assert wanted == [token_id for token_id, _, _ in entries]
-        assert all(top == ((token_id, logprob),) for token_id, logprob, top in entries)
+        assert wanted == [each.token_id for each in second.logprobs if each is not None]
+        assert all(each.top == {each.token_id: each.logprob} for each in second.logprobs)
         for row in rows:
             row.close()
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from ..core.cache import CacheStats
 from ..errors import DriverError, RankError
 from .params import SamplingParams
-from .request import FinishReason, LogprobsEntry, RequestHandle, TokenLogprobs
+from .request import FinishReason, RequestHandle, TokenLogprobs
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -106,7 +106,7 @@ class Update(NamedTuple):
     key: int
     sample: int
     token_ids: Sequence[int]
-    logprobs: Sequence[LogprobsEntry]
+    logprobs: Sequence[TokenLogprobs]
     num_cached_tokens: int
     finish_reason: FinishReason | None
     stop_reason: int | str | None

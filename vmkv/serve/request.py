@@ -46,10 +46,6 @@ class TokenLogprobs:
     top: Mapping[int, float]
 
 
-#: A `TokenLogprobs` as tuples of numbers, which cost the garbage collector nothing.
-LogprobsEntry = tuple[int, float, tuple[tuple[int, float], ...]]
-
-
 @dataclass(frozen=True)
 class CompletionOutput:
     """Output of one sample of a prompt.
@@ -168,7 +164,7 @@ class Request:
     detokenizer: Detokenizer | None = None
     matcher: Any = None
     output_token_ids: list[int] = field(default_factory=list)
-    logprobs: list[LogprobsEntry] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -283,13 +279,12 @@ def _completion(index: int, request: Request) -> CompletionOutput:
     # last: values read after a reason are complete.
     reason = request.finish_reason
     token_ids = tuple(request.output_token_ids)
-    entries = request.logprobs[: len(token_ids)]
-    logprobs = (TokenLogprobs(told, value, dict(top)) for told, value, top in entries)
+    wants_logprobs = request.params.logprobs is not None
     return CompletionOutput(
         index=index,
         token_ids=token_ids,
         text="".join(request.texts),
-        logprobs=None if request.params.logprobs is None else tuple(logprobs),
+        logprobs=tuple(request.logprobs[: len(token_ids)]) if wants_logprobs else None,
         finish_reason=reason,
         stop_reason=request.stop_reason if reason is not None else None,
     )

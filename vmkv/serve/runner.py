@@ -29,7 +29,7 @@ from ..step.warm_up import warm_up
 from .memory_view import ServedRows, fit_budget
 from .params import SamplingParams
 from .prompt_scores import Scores, score
-from .request import LogprobsEntry, TokenLogprobs
+from .request import TokenLogprobs
 from .sampler import SampledTokens, Sampler
 from .weights import Weights
 
@@ -45,7 +45,7 @@ class StepResult:
     """
 
     token_ids: Sequence[int]
-    logprobs: Sequence[LogprobsEntry | None]
+    logprobs: Sequence[TokenLogprobs | None]
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
 
 
@@ -163,15 +163,15 @@ class PendingTokens:
         """
         self.wait()
         token_ids: list[int] = []
-        logprobs: dict[int, LogprobsEntry] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
         for part in self._parts:
             start = len(token_ids)
             token_ids += part.token_ids.tolist()
             for at, (value, ids, top) in enumerate(part.rows(), start):
                 if at in self._num_logprobs:
                     count = self._num_logprobs[at]
-                    best = tuple(zip(ids[:count], top[:count], strict=True))
-                    logprobs[at] = (token_ids[at], value, best)
+                    best = dict(zip(ids[:count], top[:count], strict=True))
+                    logprobs[at] = TokenLogprobs(token_ids[at], value, best)
         scores: dict[int, list[TokenLogprobs]] = {}
         for at, entries in chain.from_iterable(each.entries() for each in self._scores):
             scores.setdefault(at, []).extend(entries)

@@ -36,7 +36,7 @@ from ..step import Piece
 from ..units import div_ceil
 from .memory_view import MemoryView
 from .observer import EngineObserver, StepRecord
-from .request import FinishReason, LogprobsEntry, Request, RequestState, TokenLogprobs
+from .request import FinishReason, Request, RequestState, TokenLogprobs
 from .runner import LaunchedStep, ModelRunner, PendingTokens, SlotError
 from .sampler import is_out_of_memory
 from .scheduler import PlannedChunk, PreemptionMethod, Scheduler, StepPlan
@@ -172,7 +172,7 @@ _ASK_S, _ORDER_WAIT_S = 0.1, 0.02
 
 
 #: A request with its next token.
-Sampled = tuple[Request, int, LogprobsEntry | None]
+Sampled = tuple[Request, int, TokenLogprobs | None]
 #: A request with log-probabilities of its prompt, after the first tokens of that number.
 Scored = tuple[Request, int, Sequence[TokenLogprobs]]
 #: A request that ends, the reason and the error.
