@@ -358,7 +358,7 @@ def figures_of(rows: Sequence[Row], watermark: float | None) -> list[Figure]:
         idle = [row["idle_bytes"] / MiB for row in mine if row.get("idle_bytes") is not None]
         if idle:
             what = f"{models} models: memory for keys and values of an idle one, a second later"
-            at_most = on_gpu(66) if watermark == 0 else None
+            at_most = on_gpu(64 + 2) if watermark == 0 else None
             figures.append(Figure(f"many_{models}_idle", what, max(idle), "MiB", at_most))
         by_rate = {
             server: {row["rate_per_s"]: row for row in mine if row["server"] == server}

@@ -302,13 +302,17 @@ class Sampler:
         noisy = (ordered + gumbel_noise(keys, ids)).masked_fill(is_out, -math.inf)
         return ids.expand_as(noisy).gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
 
+    def _scaled(self, scores: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Divide by the temperatures that are not 0."""
+        temperature = self._floats[slots, _TEMPERATURE, None]
+        return scores / temperature.masked_fill(temperature == 0, 1.0)
+
     def _filtered(
         self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Divide by the temperatures; return candidates' scores, their ids, and the ruled-out."""
         floats, integers = self._floats[slots], self._integers[slots]
-        temperature = floats[:, _TEMPERATURE, None]
-        ordered = scores / temperature.masked_fill(temperature == 0, 1.0)
+        ordered = self._scaled(scores, slots)
         ids = torch.arange(self.vocab_size, device=scores.device)
         if needs.num_candidates < self.vocab_size:
             ordered, ids = _likeliest(ordered, needs.num_candidates)
@@ -330,14 +334,13 @@ class Sampler:
         """Return scores `[n, vocabulary]` whose softmax is what `tokens [n]` were drawn from."""
         if not needs.draws:
             return scores
-        temperature = self._floats[slots, _TEMPERATURE, None]
         if not needs.cuts:
-            return scores / temperature.masked_fill(temperature == 0, 1.0)
+            return self._scaled(scores, slots)
         ordered, ids, is_out = self._filtered(scores, slots, needs)
         ordered = ordered.masked_fill(is_out, -math.inf)
         kept = torch.full_like(scores, -math.inf).scatter_(1, ids.expand_as(ordered), ordered)
         # A drawn token was not ruled out; the kernel rounds otherwise at the edge.
-        drawn = tokens[:, None]
+        drawn, temperature = tokens[:, None], self._floats[slots, _TEMPERATURE, None]
         kept.scatter_(1, drawn, scores.gather(1, drawn) / temperature)
         return torch.where(temperature == 0, scores, kept)
 

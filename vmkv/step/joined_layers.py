@@ -102,7 +102,7 @@ def _takes_part(node: torch.fx.Node) -> bool:
 
 
 def _groups(layers: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield the linear layers over the same input that these siblings consist of."""
+    """Yield what can be joined: the siblings, or their base layers and adapters' first matrices."""
     yield [getattr(each, "base_layer", each) for each in layers]
     for name in getattr(layers[0], "lora_A", ()):
         yield [dict(getattr(each, "lora_A", {})).get(name) for each in layers]
