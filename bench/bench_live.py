@@ -113,9 +113,12 @@ def smoke_loads() -> dict[str, Load]:
 # ---- a model in a folder ----------------------------------------------------------------------
 
 
-def save_model(folder: Path, *, smoke: bool, shape: str = "llama-8b") -> None:
+def save_model(
+    folder: Path, *, smoke: bool, shape: str = "llama-8b", max_tokens: int | None = None
+) -> None:
     """A model with random weights, and a tokenizer, as `from_pretrained` reads them."""
     config = SHAPES[shape](smoke=smoke)
+    config.max_position_embeddings = max_tokens or config.max_position_embeddings
     config.bos_token_id, config.eos_token_id = 0, 1
     make_tokenizer(config.vocab_size).save_pretrained(folder)
     model = make_model(config, torch.device("cuda" if HAS_GPU and not smoke else "cpu"))

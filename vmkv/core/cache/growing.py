@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as List_
 from contextlib import suppress
+from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ...errors import ConfigError, OutOfAddressSpaceError, OutOfPagesError, SequenceFullError
 from ...interrupts import uninterrupted
@@ -23,7 +24,10 @@ from .prefix import BLOCK_TOKENS
 from .row_space import RowSpace
 
 if TYPE_CHECKING:
+    from ..memory import ExtentPool
     from .sequence import Sequence
+
+Result = TypeVar("Result")
 
 
 class Target(NamedTuple):
@@ -68,17 +72,24 @@ def grow(space: RowSpace, wanted: Iterable[tuple[Sequence, int]]) -> None:
         rows = {sequence.row for sequence, _ in targets}
         space.states.wait_for_forks(rows, space.current_stream())
     short = lacking_room(space, targets)
-    while short:
+    if short:
+        asking(space.pool, partial(_map_and_lengthen, space, short, targets))
+    else:
+        _lengthen(space, targets)
+
+
+def asking(pool: ExtentPool, map_all: Callable[[], Result]) -> Result:
+    """Call a function that maps all or nothing; ask the broker, if any, for what the pool lacks.
+
+    Must not be called with the pool's lock held, since a broker is waited for.
+    """
+    while True:
         try:
-            _map_and_lengthen(space, short, targets)
+            return map_all()
         except OutOfPagesError as error:
-            member = space.pool.member
             lacking_bytes = error.needed_bytes - error.free_bytes
-            if member is None or lacking_bytes <= 0 or not member.grow(lacking_bytes):
+            if pool.member is None or lacking_bytes <= 0 or not pool.member.grow(lacking_bytes):
                 raise
-        else:
-            return
-    _lengthen(space, targets)
 
 
 def lacking_room(
@@ -237,10 +248,8 @@ def keep_resident(space: RowSpace, overread_tokens: int) -> None:
     space.overread_tokens = overread_tokens
     try:
         live = space.live_sequences()
-        map_rows(
-            space,
-            [Target(each.row, each.num_tokens, each.num_tokens, each.tenant) for each in live],
-        )
+        targets = [Target(each.row, each.num_tokens, each.num_tokens, each.tenant) for each in live]
+        asking(space.pool, partial(map_rows, space, targets))
     except BaseException:
         space.overread_tokens = before
         raise

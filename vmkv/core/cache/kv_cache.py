@@ -15,6 +15,7 @@ import os
 import warnings
 from collections.abc import Sequence as List_
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
@@ -145,7 +146,8 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
 
         Cost: what the disk takes, and a copy.
         """
-        return self._restored(*load(self, path, tenant), tenant)
+        loaded = growing.asking(self.pool, partial(load, self, path, tenant))
+        return self._restored(*loaded, tenant)
 
     @uninterrupted
     def import_prefix(

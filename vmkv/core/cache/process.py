@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ from ..backend import Access, MemoryLocation
 from ..memory import Change, Extent, ExtentPool, RowChange, placed, protect
 from ..memory.unix_sockets import listen, peer_of
 from .disk import check_fits, describe_groups
-from .growing import Target, map_rows
+from .growing import Target, asking, map_rows
 from .row_space import RowSpace
 
 if TYPE_CHECKING:
@@ -480,4 +481,5 @@ def _fill(
         made.map(space.current_stream())
     for group, theirs in zip(space.groups, offer.groups, strict=True):
         group.begin_row(row, theirs.first_token)
-    map_rows(space, [Target(row, offer.num_tokens, offer.num_tokens, tenant)])
+    targets = [Target(row, offer.num_tokens, offer.num_tokens, tenant)]
+    asking(space.pool, partial(map_rows, space, targets))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence as List_
+from functools import partial
 
 import torch
 
@@ -11,7 +12,7 @@ from ...errors import ClosedError, ConfigError
 from ...interrupts import uninterrupted
 from .disk import save
 from .forking import fork
-from .growing import grow
+from .growing import asking, grow
 from .process import PrefixExporter
 from .row_space import RowSpace
 from .swap import Swapped, Transfer, begin_swap_out, drop_spilled, spill, swap_in, unspill
@@ -196,7 +197,7 @@ class Sequence:
         if self.transfer is not None:
             self.transfer.stay()
         if self.swapped is not None:
-            swap_in(self, self.swapped)
+            asking(self.cache.pool, partial(swap_in, self, self.swapped))
             self.swapped = None
 
     @uninterrupted
