@@ -22,9 +22,8 @@ cannot hold the weights and the keys and values of both, the second server start
 has had its three loads and has ended.
 
 A second after each load on a server of several models, `idle_bytes` is the most that any of them
-has created for keys and values, by the broker's books. By default these are cached prefixes, which
-stay until a member wants the memory; with `--watermark 0` an idle model keeps its floor alone, a
-page.
+has created for keys and values, by the broker's books: its floor, and the row that padding writes
+to, with a kernel's tile past its end.
 
 A part is one load on one server. The record is written after each part, and `--after` adds the
 parts of another call, so that a run can be divided between calls by `--models`, `--servers` and
@@ -159,9 +158,12 @@ class Case:
         return self.phases_of(part) * self.phase_s + 2 * self.new_tokens[1] * TOKEN_S
 
     def arrivals(self, part: Part) -> list[tuple[int, Arrival]]:
-        """Return the requests of a part with their models, in order; the same every time."""
+        """Return the requests of a part with their models, in order; the same every time.
+
+        Each round has prompts of its own, which no server has in its cache.
+        """
         rate_per_s, num_models = part.rate_per_s, part.num_asked
-        source = random.Random(f"{rate_per_s} {num_models}")
+        source = random.Random("again " * (part.round - 1) + f"{rate_per_s} {num_models}")
         tokens = range(5, self.vocabulary)
         made = []
         for phase in range(self.phases_of(part)):
@@ -210,8 +212,6 @@ def serving(
             return [*program, str(names[0]), "--served-model-name", str(names[0]), *its, *lengths]
         memory = 1 / 16 if smoke else len(names) * share_tokens * token_bytes / GiB
         its = ["--memory", f"{memory:.6f}", "--log-level", "warning"]
-        if options.watermark is not None:
-            its += ["--watermark", f"{options.watermark:g}"]
         return [sys.executable, "-m", "vmkv.cli", "serve", *map(str, names), *its, *lengths]
 
     groups = [folders] if server in (SHARED, HOT) else [[each] for each in folders]
@@ -341,7 +341,7 @@ def row_of(part: Part, timings: Sequence[Timing]) -> Row:
     return row
 
 
-def figures_of(rows: Sequence[Row], watermark: float | None) -> list[Figure]:
+def figures_of(rows: Sequence[Row]) -> list[Figure]:
     """The highest rate served against each rival, and first tokens at the rate that it serves."""
     figures = []
     rows = [row for row in rows if "stopped" not in row]
@@ -361,7 +361,7 @@ def figures_of(rows: Sequence[Row], watermark: float | None) -> list[Figure]:
         idle = [row["idle_bytes"] / MiB for row in mine if row.get("idle_bytes") is not None]
         if idle:
             what = f"{models} models: memory for keys and values of an idle one, a second later"
-            at_most = on_gpu(64 + 2) if watermark == 0 else None
+            at_most = on_gpu(64 + 2)
             figures.append(Figure(f"many_{models}_idle", what, max(idle), "MiB", at_most))
         by_rate = {
             server: {row["rate_per_s"]: row for row in mine if row["server"] == server}
@@ -406,15 +406,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.option("--rates", nargs="+", type=float, help=said)
     bench.option("--phases", type=int, help="of each model, but for `hot`; by default two")
     bench.option("--servers", nargs="+", choices=servers, default=list(servers))
-    bench.option("--watermark", type=float, help="GiB; that of vmkv's servers, another record")
     bench.option("--total-s", type=float, help="for all parts; those without time are left out")
     bench.option("--after", type=Path, help="record of the same sizes: its other parts are kept")
     bench.option("--folder", type=Path, help="keeps the model; by default a temporary one")
     bench.option("--vllm-path", help="PYTHONPATH of vLLM, where it is not installed")
     bench.option("--logs", type=Path, help="a folder for what servers say")
     options = bench.parse(argv)
-    if options.watermark is not None:
-        bench.name = "many_idle"
     smoke, case = options.smoke, case_of(options)
     end_s = time.monotonic() + (options.total_s or float("inf"))
     constants = {
@@ -422,7 +419,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "share_tokens": case.share_tokens,
         "token_bytes": token_bytes_of(llama_config(smoke=smoke)),
         "phases": case.num_phases,
-        "watermark_gib": options.watermark,
     }
     before = bench.rows_before(options.after, constants)
     results = {Part(*(row[name] for name in Part._fields)): row for row in before}
@@ -449,7 +445,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     is_kept = "stopped" in row and part in results
                     results[part] = results[part] if is_kept else row
                     rows = [results[each] for each in sorted(results)]
-                    bench.finish(rows, figures_of(rows, options.watermark), constants)
+                    bench.finish(rows, figures_of(rows), constants)
     return 0
 
 

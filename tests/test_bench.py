@@ -304,7 +304,7 @@ def test_many_models_are_compared_over_rates_that_both_servers_had(harness) -> N
 
     left_out = {**many.Part(2, many.SHARED, 2.0)._asdict(), "stopped": "no time was left"}
     rows = [row(many.SHARED, 1.0), left_out, row(many.FIXED, 1.0), row(many.FIXED, 2.0)]
-    figures = {figure.name: figure.got for figure in many.figures_of(rows, None)}
+    figures = {figure.name: figure.got for figure in many.figures_of(rows)}
     assert figures == {"many_2_rate": 1.0, "many_2_rate_fixed": 1.0, "many_2_ttft_fixed": 1.0}
 
 
