@@ -9,8 +9,7 @@ Prediction. A request holds its tokens for a prefill and its answer: at the high
 hot model's live tokens are twice what a fixed share holds (`expected_live_tokens` and
 `share_tokens` in the record; the memory is chosen so). With fixed shares half of a burst waits for
 the other half, an answer's time or 15 s: they serve the rates at which live tokens fit the share,
-half of the highest (the first run found that vLLM misses these bounds from 0.4/s on, so lower rates
-are among the five). With shared memory the bound is the time of prefills, 0.45 s for 16k tokens.
+half of the highest. With shared memory the bound is the time of prefills, 0.45 s for 16k tokens.
 Idle models submit nothing and poll nothing: the hot one takes as long as alone, within 2 %.
 
 Method. Each server gets the same loads from other processes, with arrivals by a Poisson process and
@@ -19,7 +18,8 @@ other one a sixteenth of it; then the next; each model has two such phases. Befo
 answers a request. `hot`: a server of all models and a server of one run at the same time, and get
 the lowest rate in turns, for one model and a phase, three times; medians count. On a device that
 cannot hold the weights and the keys and values of both, the second server starts after the first
-has had its three loads and has ended.
+has had its three loads and has ended. Rates begin at 0.2/s, because vLLM missed the bounds at
+0.4/s, the lowest rate of the first run.
 
 A second after each load on a server of several models, `idle_bytes` is the most that any of them
 has created for keys and values, by the broker's books: its floor, and the row that padding writes

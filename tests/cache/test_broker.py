@@ -6,6 +6,7 @@ The broker and its other members are tested in tests/memory/test_broker.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,31 @@ def test_layers_are_added_to_sequences_that_live(cache: KVCache) -> None:
     append(sequence, range(4, 40))
     assert sequence.num_tokens == 40
     cache.check()
+
+
+def test_layers_are_compacted(cache: KVCache) -> None:
+    """For the copy, a sequence is mapped twice."""
+    sequence = cache.open()
+    append(sequence, range(40))
+    cache.drop_layers([1])
+    resident_bytes = cache.pool.stats().resident_bytes
+    until(lambda: cache.pool.budget_bytes == resident_bytes)
+    assert cache.compact()
+    assert_holds(sequence, range(40))
+
+
+def test_an_import_keeps_tokens_past_its_end_resident(
+    cache: KVCache, make_cache: Callable[..., KVCache], tmp_path: Path
+) -> None:
+    """Imported memory is outside the budget, and the pages after it are the cache's own."""
+    cache.keep_resident(20)
+    pool = ExtentPool(HostBackend(PAGE), 64 * PAGE, is_shareable=True, close_when_unused=True)
+    sequence = make_cache(pool).open()
+    append(sequence, range(40))
+    with sequence.export(str(tmp_path / "export")) as exporter, ThreadPoolExecutor(1) as threads:
+        served = threads.submit(exporter.serve_one, timeout_s=60)
+        imported = cache.import_prefix(exporter.socket_path)
+        served.result()
+    assert imported.num_tokens == 40
+    assert cache.pool.budget_bytes > PAGE
+    assert_holds(imported, range(40))

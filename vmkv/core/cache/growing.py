@@ -73,12 +73,12 @@ def grow(space: RowSpace, wanted: Iterable[tuple[Sequence, int]]) -> None:
         space.states.wait_for_forks(rows, space.current_stream())
     short = lacking_room(space, targets)
     if short:
-        asking(space.pool, partial(_map_and_lengthen, space, short, targets))
+        asking_broker(space.pool, partial(_map_and_lengthen, space, short, targets))
     else:
         _lengthen(space, targets)
 
 
-def asking(pool: ExtentPool, map_all: Callable[[], Result]) -> Result:
+def asking_broker(pool: ExtentPool, map_all: Callable[[], Result]) -> Result:
     """Call a function that maps all or nothing; ask the broker, if any, for what the pool lacks.
 
     Must not be called with the pool's lock held, since a broker is waited for.
@@ -249,7 +249,7 @@ def keep_resident(space: RowSpace, overread_tokens: int) -> None:
     try:
         live = space.live_sequences()
         targets = [Target(each.row, each.num_tokens, each.num_tokens, each.tenant) for each in live]
-        asking(space.pool, partial(map_rows, space, targets))
+        asking_broker(space.pool, partial(map_rows, space, targets))
     except BaseException:
         space.overread_tokens = before
         raise

@@ -146,7 +146,7 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
 
         Cost: what the disk takes, and a copy.
         """
-        loaded = growing.asking(self.pool, partial(load, self, path, tenant))
+        loaded = growing.asking_broker(self.pool, partial(load, self, path, tenant))
         return self._restored(*loaded, tenant)
 
     @uninterrupted

@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ...interrupts import uninterrupted
 from .fp8 import LayerScales, check_layer_scales
 from .geometry import Geometry, LayerShape, check_positive
-from .growing import Target, asking, map_rows
+from .growing import Target, asking_broker, map_rows
 from .layer_group import LayerGroup, split_layers
 from .row_space import RowSpace
 from .state_group import StateGroup, StateShape
@@ -87,7 +87,7 @@ def add_layers(
             Target(each.row, each.num_tokens, num_past_tokens, each.tenant)
             for each in space.live.values()
         ]
-        asking(space.pool, partial(map_rows, space, targets, made))
+        asking_broker(space.pool, partial(map_rows, space, targets, made))
     except BaseException:
         space.pool.reclaimer.close_soon(*(group.close_behind for group in made))
         raise
@@ -166,7 +166,7 @@ def _without_gaps(space: RowSpace, group: LayerGroup, places: Sequence[int]) -> 
     first = {each.row: group.first_mapped_token(each.row, each.num_tokens) for each in live}
     try:
         targets = [Target(each.row, each.num_tokens, first[each.row], each.tenant) for each in live]
-        asking(space.pool, partial(map_rows, space, targets, [new]))
+        asking_broker(space.pool, partial(map_rows, space, targets, [new]))
         for each in live:
             # The new row starts on another page boundary; both rows hold all needed tokens.
             start = max(first[each.row], new.first_mapped_token(each.row, each.num_tokens))

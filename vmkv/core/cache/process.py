@@ -39,7 +39,7 @@ from ..backend import Access, MemoryLocation
 from ..memory import Change, Extent, ExtentPool, RowChange, placed, protect
 from ..memory.unix_sockets import listen, peer_of
 from .disk import check_fits, describe_groups
-from .growing import Target, asking, map_rows
+from .growing import Target, asking_broker, map_rows
 from .row_space import RowSpace
 
 if TYPE_CHECKING:
@@ -482,4 +482,4 @@ def _fill(
     for group, theirs in zip(space.groups, offer.groups, strict=True):
         group.begin_row(row, theirs.first_token)
     targets = [Target(row, offer.num_tokens, offer.num_tokens, tenant)]
-    asking(space.pool, partial(map_rows, space, targets))
+    asking_broker(space.pool, partial(map_rows, space, targets))

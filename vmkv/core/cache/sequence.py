@@ -12,7 +12,7 @@ from ...errors import ClosedError, ConfigError
 from ...interrupts import uninterrupted
 from .disk import save
 from .forking import fork
-from .growing import asking, grow
+from .growing import asking_broker, grow
 from .process import PrefixExporter
 from .row_space import RowSpace
 from .swap import Swapped, Transfer, begin_swap_out, drop_spilled, spill, swap_in, unspill
@@ -197,7 +197,7 @@ class Sequence:
         if self.transfer is not None:
             self.transfer.stay()
         if self.swapped is not None:
-            asking(self.cache.pool, partial(swap_in, self, self.swapped))
+            asking_broker(self.cache.pool, partial(swap_in, self, self.swapped))
             self.swapped = None
 
     @uninterrupted
