@@ -5,21 +5,25 @@ in bursts, to one model after another. Which rate is served within 2 s to the fi
 per token, both at p99, by models that share the memory for keys and values, and which by models
 with a fixed share each? And what do loaded models that nobody asks cost the one that is asked?
 
-Prediction. A request holds its tokens for a prefill and its answer: at the highest rate below, the
-hot model's live tokens are twice what a fixed share holds (`expected_live_tokens` and
-`share_tokens` in the record; the memory is chosen so). With fixed shares half of a burst waits for
-the other half, an answer's time or 15 s: they serve the rates at which live tokens fit the share,
-half of the highest. With shared memory the bound is the time of prefills, 0.45 s for 16k tokens.
-Idle models submit nothing and poll nothing: the hot one takes as long as alone, within 2 %.
+Prediction. A request holds its tokens for a prefill and its answer: in a burst at the highest rate
+below, the hot model's live tokens reach twice what a fixed share holds (`peak_live_tokens` and
+`share_tokens` in the record; the memory is chosen so). With fixed shares requests of a burst wait
+for others' answers to end, 3 to 10 s: they serve the rates at which the tokens of two or three
+requests fit the share, a third of the highest. With shared memory the bound is the time of
+prefills, 0.45 s for 16k tokens and 1.15 s for 32k, twice that while another model decodes. Idle
+models submit nothing and poll nothing: the hot one takes as long as alone, within 2 %.
 
 Method. Each server gets the same loads from other processes, with arrivals by a Poisson process and
 times from when a request was due (`live_load.py`). For 20 s one model gets the rate, and every
-other one a sixteenth of it; then the next; each model has two such phases. Before, every model
-answers a request. `hot`: a server of all models and a server of one run at the same time, and get
-the lowest rate in turns, for one model and a phase, three times; medians count. On a device that
-cannot hold the weights and the keys and values of both, the second server starts after the first
-has had its three loads and has ended. Rates begin at 0.2/s, because vLLM missed the bounds at
-0.4/s, the lowest rate of the first run.
+other one a sixteenth of it; 10 s later, when most answers have ended, the next; each model has two
+such phases. Before, every model answers a request. `hot`: a server of all models and a server of
+one run at the same time, and get 0.4 requests a second in turns, for one model and a phase, three
+times; medians count. On a device that cannot hold the weights and the keys and values of both, the
+second server starts after the first has had its three loads and has ended.
+
+Why this load. In an earlier one bursts followed one another at once, and a share held 122k tokens,
+half of what is live at 1.2/s. There no memory was short at the rates that anyone served: prompts of
+32k tokens missed 2 s at 0.3/s on all servers, because two models computed at the same time.
 
 A second after each load on a server of several models, `idle_bytes` is the most that any of them
 has created for keys and values, by the broker's books: its floor, and the row that padding writes
@@ -27,7 +31,7 @@ to, with a kernel's tile past its end.
 
 A part is one load on one server. The record is written after each part, and `--after` adds the
 parts of another call, so that a run can be divided between calls by `--models`, `--servers` and
-`--rates`. The memory follows from the highest of the five default rates, so it is the same for all
+`--rates`. The memory follows from the highest of the four default rates, so it is the same for all
 calls. Two servers are compared over the rates that both had.
 
 Rivals. The same server once for each model, with a fixed share of the memory; and vLLM in the same
@@ -42,6 +46,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import multiprocessing
@@ -83,7 +88,7 @@ NUM_ALTERNATIONS = 3
 TTFT_MS, TPOT_MS = 2000.0, 30.0
 COLD_SHARE = 1 / 16
 #: Of one H200, to compute live tokens beforehand: a prefill of 8,192 tokens takes 220 ms.
-PREFILL_TOKENS_PER_S, TOKEN_S = 8192 / 0.22, 0.02
+PREFILL_TOKENS_PER_S, TOKEN_S = 8192 / 0.22, 0.01
 WARM_UP = "warm-up"
 #: Of the device's memory, for weights, keys and values; the rest is for activations and graphs.
 HELD_SHARE = 0.9
@@ -110,7 +115,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of a run: bounds of prompts and answers, rates, and phases of so many seconds.
+    """Sizes of a run: bounds of prompts and answers, rates, and phases that begin with a burst.
 
     `start_s` is the time that a start is expected to take for each model.
     """
@@ -119,6 +124,7 @@ class Case:
     new_tokens: tuple[int, int]
     rates_per_s: Sequence[float]
     hot_rate_per_s: float
+    burst_s: float
     phase_s: float
     num_phases: int
     max_tokens: int
@@ -136,18 +142,28 @@ class Case:
     @property
     def share_tokens(self) -> int:
         """Tokens of a fixed share: half of the hot model's live ones, but at least one request."""
-        return max(self.max_tokens, self.expected_live_tokens // 2)
+        return max(self.max_tokens, self.peak_live_tokens // 2)
 
-    @property
-    def expected_live_tokens(self) -> int:
-        """The hot model's live tokens at the highest rate: arrivals times how long they stay."""
+    @functools.cached_property
+    def peak_live_tokens(self) -> int:
+        """The most live tokens in a burst at the highest rate, where none waits: a mean of 1000."""
         source = random.Random("lengths")
-        total = 0.0
-        for _ in range(1000):
+        return int(statistics.mean(self._peak_of_a_burst(source) for _ in range(1000)))
+
+    def _peak_of_a_burst(self, source: random.Random) -> int:
+        changes = []
+        for due_s in self._due(source, max(self.rates_per_s)):
             prompt, new = self.length(source)
-            stay_s = prompt / PREFILL_TOKENS_PER_S + new * TOKEN_S
-            total += stay_s * (prompt + new / 2)
-        return int(max(self.rates_per_s) * total / 1000)
+            end_s = due_s + prompt / PREFILL_TOKENS_PER_S + new * TOKEN_S
+            changes += [(due_s, prompt + new), (end_s, -prompt - new)]
+        return max(itertools.accumulate((tokens for _, tokens in sorted(changes)), initial=0))
+
+    def _due(self, source: random.Random, rate_per_s: float) -> Iterator[float]:
+        """Yield the times of a burst's arrivals."""
+        due_s = source.expovariate(rate_per_s)
+        while due_s < self.burst_s:
+            yield due_s
+            due_s += source.expovariate(rate_per_s)
 
     def phases_of(self, part: Part) -> int:
         """How many phases a part has: `num_phases` for each model, or one with `hot`."""
@@ -155,33 +171,30 @@ class Case:
 
     def seconds_of(self, part: Part) -> float:
         """How long a part takes at most, if an answer waits for the end of another one."""
-        return self.phases_of(part) * self.phase_s + 2 * self.new_tokens[1] * TOKEN_S
+        return self.phases_of(part) * self.phase_s + 4 * self.new_tokens[1] * TOKEN_S
 
     def arrivals(self, part: Part) -> list[tuple[int, Arrival]]:
         """Return the requests of a part with their models, in order; the same every time.
 
-        Each round has prompts of its own, which no server has in its cache.
+        At a higher rate the same requests come closer together, and more come within a burst.
+        Each part has prompts of its own, which no server has in its cache.
         """
-        rate_per_s, num_models = part.rate_per_s, part.num_asked
-        source = random.Random("again " * (part.round - 1) + f"{rate_per_s} {num_models}")
-        tokens = range(5, self.vocabulary)
         made = []
-        for phase in range(self.phases_of(part)):
-            for model in range(num_models):
-                rate = rate_per_s * (1 if phase % num_models == model else COLD_SHARE)
-                due_s = source.expovariate(rate)
-                while due_s < self.phase_s:
-                    prompt, new = self.length(source)
-                    its = source.choices(tokens, k=prompt)
-                    made.append((model, Arrival(phase * self.phase_s + due_s, its, new)))
-                    due_s += source.expovariate(rate)
+        for phase, model in itertools.product(range(self.phases_of(part)), range(part.num_asked)):
+            rate_per_s = part.rate_per_s * (1 if phase % part.num_asked == model else COLD_SHARE)
+            source = random.Random(f"{part.round} {phase} {model}")
+            for due_s in self._due(source, rate_per_s):
+                prompt, new = self.length(source)
+                ids = random.Random(f"{part.rate_per_s} {part.round} {phase} {model} {due_s}")
+                its = ids.choices(range(5, self.vocabulary), k=prompt)
+                made.append((model, Arrival(phase * self.phase_s + due_s, its, new)))
         return sorted(made, key=lambda each: each[1].due_s)
 
 
 FULL = Case(
-    (8192, 32_000), (256, 1024), (0.2, 0.3, 0.4, 0.6, 1.2), 0.4, 20.0, 2, 34_000, 120_000, 40.0
+    (8192, 32_000), (256, 1024), (0.05, 0.1, 0.15, 0.3), 0.4, 20.0, 30.0, 2, 34_000, 120_000, 40.0
 )
-SMALL = Case((32, 128), (4, 8), (4.0, 8.0), 4.0, 0.5, 1, 256, 128, 5.0)
+SMALL = Case((32, 128), (4, 8), (4.0, 8.0), 4.0, 0.5, 0.5, 1, 256, 128, 5.0)
 
 
 # ---- servers -------------------------------------------------------------------------------------
@@ -209,7 +222,8 @@ def serving(
             if server == GUESTS:
                 its = ["--worker-cls", "vmkv.guests.vllm.GuestWorker"]
                 its += ["--kv-transfer-config", json.dumps({**GUEST, **extra})]
-            return [*program, str(names[0]), "--served-model-name", str(names[0]), *its, *lengths]
+            folder = str(names[0].resolve())  # One folder: later starts find compiled code.
+            return [*program, folder, "--served-model-name", str(names[0]), *its, *lengths]
         memory = 1 / 16 if smoke else len(names) * share_tokens * token_bytes / GiB
         its = ["--memory", f"{memory:.6f}", "--log-level", "warning"]
         return [sys.executable, "-m", "vmkv.cli", "serve", *map(str, names), *its, *lengths]
@@ -402,7 +416,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = Bench("many", __doc__, needs_gpu=True)
     bench.option("--models", nargs="+", type=int, default=[2, 3], help="by default 2 and 3")
     servers = {"hot": HOT, "shared": SHARED, "fixed": FIXED, "vllm": VLLM, "guests": GUESTS}
-    said = "arrivals a second, by default five; `hot` always has 0.4"
+    said = "arrivals a second, by default four; `hot` always has 0.4"
     bench.option("--rates", nargs="+", type=float, help=said)
     bench.option("--phases", type=int, help="of each model, but for `hot`; by default two")
     bench.option("--servers", nargs="+", choices=servers, default=list(servers))
@@ -415,7 +429,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     smoke, case = options.smoke, case_of(options)
     end_s = time.monotonic() + (options.total_s or float("inf"))
     constants = {
-        "expected_live_tokens": case.expected_live_tokens,
+        "peak_live_tokens": case.peak_live_tokens,
         "share_tokens": case.share_tokens,
         "token_bytes": token_bytes_of(llama_config(smoke=smoke)),
         "phases": case.num_phases,

@@ -295,6 +295,19 @@ def test_servers_of_many_models_run_by_turns_where_one_device_cannot_hold_both(
         assert len(set(parts)) == len(parts) == 2 * many.NUM_ALTERNATIONS
 
 
+def test_a_burst_at_a_higher_rate_begins_with_the_same_requests(harness) -> None:
+    import bench_many as many
+
+    def lengths(server: str, rate_per_s: float) -> list[tuple[int, int, int]]:
+        arrivals = many.FULL.arrivals(many.Part(3, server, rate_per_s))
+        return [(model, len(each.prompt), each.new_tokens) for model, each in arrivals]
+
+    few, more = lengths(many.HOT, 0.2), lengths(many.HOT, 0.4)
+    assert 0 < len(few) < len(more)
+    assert more[: len(few)] == few
+    assert lengths(many.SHARED, 0.1) == lengths(many.VLLM, 0.1)
+
+
 def test_many_models_are_compared_over_rates_that_both_servers_had(harness) -> None:
     import bench_many as many
 
