@@ -17,9 +17,10 @@ Method. Each server gets the same loads from other processes, with arrivals by a
 times from when a request was due (`live_load.py`). For 20 s one model gets the rate, and every
 other one a sixteenth of it; 10 s later, when most answers have ended, the next; each model has two
 such phases. Before, every model answers a request. `hot`: a server of all models and a server of
-one run at the same time, and get 0.4 requests a second in turns, for one model and a phase, three
-times; medians count. On a device that cannot hold the weights and the keys and values of both, the
-second server starts after the first has had its three loads and has ended.
+one, each with the memory of all shares, run at the same time, and get 0.4 requests a second in
+turns, for one model and a phase, three times; medians count. On a device that cannot hold the
+weights and the keys and values of both, the second server starts after the first has had its three
+loads and has ended.
 
 Why this load. In an earlier one bursts followed one another at once, and a share held 122k tokens,
 half of what is live at 1.2/s. There no memory was short at the rates that anyone served: prompts of
@@ -202,9 +203,12 @@ SMALL = Case((32, 128), (4, 8), (4.0, 8.0), 4.0, 0.5, 0.5, 1, 256, 128, 5.0)
 
 @contextlib.contextmanager
 def serving(
-    server: str, folders: Sequence[Path], options: argparse.Namespace
+    server: str, folders: Sequence[Path], num_shares: int, options: argparse.Namespace
 ) -> Iterator[list[str]]:
-    """Serve the models, and yield the address of each; fixed shares have a server each."""
+    """Serve the models with so many shares of memory in all, and yield the address of each.
+
+    Fixed shares have a server each.
+    """
     smoke, case = options.smoke, case_of(options)
     share_tokens, token_bytes = case.share_tokens, token_bytes_of(llama_config(smoke=smoke))
     is_vllm = server in (VLLM, GUESTS)
@@ -224,7 +228,8 @@ def serving(
                 its += ["--kv-transfer-config", json.dumps({**GUEST, **extra})]
             folder = str(names[0].resolve())  # One folder: later starts find compiled code.
             return [*program, folder, "--served-model-name", str(names[0]), *its, *lengths]
-        memory = 1 / 16 if smoke else len(names) * share_tokens * token_bytes / GiB
+        its_shares = num_shares / len(groups)
+        memory = 1 / 16 if smoke else its_shares * share_tokens * token_bytes / GiB
         its = ["--memory", f"{memory:.6f}", "--log-level", "warning"]
         return [sys.executable, "-m", "vmkv.cli", "serve", *map(str, names), *its, *lengths]
 
@@ -232,7 +237,7 @@ def serving(
     with contextlib.ExitStack() as stack:
         if server == GUESTS:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            broker = Broker(f"{folder}/pool", len(folders) * share_tokens * token_bytes)
+            broker = Broker(f"{folder}/pool", num_shares * share_tokens * token_bytes)
             extra = {"kv_connector_extra_config": {"pool_socket": broker.socket_path}}
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
             stack.enter_context(broker)
@@ -275,7 +280,7 @@ def rows_of(
     with contextlib.ExitStack() as stack:
         if fits(starts_s + case.seconds_of(parts[0])):
             for server, its in names.items():
-                urls[server] = stack.enter_context(serving(server, its, options))
+                urls[server] = stack.enter_context(serving(server, its, parts[0].models, options))
                 warm_up(case, urls[server], its)
         for part in parts:
             if not urls or not fits(case.seconds_of(part)):
@@ -312,7 +317,8 @@ def parts_of(
         [Part(num_models, each, case.hot_rate_per_s, at) for at in rounds] for each in (HOT, ALONE)
     ]
     cache_bytes = case.share_tokens * token_bytes_of(llama_config(smoke=options.smoke))
-    if (num_models + 1) * (weights_bytes + cache_bytes) > HELD_SHARE * device_bytes():
+    needed_bytes = (num_models + 1) * weights_bytes + 2 * num_models * cache_bytes
+    if needed_bytes > HELD_SHARE * device_bytes():
         return parts
     return [list(itertools.chain(*zip(*parts, strict=True)))]
 

@@ -285,7 +285,7 @@ def test_servers_of_many_models_run_by_turns_where_one_device_cannot_hold_both(
 
     options = argparse.Namespace(smoke=True, rates=None, phases=None)
     cache_bytes = many.SMALL.share_tokens * token_bytes_of(llama_config(smoke=True))
-    needed_bytes = 3 * (1000 + cache_bytes)  # Two models in one server, and one in the other.
+    needed_bytes = 3 * 1000 + 2 * 2 * cache_bytes  # Two models and one; two shares each.
     for factor, num_starts in ((0.99, 2), (1.01, 1)):
         device_bytes = factor * needed_bytes / many.HELD_SHARE
         monkeypatch.setattr(many, "device_bytes", lambda found=device_bytes: found)
