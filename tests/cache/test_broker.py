@@ -15,6 +15,7 @@ from helpers.stamps import append, assert_holds
 from helpers.waiting import until
 
 from vmkv import ExtentPool, HostBackend, KVCache
+from vmkv.core.cache import StateShape
 from vmkv.core.memory import Broker, PoolMember
 from vmkv.units import KiB
 
@@ -80,6 +81,44 @@ def test_a_saved_sequence_is_loaded(cache: KVCache, tmp_path: Path) -> None:
     cache.trim()
     until(lambda: _has_its_floor_only(cache))
     assert_holds(cache.load(tmp_path / "sequence"), range(40))
+
+
+def test_a_fork_copies_the_tail(cache: KVCache) -> None:
+    """Which takes memory of its own."""
+    sequence = cache.open()
+    append(sequence, range(4))
+    assert _has_its_floor_only(cache)
+    fork = sequence.fork()
+    append(fork, [4])
+    assert_holds(fork, range(5))
+    assert_holds(sequence, range(4))
+
+
+def test_a_checkpoint_is_kept(cache: KVCache) -> None:
+    """It is a copy of the layers' states."""
+    cache.add_states({2: [StateShape((16, 64), torch.float32)]})
+    sequence = cache.open()
+    append(sequence, range(4))
+    resident_bytes = cache.pool.stats().resident_bytes
+    until(lambda: cache.pool.budget_bytes == resident_bytes)
+    sequence.checkpoint()
+    assert cache.states is not None
+    assert [each[:2] for each in cache.states.checkpoints()] == [(sequence.row, 4)]
+
+
+def test_beams_part(cache: KVCache) -> None:
+    """A beam whose memory the other beam shares goes on in memory of its own."""
+    first = cache.open()
+    append(first, range(40))
+    second = first.fork()
+    append(first, [100])
+    append(second, [200])
+    resident_bytes = cache.pool.stats().resident_bytes
+    until(lambda: cache.pool.budget_bytes == resident_bytes)
+    cache.reorder([first, second], [1, 1])
+    for beam in (first, second):
+        append(beam, [300])
+        assert_holds(beam, [*range(40), 200, 300])
 
 
 def test_layers_are_added_to_sequences_that_live(cache: KVCache) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Set
 from collections.abc import Sequence as List_
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,7 +30,7 @@ from ...errors import CapacityError, ConfigError, OutOfPagesError
 from ...interrupts import uninterrupted
 from ...units import Address
 from ..backend import Access, CopyOp
-from ..memory import Change, Mapping, RowChange, make_writable, size_classes
+from ..memory import Change, Mapping, RowChange, asking_broker, make_writable, size_classes
 from .layer_group import LayerGroup
 from .prefix import BLOCK_TOKENS, Where
 from .row_space import RowSpace
@@ -47,9 +48,13 @@ def fork(space: RowSpace, source: Sequence, num_tokens: int, row: int | None = N
     if not 0 <= num_tokens <= source.num_tokens:
         raise ConfigError(f"{source} cannot be forked at {num_tokens} tokens")
     space.note_stream()
-    with space.pool.lock:
-        source.cache.check_keeps(source.row, num_tokens, "fork at")
-        return fork_row(source.cache, space, source.row, num_tokens, source.tenant, row)
+
+    def take_and_fill() -> int:
+        with space.pool.lock:
+            source.cache.check_keeps(source.row, num_tokens, "fork at")
+            return fork_row(source.cache, space, source.row, num_tokens, source.tenant, row)
+
+    return asking_broker(space.pool, take_and_fill)
 
 
 def fork_row(
@@ -247,7 +252,6 @@ def _replace(
 # ---- reorder -------------------------------------------------------------------------------------
 
 
-@uninterrupted
 def reorder(space: RowSpace, sequences: List_[Sequence], sources: List_[int]) -> None:
     """Let each sequence continue from another one and its recorded tokens, as in beam search.
 
@@ -266,7 +270,11 @@ def reorder(space: RowSpace, sequences: List_[Sequence], sources: List_[int]) ->
         mapped instead, which waits for the device once.
     Ordering: after all work submitted so far on the current stream and others.
     """
-    beams = sequences
+    asking_broker(space.pool, partial(_reorder, space, sequences, sources))
+
+
+@uninterrupted
+def _reorder(space: RowSpace, beams: List_[Sequence], sources: List_[int]) -> None:
     space.check_open()
     space.check_stateless("reorder")
     _check_beams(space, beams, sources)

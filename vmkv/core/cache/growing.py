@@ -12,11 +12,11 @@ from collections.abc import Sequence as List_
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import ConfigError, OutOfAddressSpaceError, OutOfPagesError, SequenceFullError
 from ...interrupts import uninterrupted
-from ..memory import Change, Extent, RowChange, Scrub, size_classes
+from ..memory import Change, Extent, RowChange, Scrub, asking_broker, size_classes
 from ..memory import Mapping as Placed
 from .forking import choose_row, unshare
 from .layer_group import LayerGroup
@@ -24,10 +24,7 @@ from .prefix import BLOCK_TOKENS
 from .row_space import RowSpace
 
 if TYPE_CHECKING:
-    from ..memory import ExtentPool
     from .sequence import Sequence
-
-Result = TypeVar("Result")
 
 
 class Target(NamedTuple):
@@ -76,20 +73,6 @@ def grow(space: RowSpace, wanted: Iterable[tuple[Sequence, int]]) -> None:
         asking_broker(space.pool, partial(_map_and_lengthen, space, short, targets))
     else:
         _lengthen(space, targets)
-
-
-def asking_broker(pool: ExtentPool, map_all: Callable[[], Result]) -> Result:
-    """Call a function that maps all or nothing; ask the broker, if any, for what the pool lacks.
-
-    Must not be called with the pool's lock held, since a broker is waited for.
-    """
-    while True:
-        try:
-            return map_all()
-        except OutOfPagesError as error:
-            lacking_bytes = error.needed_bytes - error.free_bytes
-            if pool.member is None or lacking_bytes <= 0 or not pool.member.grow(lacking_bytes):
-                raise
 
 
 def lacking_room(

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from ...interrupts import uninterrupted
-from ..memory import check_pool
+from ..memory import asking_broker, check_pool
 from . import forking, growing
 from . import layers as layer_changes
 from .disk import load
@@ -146,7 +146,7 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
 
         Cost: what the disk takes, and a copy.
         """
-        loaded = growing.asking_broker(self.pool, partial(load, self, path, tenant))
+        loaded = asking_broker(self.pool, partial(load, self, path, tenant))
         return self._restored(*loaded, tenant)
 
     @uninterrupted

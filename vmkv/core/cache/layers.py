@@ -14,9 +14,10 @@ import torch
 
 from ...errors import ConfigError
 from ...interrupts import uninterrupted
+from ..memory import asking_broker
 from .fp8 import LayerScales, check_layer_scales
 from .geometry import Geometry, LayerShape, check_positive
-from .growing import Target, asking_broker, map_rows
+from .growing import Target, map_rows
 from .layer_group import LayerGroup, split_layers
 from .row_space import RowSpace
 from .state_group import StateGroup, StateShape

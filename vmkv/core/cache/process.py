@@ -36,10 +36,10 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ClosedError, ConfigError, VMKVError
 from ...interrupts import interruptible, uninterrupted
 from ..backend import Access, MemoryLocation
-from ..memory import Change, Extent, ExtentPool, RowChange, placed, protect
+from ..memory import Change, Extent, ExtentPool, RowChange, asking_broker, placed, protect
 from ..memory.unix_sockets import listen, peer_of
 from .disk import check_fits, describe_groups
-from .growing import Target, asking_broker, map_rows
+from .growing import Target, map_rows
 from .row_space import RowSpace
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ import torch
 
 from ...errors import ClosedError, ConfigError
 from ...interrupts import uninterrupted
+from ..memory import asking_broker
 from .disk import save
 from .forking import fork
-from .growing import asking_broker, grow
+from .growing import grow
 from .process import PrefixExporter
 from .row_space import RowSpace
 from .swap import Swapped, Transfer, begin_swap_out, drop_spilled, spill, swap_in, unspill
@@ -362,7 +363,8 @@ def begin_checkpoint(sequence: Sequence, num_tokens: int) -> int | None:
         return None
     cache.note_stream()
     stream = cache.current_stream()
-    at = cache.states.begin_checkpoint(sequence.row, num_tokens, sequence.tenant, stream)
+    its = sequence.row, num_tokens, sequence.tenant, stream
+    at = asking_broker(cache.pool, partial(cache.states.begin_checkpoint, *its))
     cache.note_used(sequence.row)
     return at
 

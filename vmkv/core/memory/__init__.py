@@ -18,6 +18,7 @@ from .change import protect as protect
 from .host_copy import HostCopy as HostCopy
 from .invariants import check_pool as check_pool
 from .member import PoolMember as PoolMember
+from .member import asking_broker as asking_broker
 from .page_table import Extent as Extent
 from .page_table import Mapping as Mapping
 from .page_table import PageTable as PageTable

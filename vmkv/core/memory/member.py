@@ -18,11 +18,11 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...errors import ClosedError, ConfigError, DriverError
+from ...errors import ClosedError, ConfigError, DriverError, OutOfPagesError
 from ...interrupts import interruptible
 from ...units import GiB, MiB, format_bytes
 from .broker import MESSAGE_BYTES_MAX, VERSION
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from .pool import ExtentPool
 
+Result = TypeVar("Result")
 _LOG = logging.getLogger(__name__)
 #: Interval of reports while rows change.
 _TICK_S = 0.25
@@ -351,3 +352,17 @@ class PoolMember:
         with self._changed:
             if self._waker >= 0:
                 os.eventfd_write(self._waker, 1)
+
+
+def asking_broker(pool: ExtentPool, map_all: Callable[[], Result]) -> Result:
+    """Call a function that maps all or nothing; ask the broker, if any, for what the pool lacks.
+
+    Must not be called with the pool's lock held, since a broker is waited for.
+    """
+    while True:
+        try:
+            return map_all()
+        except OutOfPagesError as error:
+            lacking_bytes = error.needed_bytes - error.free_bytes
+            if pool.member is None or lacking_bytes <= 0 or not pool.member.grow(lacking_bytes):
+                raise
