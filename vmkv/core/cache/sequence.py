@@ -362,8 +362,7 @@ def begin_checkpoint(sequence: Sequence, num_tokens: int) -> int | None:
     if cache.states is None:
         return None
     cache.note_stream()
-    stream = cache.current_stream()
-    its = sequence.row, num_tokens, sequence.tenant, stream
+    its = sequence.row, num_tokens, sequence.tenant, cache.current_stream()
     at = asking_broker(cache.pool, partial(cache.states.begin_checkpoint, *its))
     cache.note_used(sequence.row)
     return at
