@@ -101,6 +101,44 @@ def test_a_model_in_float32_is_served_under_autocast(
     check_tokens(plain, engine)
 
 
+@pytest.mark.parametrize("options", ["eager", "traced"])
+def test_adapters_in_float32_are_served_under_autocast(
+    make_engine: Callable[..., Engine], options: str
+) -> None:
+    """Compiled layers read copies of them, which are renewed after training and when told."""
+    peft = pytest.importorskip("peft")
+    model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    adapters = [each for each in model.parameters() if each.requires_grad]
+    assert {torch.float32} == {each.dtype for each in adapters}
+    with torch.autocast("cpu", torch.bfloat16):
+        engine = make_engine(model, **RUNNERS[options])
+    seen: list[list[int]] = []
+
+    def check() -> None:
+        seen.append(engine.generate(prompts(), ASKED)[2].outputs[0].token_ids)
+        with engine.paused():
+            plain = copy.deepcopy(model)
+        check_tokens(plain, engine)
+
+    check()
+    with torch.autocast("cpu", torch.bfloat16), engine.paused():
+        ids = torch.tensor([prompts()[1]])
+        adapted.train()(input_ids=ids, labels=ids).loss.backward()
+        torch.optim.SGD(adapters, lr=1.0).step()
+    check()
+    for each in adapters:
+        each.data = each.data.flip(0)
+    engine.weights_changed()
+    check()
+    for first in adapters[::2]:
+        first.data.mul_(-1)
+    engine.weights_changed()
+    check()
+    assert len({*map(tuple, seen)}) == len(seen)
+
+
 @pytest.mark.parametrize("options", ["eager", "padded"])
 def test_a_large_head_is_converted_in_slices(
     make_engine: Callable[..., Engine], options: str, monkeypatch: pytest.MonkeyPatch

@@ -54,9 +54,15 @@ def test_joined_projections_share_one_product(num_tokens: int) -> None:
     assert _traced(layer, hidden)[1].count("linear") == 3
 
 
+@pytest.mark.parametrize(("autocast", "num_groups"), [(None, 2), (torch.bfloat16, 5)])
 @pytest.mark.parametrize("num_tokens", [1, 3])
-def test_projections_with_adapters_are_joined(num_tokens: int) -> None:
-    """Their base layers are, and the first matrices, whose input each adapter casts."""
+def test_projections_with_adapters_are_joined(
+    num_tokens: int, autocast: torch.dtype | None, num_groups: int
+) -> None:
+    """Their base layers are, and the first matrices, whose input each adapter casts.
+
+    With a type of autocast all matrices of adapters are copied, and stay where they are.
+    """
     peft = pytest.importorskip("peft")
     parent = torch.nn.Sequential(_Parent().to(torch.bfloat16))
     options = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj"])
@@ -71,11 +77,18 @@ def test_projections_with_adapters_are_joined(num_tokens: int) -> None:
             return its.q_proj(hidden), its.k_proj(hidden), its.v_proj(hidden)
 
     expected = layer(hidden)
-    assert joined_layers.join(model) == 2
+    adapters = [each for name, each in model.named_parameters() if "lora" in name]
+    addresses = [each.data_ptr() for each in adapters]
+    assert joined_layers.join(model, autocast) == num_groups
+    assert (addresses == [each.data_ptr() for each in adapters]) == (autocast is not None)
     assert [torch.equal(*pair) for pair in zip(layer(hidden), expected, strict=True)] == [True] * 3
     got, calls = _traced(layer, hidden)
     torch.testing.assert_close(got, expected)
     assert calls.count("linear") == 5  # Two joint ones, and three second matrices.
+    for each in adapters:
+        each.data.mul_(2)
+    joined_layers.refresh(model)
+    torch.testing.assert_close(_traced(layer, hidden)[0], layer(hidden))
     joined_layers.separate(model)
     assert _traced(layer, hidden)[1].count("linear") == 9
 

@@ -26,6 +26,7 @@ import torch
 from ..errors import ConfigError
 from ..phases import part
 from . import early_norms, graph_passes, joined_layers
+from .row_attention import autocast_dtype
 
 _Compiled = Callable[..., Any]
 #: A kernel from a worker process is tuned again in each start: triton's `Config` loses the mark of
@@ -52,7 +53,8 @@ class CompiledLayers:
                 "cannot be compiled; serve it with compile_layers=False"
             )
         self._paused: list[tuple[Any, Any, dict[str, Any]]] = []
-        joined_layers.join(model)
+        weight = next(model.parameters())
+        joined_layers.join(model, autocast_dtype(weight.device))
         tuning = {"coordinate_descent_tuning": True, **_KEEPS_TUNED}
         self._one = _compiler(backend, {**_IN_PROCESS, **tuning})
         self._many = _compiler(backend, _IN_PROCESS)
@@ -98,6 +100,7 @@ class CompiledLayers:
     def resume(self) -> None:
         """Undo `pause`, of a model whose modules and addresses are the same."""
         self._have_classes()
+        joined_layers.refresh(self._model)
         self._step_in()
 
     def _have_classes(self) -> None:
