@@ -212,8 +212,7 @@ def _group_map(cache: KVCache, group: LayerGroup) -> GroupMap:
 
 
 def _mapped(group: LayerGroup, row: int) -> list[_Place]:
-    mappings = group.table.rows[row].mappings
-    return [(each.extent, each.first_page, each.access) for each in mappings]
+    return [(each.extent, each.first_page, each.access) for each in group.table.rows[row].mappings]
 
 
 # ---- text -------------------------------------------------------------------------------------

@@ -437,6 +437,5 @@ def append_rotated(
     index = query.device.index
     encodes = keys.dtype == FP8
     kernel = _numbers_kernel("append_rotated", index, query.dtype, 8, encodes=encodes)
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    launch(kernel, query.shape[0], _THREADS, stream, words)
+    launch(kernel, query.shape[0], _THREADS, torch._C._cuda_getCurrentRawStream(index), words)
     return out, kept

@@ -486,8 +486,7 @@ def _check_memory(arguments: argparse.Namespace, config: Any) -> None:
         return
     from .capacity import kind_bytes, model_shape
 
-    num_ranks = arguments.tensor_parallel
-    shape = model_shape(config, kv_dtype=arguments.kv_dtype, num_ranks=num_ranks)
+    shape = model_shape(config, kv_dtype=arguments.kv_dtype, num_ranks=arguments.tensor_parallel)
     least_bytes = sum(kind_bytes(each, 1).prompt_bytes for each in shape.kinds if each.is_paged)
     if arguments.budget_bytes < least_bytes:
         raise ConfigError(

@@ -99,8 +99,7 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
     passes over two tokens; after that torch's unused memory is returned to the device.
     """
     weight = model.get_input_embeddings().weight
-    autocast = autocast_dtype(weight.device)
-    served_as = (weight.device, weight.dtype, autocast, attention_backend)
+    served_as = (weight.device, weight.dtype, autocast_dtype(weight.device), attention_backend)
     try:
         windows = layer_windows(model.config)
         kind: Any = type(compat.text_config(model.config))

@@ -582,8 +582,7 @@ class MemoryView:
             return len(request.prompt_token_ids) - 1
         if not self._may_hit(request):
             return 0
-        tokens = request.tokens(0, request.num_known)
-        return self.cache.find_prefix(tokens, request.tenant)
+        return self.cache.find_prefix(request.tokens(0, request.num_known), request.tenant)
 
     def fitting_tokens(self) -> int:
         """Length of the longest request that fits the budget alone, at most a row."""

@@ -53,8 +53,7 @@ class CompiledLayers:
                 "cannot be compiled; serve it with compile_layers=False"
             )
         self._paused: list[tuple[Any, Any, dict[str, Any]]] = []
-        weight = next(model.parameters())
-        joined_layers.join(model, autocast_dtype(weight.device))
+        joined_layers.join(model, autocast_dtype(next(model.parameters()).device))
         tuning = {"coordinate_descent_tuning": True, **_KEEPS_TUNED}
         self._one = _compiler(backend, {**_IN_PROCESS, **tuning})
         self._many = _compiler(backend, _IN_PROCESS)

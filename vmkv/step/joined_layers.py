@@ -67,13 +67,10 @@ def join(model: torch.nn.Module, autocast: torch.dtype | None = None) -> int:
 
 def refresh(model: torch.nn.Module) -> None:
     """Renew the copies of adapters, after their weights have changed."""
-    for module in model.modules():
-        if isinstance(module, SiblingLinear):
-            joints = module._vmkv_joint, module._vmkv_joint_bias
-            for parameter, joint in zip((module.weight, module.bias), joints, strict=True):
-                if joint is not None and parameter.dtype != joint.dtype:
-                    part = joint.narrow(0, module._vmkv_start, module.out_features)
-                    part.copy_(parameter.detach())
+    for each in model.modules():
+        if isinstance(each, SiblingLinear) and each.weight.dtype != each._vmkv_joint.dtype:
+            part = each._vmkv_joint.narrow(0, each._vmkv_start, each.out_features)
+            part.copy_(each.weight.detach())
 
 
 def separate(model: torch.nn.Module) -> None:
@@ -128,16 +125,14 @@ def _groups(
         yield [getattr(each, "base_layer", each) for each in layers], None
         for name in getattr(layers[0], "lora_A", ()):
             first = [dict(getattr(each, "lora_A", {})).get(name) for each in layers]
-            yield first, autocast if _differs(first[0], autocast) else None
-    for name in ("lora_A", "lora_B"):
-        its = getattr(parent, name, None)
-        for each in its.values() if isinstance(its, torch.nn.ModuleDict) else ():
-            if _differs(each, autocast):
-                yield [each], autocast
+            yield first, autocast if _is_converted(first[0], autocast) else None
+    adapters = [*getattr(parent, "lora_A", {}).values(), *getattr(parent, "lora_B", {}).values()]
+    yield from [([each], autocast) for each in adapters if _is_converted(each, autocast)]
 
 
-def _differs(layer: Any, autocast: torch.dtype | None) -> bool:
-    return autocast not in (None, getattr(getattr(layer, "weight", None), "dtype", None))
+def _is_converted(adapter: Any, autocast: torch.dtype | None) -> bool:
+    is_plain = type(adapter) is torch.nn.Linear and adapter.bias is None
+    return is_plain and autocast not in (None, adapter.weight.dtype)
 
 
 def _can_join(layers: Sequence[Any], tied: set[int]) -> bool:
@@ -159,7 +154,7 @@ def _can_join(layers: Sequence[Any], tied: set[int]) -> bool:
 def _join(layers: Sequence[torch.nn.Linear], dtype: torch.dtype | None) -> None:
     with torch.no_grad():
         weight = torch.cat([each.weight.to(dtype or each.weight.dtype) for each in layers])
-        biases = [each.bias.to(weight.dtype) for each in layers if each.bias is not None]
+        biases: list[torch.Tensor] = [each.bias for each in layers if each.bias is not None]
         bias = torch.cat(biases) if biases else None
     # Compile with static shapes, as for parameters.
     for joint in (weight, bias):

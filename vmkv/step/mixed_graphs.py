@@ -127,8 +127,7 @@ class MixedGraphs(StepGraphs[Bucket]):
             for width in decode_widths(space.max_num_seqs)
             if width <= num_tokens
         ]
-        state_tokens = space.stepper.state_tokens
-        self._like = _Like(space.max_num_seqs, state_tokens, space.scratch.row)
+        self._like = _Like(space.max_num_seqs, space.stepper.state_tokens, space.scratch.row)
         sizes = [_places(each, self._like).states.stop for each in self._buckets]
         super().__init__(space, max(sizes, default=0))
 

@@ -106,8 +106,7 @@ class PackedStep:
 
 def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) -> PackedStep:
     """Send a step of pieces in `packing_order` to the device in one copy."""
-    numbers = np.array([piece[:4] for piece in pieces], np.int32)
-    slots, rows, past, new = numbers.T
+    slots, rows, past, new = np.array([piece[:4] for piece in pieces], np.int32).T
     num_tokens, count = past + new, len(pieces)
     starts = np.zeros(count + 1, np.int32)
     np.cumsum(new, out=starts[1:])

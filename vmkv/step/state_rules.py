@@ -459,5 +459,4 @@ def _ruled(
     **_: object,
 ) -> tuple[Any, None]:
     """Take the place of a rule in a layer's code; the states stay in their rows."""
-    out = torch.ops.vmkv.apply_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel)
-    return out, None
+    return torch.ops.vmkv.apply_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel), None

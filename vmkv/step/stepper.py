@@ -325,8 +325,7 @@ class Stepper:
             return contextlib.nullcontext()
         if sequences is not None:
             return self._states.packed(sequences)
-        batch = next(iter(parts.everything.values()))
-        return self._states.decoding(batch.row_indices)
+        return self._states.decoding(next(iter(parts.everything.values())).row_indices)
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:

@@ -482,8 +482,7 @@ def threads(pages: Pages) -> None:
 def locations(pages: Pages) -> None:
     """Host memory maps next to device memory in one range, and is counted separately."""
     backend, size = pages.backend, pages.page_bytes
-    places = [_DEVICE, _HOST, _HOST, _DEVICE, _HOST]
-    made = [pages.create(1, location) for location in places]
+    made = [pages.create(1, location) for location in [_DEVICE, _HOST, _HOST, _DEVICE, _HOST]]
     maps = [MapOp(*pages.run(page), handle) for page, handle in enumerate(made)]
     pages.execute([*maps, AccessOp(*pages.run(0, 5), RW)])
     held = {"num_handles": 5, "physical_bytes": 2, "num_mappings": 5, "mapped_bytes": 5}

@@ -172,8 +172,7 @@ def grow_ahead(space: RowSpace, wanted: Iterable[tuple[Sequence, int]]) -> None:
     tokens and any whose memory is not ready, whose addresses are in use, or that need a copy of
     shared extents. After a `DriverError` nothing was mapped.
     """
-    begun = [each for each in wanted if each[0].num_tokens]
-    changes = _plan(space, _targets(space, begun))
+    changes = _plan(space, _targets(space, [each for each in wanted if each[0].num_tokens]))
     is_in_use = space.pool.reclaimer.has_retired_in
     if is_in_use([each.addresses for each in changes]):
         changes = [each for each in changes if not is_in_use([each.addresses])]

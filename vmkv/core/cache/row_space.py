@@ -497,8 +497,7 @@ class RowSpace:
     def retire_parked(self, row: int, num_tokens: int) -> None:
         """Retire a parked row's extents after its first `num_tokens` tokens."""
         # Work submitted after `idle_since` does not read the row.
-        fence = self.pool.reclaimer.fence_since(self.rows.idle_since(row))
-        self._retire(row, num_tokens, fence)
+        self._retire(row, num_tokens, self.pool.reclaimer.fence_since(self.rows.idle_since(row)))
         if not num_tokens:
             self.rows.empty(row)
 

@@ -147,8 +147,7 @@ class PoolMember:
     def bind(self, pool: ExtentPool) -> None:
         """Have a pool, whose budget is `budget_bytes`, follow orders until it is closed."""
         self._pool, pool.member = pool, self
-        thread = threading.Thread(target=self._run, args=(pool,), name="vmkv-member", daemon=True)
-        thread.start()
+        threading.Thread(target=self._run, args=(pool,), name="vmkv-member", daemon=True).start()
 
     def leave(self) -> None:
         """Tell the broker that all memory is released, and end. Idempotent."""

@@ -137,8 +137,7 @@ class Shares:
     @property
     def _floors_bytes(self) -> int:
         """Promised memory; what a member brings is promised to nobody else."""
-        its = self.members.values()
-        return sum([max(each.floor_bytes, each.brought_bytes) for each in its])
+        return sum([max(each.floor_bytes, each.brought_bytes) for each in self.members.values()])
 
     # ---- events ---------------------------------------------------------------------------
 

@@ -350,8 +350,7 @@ class OneShotSums:
         self._room = PeerMemory(NUM_BLOCKS * (size * FLAG_BYTES + NUM_TURNS * turn_bytes))
         self.handle = self._room.handle
         turns, rooms = self._turns.data_ptr(), self._rooms.data_ptr()
-        patience_ns = int(1e9 * timeout_s)
-        self._exchange = turns, rank, rooms, self._given_up.data_ptr(), patience_ns
+        self._exchange = turns, rank, rooms, self._given_up.data_ptr(), int(1e9 * timeout_s)
 
     def meet(self, handles: Sequence[bytes]) -> None:
         """Open all ranks' buffers by their handles, in rank order; raises `CudaDriverError`."""
@@ -441,5 +440,4 @@ def _launch(
     # With one rank a block takes its share at once, since nothing is exchanged.
     at_a_time = chunk if size > 1 else share
     words = _WORDS.pack(part.data_ptr(), num_vectors, share, at_a_time, *exchange)
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    launch(kernel, num_blocks, threads, stream, words + rest)
+    launch(kernel, num_blocks, threads, torch._C._cuda_getCurrentRawStream(index), words + rest)

@@ -52,8 +52,7 @@ class _Replica(EngineReplica):
     """An `EngineReplica` with the name that Ray gives it."""
 
     def __init__(self, make: MakeEngine, silence_max_s: float = SILENCE_MAX_S):
-        name = serve.get_replica_context().replica_id.unique_id
-        super().__init__(make, name, silence_max_s)
+        super().__init__(make, serve.get_replica_context().replica_id.unique_id, silence_max_s)
 
 
 def engine_deployment(routing: Routing | None = None, **options: Any) -> serve.Deployment:
