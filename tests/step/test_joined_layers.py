@@ -12,10 +12,10 @@ from vmkv.step import joined_layers
 
 
 class _Parent(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool = False) -> None:
         super().__init__()
-        self.q_proj = torch.nn.Linear(8, 8, bias=False)
-        self.k_proj, self.v_proj = (torch.nn.Linear(8, 4, bias=False) for _ in range(2))
+        self.q_proj = torch.nn.Linear(8, 8, bias=bias)
+        self.k_proj, self.v_proj = (torch.nn.Linear(8, 4, bias=bias) for _ in range(2))
         self.apart = torch.nn.Linear(8, 8, bias=False)
 
 
@@ -54,43 +54,47 @@ def test_joined_projections_share_one_product(num_tokens: int) -> None:
     assert _traced(layer, hidden)[1].count("linear") == 3
 
 
-@pytest.mark.parametrize(("autocast", "num_groups"), [(None, 2), (torch.bfloat16, 5)])
+@pytest.mark.parametrize(("autocast", "num_groups"), [(None, 2), (torch.bfloat16, 2)])
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_projections_with_adapters_are_joined(
-    num_tokens: int, autocast: torch.dtype | None, num_groups: int
+    num_tokens: int, bias: bool, autocast: torch.dtype | None, num_groups: int
 ) -> None:
     """Their base layers are, and the first matrices, whose input each adapter casts.
 
-    With a type of autocast all matrices of adapters are copied, and stay where they are.
+    With a type of autocast, adapters are copied and stay where they are: a product of the input,
+    and one of the first matrices' results.
     """
     peft = pytest.importorskip("peft")
-    parent = torch.nn.Sequential(_Parent().to(torch.bfloat16))
-    options = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj"])
+    parent = torch.nn.Sequential(_Parent(bias=bias).to(torch.bfloat16))
+    options = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj", "apart"])
     model = peft.get_peft_model(parent, options).requires_grad_(requires_grad=False)
     its = model.base_model.model[0]
-    for each in (its.q_proj, its.k_proj, its.v_proj):
+    for each in (its.q_proj, its.k_proj, its.v_proj, its.apart):
         torch.nn.init.normal_(each.lora_B["default"].weight)
     hidden = torch.rand(1, num_tokens, 8, dtype=torch.bfloat16)
 
     def layer(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.autocast("cpu", torch.bfloat16):
-            return its.q_proj(hidden), its.k_proj(hidden), its.v_proj(hidden)
+            out = its.q_proj(hidden), its.k_proj(hidden), its.v_proj(hidden)
+            return *out, its.apart(hidden)
 
     expected = layer(hidden)
     adapters = [each for name, each in model.named_parameters() if "lora" in name]
     addresses = [each.data_ptr() for each in adapters]
     assert joined_layers.join(model, autocast) == num_groups
     assert (addresses == [each.data_ptr() for each in adapters]) == (autocast is not None)
-    assert [torch.equal(*pair) for pair in zip(layer(hidden), expected, strict=True)] == [True] * 3
+    assert [torch.equal(*pair) for pair in zip(layer(hidden), expected, strict=True)] == [True] * 4
     got, calls = _traced(layer, hidden)
     torch.testing.assert_close(got, expected)
-    assert calls.count("linear") == 5  # Two joint ones, and three second matrices.
+    # Without copies two joint ones and three second matrices, and three of the last projection.
+    assert calls.count("linear") == (8 if autocast is None else 4)
     for each in adapters:
         each.data.mul_(2)
     joined_layers.refresh(model)
     torch.testing.assert_close(_traced(layer, hidden)[0], layer(hidden))
     joined_layers.separate(model)
-    assert _traced(layer, hidden)[1].count("linear") == 9
+    assert _traced(layer, hidden)[1].count("linear") == 12
 
 
 def test_products_that_are_changed_in_place_are_not_merged() -> None:

@@ -3,18 +3,21 @@
 With few tokens a product is bound by reading its matrix, and three small matrices are read less
 efficiently than a large one. So sibling weights are stored side by side, and each parameter becomes
 a view of its part; calling one projection alone still works. Under a compiler each takes its part
-of the joint product, and `merge_equal_products` removes the duplicates. Of projections with LoRA
-adapters, the base layers are joined, and the adapters' first matrices.
+of the joint product, and `merge_equal_products` removes the duplicates.
 
-Autocast converts adapters of float32 for each product: 350 kernels a step of Llama-3-8B's shape.
-Compiled layers read copies of adapters in autocast's type instead, which `refresh` renews.
+LoRA adapters of float32, which autocast would convert for each product, are copied in its type:
+
+    | query | key | value | first matrices |      one product of the projections' input
+    diagonal of second matrices                   one product of what the first ones give
+
+`refresh` renews the copies when weights have changed. Other adapters' first matrices are joined.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional
@@ -31,12 +34,16 @@ class SiblingLinear(torch.nn.Linear):
     _vmkv_joint: torch.Tensor
     _vmkv_joint_bias: torch.Tensor | None
     _vmkv_start: int
+    _vmkv_column: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the projection."""
         if not torch.compiler.is_compiling():
             return super().forward(input)
-        joint = functional.linear(input, self._vmkv_joint, self._vmkv_joint_bias)
+        matrix = self._vmkv_joint
+        if self.in_features < matrix.shape[1]:
+            matrix = matrix.narrow(1, self._vmkv_column, self.in_features)
+        joint = functional.linear(input, matrix, self._vmkv_joint_bias)
         if input.numel() > input.shape[-1]:
             return joint.narrow(-1, self._vmkv_start, self.out_features)
         # The compiler generates products of one row itself; `as_strided` makes it materialise the
@@ -49,19 +56,22 @@ def join(model: torch.nn.Module, autocast: torch.dtype | None = None) -> int:
     """Join all siblings of `model` in place; return the number of groups.
 
     Only plain linear layers over the same input are joined; quantised, hooked or tied ones stay.
-    Adapters of another type than `autocast` stay where they are and are copied into the joint one.
+    Adapters that autocast converts to their layer's type stay too, and are copied.
     Weights are copied group by group, and the freed memory returns to the device each time: the
     next group's would be cut from it, and leave a rest that nothing can use.
     """
     tied = _tied_parameters(model)
     count = 0
     for parent in tuple(model.modules()):
-        for group, dtype in _groups(parent, autocast):
-            if _can_join(group, tied):
-                _join(group, dtype)
-                count += 1
-                if dtype is None and group[0].weight.is_cuda:
-                    torch.cuda.empty_cache()
+        for layers, adapters in _groups(parent):
+            if _can_join(layers, tied):
+                copied = [each for each in adapters if _can_copy(each, layers[0], autocast, tied)]
+                if copied or len(layers) > 1:
+                    _join(layers, copied)
+                    count += 1
+                    if layers[0].weight.is_cuda:
+                        torch.cuda.empty_cache()
+    refresh(model)
     return count
 
 
@@ -69,7 +79,8 @@ def refresh(model: torch.nn.Module) -> None:
     """Renew the copies of adapters, after their weights have changed."""
     for each in model.modules():
         if isinstance(each, SiblingLinear) and each.weight.dtype != each._vmkv_joint.dtype:
-            part = each._vmkv_joint.narrow(0, each._vmkv_start, each.out_features)
+            rows = each._vmkv_joint.narrow(0, each._vmkv_start, each.out_features)
+            part = rows.narrow(1, each._vmkv_column, each.in_features)
             part.copy_(each.weight.detach())
 
 
@@ -78,7 +89,8 @@ def separate(model: torch.nn.Module) -> None:
     for module in model.modules():
         if type(module) is SiblingLinear:
             module.__class__ = torch.nn.Linear  # type: ignore[assignment]  # what it was
-            del module._vmkv_joint, module._vmkv_joint_bias, module._vmkv_start
+            for name in [each for each in vars(module) if each.startswith("_vmkv_")]:
+                del vars(module)[name]
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.clone()
 
@@ -96,12 +108,37 @@ def merge_equal_products(module: torch.fx.GraphModule) -> None:
             can_merge = _is_product(node) and all(map(_takes_part, node.users))
         if not can_merge:
             continue
+        if _is_product(node) and len(node.args) > 1:
+            _take_whole(node, seen)
         key = (node.op, node.args, tuple(sorted(node.kwargs.items())))
         first = seen.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
             module.graph.erase_node(node)
     module.recompile()
+
+
+def _take_whole(product: torch.fx.Node, seen: dict[object, torch.fx.Node]) -> None:
+    """Let an adapter's product read what its siblings' do, of which it reads a part."""
+    source, matrix, *rest = cast("tuple[Any, ...]", product.args)
+    if source.target == "to":
+        before, after, wanted = map(_dtype, (source.args[0], source, matrix))
+        if before == wanted and after == torch.float32:  # Autocast converts it back.
+            source = source.args[0]
+    if matrix.target == "narrow" and "_vmkv_joint" in matrix.args[0].name:
+        joint, start = source.args[0], source.args[2 if source.target == "narrow" else 3]
+        matrix, _, column, _ = matrix.args
+        place = (-1, start - column, matrix.meta["example_value"].shape[1])
+        if (joint, place) not in seen:
+            with product.graph.inserting_before(product):
+                seen[joint, place] = product.graph.call_method("narrow", (joint, *place))
+        source = seen[joint, place]
+    product.args = (source, matrix, *rest)
+
+
+def _dtype(node: Any) -> torch.dtype:
+    kind: torch.dtype = node.meta["example_value"].dtype
+    return kind
 
 
 def _is_product(node: torch.fx.Node) -> bool:
@@ -112,27 +149,36 @@ def _takes_part(node: torch.fx.Node) -> bool:
     return node.op == "call_method" and node.target in _PARTS
 
 
-def _groups(
-    parent: Any, autocast: torch.dtype | None
-) -> Iterator[tuple[list[Any], torch.dtype | None]]:
-    """Yield what can be joined, and the type of a copy; None to move the weights.
+def _groups(parent: Any) -> Iterator[tuple[list[Any], list[tuple[Any, Any]]]]:
+    """Yield what can be joined, each with both matrices of its adapters.
 
-    These are siblings, or their base layers and adapters' first matrices; and for a copy, each
-    matrix of an adapter that has not been joined.
+    These are siblings, or their base layers; their adapters' first matrices; and a base layer.
     """
     for names in SIBLINGS:
         layers = [getattr(parent, name, None) for name in names]
-        yield [getattr(each, "base_layer", each) for each in layers], None
+        yield [getattr(each, "base_layer", each) for each in layers], _adapters(layers)
         for name in getattr(layers[0], "lora_A", ()):
-            first = [dict(getattr(each, "lora_A", {})).get(name) for each in layers]
-            yield first, autocast if _is_converted(first[0], autocast) else None
-    adapters = [*getattr(parent, "lora_A", {}).values(), *getattr(parent, "lora_B", {}).values()]
-    yield from [([each], autocast) for each in adapters if _is_converted(each, autocast)]
+            yield [dict(getattr(each, "lora_A", {})).get(name) for each in layers], []
+    yield [getattr(parent, "base_layer", None)], _adapters([parent])
 
 
-def _is_converted(adapter: Any, autocast: torch.dtype | None) -> bool:
-    is_plain = type(adapter) is torch.nn.Linear and adapter.bias is None
-    return is_plain and autocast not in (None, adapter.weight.dtype)
+def _adapters(layers: Sequence[Any]) -> list[tuple[Any, Any]]:
+    names = [(each, name) for each in layers for name in getattr(each, "lora_A", ())]
+    return [(each.lora_A[name], each.lora_B[name]) for each, name in names]
+
+
+def _can_copy(
+    adapter: tuple[Any, Any], layer: Any, autocast: torch.dtype | None, tied: set[int]
+) -> bool:
+    first, second = adapter
+    return (
+        _can_join([first], tied)
+        and _can_join([second], tied)
+        and first.bias is second.bias is None
+        and first.in_features == layer.in_features
+        and first.weight.dtype == second.weight.dtype != layer.weight.dtype == autocast
+        and first.weight.device == second.weight.device == layer.weight.device
+    )
 
 
 def _can_join(layers: Sequence[Any], tied: set[int]) -> bool:
@@ -151,25 +197,42 @@ def _can_join(layers: Sequence[Any], tied: set[int]) -> bool:
     )
 
 
-def _join(layers: Sequence[torch.nn.Linear], dtype: torch.dtype | None) -> None:
+def _join(layers: Sequence[Any], adapters: Sequence[tuple[Any, Any]]) -> None:
+    first, second = ([each[at] for each in adapters] for at in (0, 1))
     with torch.no_grad():
-        weight = torch.cat([each.weight.to(dtype or each.weight.dtype) for each in layers])
-        biases: list[torch.Tensor] = [each.bias for each in layers if each.bias is not None]
-        bias = torch.cat(biases) if biases else None
+        kind = layers[0].weight.dtype
+        weight = torch.cat([each.weight.to(kind) for each in (*layers, *first)])
+        bias = None
+        if layers[0].bias is not None:
+            none = weight.new_zeros(sum(each.out_features for each in first))
+            bias = torch.cat([*(each.bias for each in layers), none])
+        rows, columns = (sum(each.weight.shape[at] for each in second) for at in (0, 1))
+        diagonal = weight.new_zeros(rows, columns)
     # Compile with static shapes, as for parameters.
-    for joint in (weight, bias):
+    for joint in (weight, bias, diagonal):
         if joint is not None:
             torch._dynamo.mark_static(joint)
     start = 0
-    for each in layers:
+    for each in (*layers, *first):
         end = start + each.out_features
-        if dtype is None:
+        if start < weight.shape[0] - columns:
             each.weight.data = weight[start:end]
             if bias is not None:
                 each.bias.data = bias[start:end]
-        each.__class__ = SiblingLinear
-        vars(each).update(_vmkv_joint=weight, _vmkv_joint_bias=bias, _vmkv_start=start)
+        _take_part(each, weight, bias, start, 0)
         start = end
+    start = column = 0
+    for each in second:
+        _take_part(each, diagonal, None, start, column)
+        start, column = start + each.out_features, column + each.in_features
+
+
+def _take_part(
+    layer: Any, joint: torch.Tensor, bias: torch.Tensor | None, start: int, column: int
+) -> None:
+    layer.__class__ = SiblingLinear
+    vars(layer).update(_vmkv_joint=joint, _vmkv_joint_bias=bias)
+    vars(layer).update(_vmkv_start=start, _vmkv_column=column)
 
 
 def _tied_parameters(model: torch.nn.Module) -> set[int]:
