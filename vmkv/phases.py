@@ -24,5 +24,4 @@ def part(what: str) -> Iterator[None]:
     start_s = time.monotonic()
     yield
     seconds = time.monotonic() - start_s
-    its = {"phase": what, "phase_s": seconds}
-    _LOG.info("%s took %.1f s", what, seconds, extra=its)
+    _LOG.info("%s took %.1f s", what, seconds, extra={"phase": what, "phase_s": seconds})

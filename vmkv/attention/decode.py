@@ -432,10 +432,7 @@ def _num_parts(device: torch.device, num_blocks: int, max_num_tokens: int, token
         wanted = round(2 * _BLOCKS_PER_PROCESSOR * processors / num_blocks)
     # The final reduction takes as long as a part of some hundred tokens.
     least = 128 if is_wide else 256
-    useful = min(
-        div_ceil(max_num_tokens, least),
-        max(8, div_ceil(max_num_tokens, 2 * least)),
-    )
+    useful = min(div_ceil(max_num_tokens, least), max(8, div_ceil(max_num_tokens, 2 * least)))
     return max(1, min(wanted, _MAX_PARTS, useful))
 
 

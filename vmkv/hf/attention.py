@@ -152,16 +152,14 @@ class _Carrier(torch.Tensor):
                 out = func(*args, **kwargs or {})
                 if out is args[0] or not isinstance(out, torch.Tensor):
                     return out
-            args, kwargs = tree_map_only(cls, _materialised, (args, kwargs or {}))
+            args, kwargs = tree_map_only(
+                cls, lambda its: its._vmkv_recipe.mask, (args, kwargs or {})
+            )
             return func(*args, **kwargs)
 
 
 #: Methods that look at the carrier itself, or may return it.
 _OF_CARRIERS = (torch.Tensor.size, torch.Tensor.dim, torch.Tensor.to)
-
-
-def _materialised(carrier: _Carrier) -> torch.Tensor:
-    return carrier._vmkv_recipe.mask
 
 
 def _recipe_of(mask: torch.Tensor | None) -> _Recipe | None:

@@ -406,8 +406,7 @@ class RaggedCache(StoreOwner):
     """
 
     def __init__(self, config: Any, **options: Any):
-        windows = layer_windows(config)
-        self._own(Store(config, CacheOptions(**options), windows, num_spare_rows=1))
+        self._own(Store(config, CacheOptions(**options), layer_windows(config), num_spare_rows=1))
         self.store = self._store  #: The memory of all sequences.
         # Per sequence, its part on each device.
         self._sequences: dict[int, list[Row]] = {}
@@ -437,11 +436,7 @@ class RaggedCache(StoreOwner):
 
     @contextlib.contextmanager
     def serving(
-        self,
-        model: Any,
-        proof: Proof,
-        num_sequences: int,
-        tenant: str | None,
+        self, model: Any, proof: Proof, num_sequences: int, tenant: str | None
     ) -> Iterator[None]:
         """Serve one call of `vmkv.generate`; its sequences end with the block, also after an error.
 

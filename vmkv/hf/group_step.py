@@ -64,8 +64,7 @@ class LeftPadding:
             with torch.inference_mode(mode=False), torch.no_grad():
                 at = torch.arange(2 * num_tokens, device=mask.device)
                 self._expected = (at >= self._starts).to(mask.dtype)
-        differs = torch.ne(mask, self._expected[:, :num_tokens]).any()
-        self._differs.logical_or_(differs)
+        self._differs.logical_or_(torch.ne(mask, self._expected[:, :num_tokens]).any())
         self._seen.copy_(self._differs, non_blocking=True)
 
     def look(self) -> None:

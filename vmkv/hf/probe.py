@@ -176,7 +176,7 @@ class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func is aten._local_scalar_dense.default:
                 is_flag = subject.dtype is torch.bool
                 return is_flag or torch.zeros((), dtype=subject.dtype, device="cpu").item()
-            if func is aten._to_copy.default and _is_host(kwargs.get("device")):
+            if func is aten._to_copy.default and str(kwargs.get("device")).startswith("cpu"):
                 return torch.zeros(subject.shape, dtype=subject.dtype, device="cpu")
             if func is aten.nonzero.default:
                 return _nowhere(subject)
@@ -185,10 +185,6 @@ class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func is aten.split_with_sizes.default:
                 args = (subject, _whole(subject, *args[1:]), *args[2:])
         return func(*args, **kwargs)
-
-
-def _is_host(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cpu"
 
 
 def _whole(subject: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[int]:

@@ -31,14 +31,7 @@ from ..step import Piece, Stepper, attending_through
 from ..step.model_guard import PACKED, chosen_attention, refusing_waits
 from ..step.piece import cut_at_chunks, packing_order
 from ..step.row_attention import AttentionCalls, LayerCall, autocast_dtype
-from ..step.states import (
-    StateLayer,
-    StateProbe,
-    splitting,
-    state_modules,
-    tensors_of,
-    with_tensors,
-)
+from ..step.states import StateLayer, StateProbe, splitting, state_modules, tensors_of, with_tensors
 from . import compat
 from .attention import attend_to_tensors
 from .configuration import UnservableError, layer_chunks, layer_windows
@@ -554,8 +547,7 @@ def _layers_by(
         raise UnservableError(
             f"its layers {sorted(missing)} do not attend through transformers' attention interface"
         )
-    chunks = layer_chunks(model.config)
-    calls = AttentionCalls((), sources, chunks, states, is_named, regrouped)
+    calls = AttentionCalls((), sources, layer_chunks(model.config), states, is_named, regrouped)
     return Proof(signatures, calls, never_waits=False)
 
 

@@ -15,14 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.backend import Backend, MemoryLocation
-from ..core.cache import (
-    KVCache,
-    LayerGroup,
-    begin_checkpoint,
-    close_idle,
-    grow_ahead,
-    make_ready,
-)
+from ..core.cache import KVCache, LayerGroup, begin_checkpoint, close_idle, grow_ahead, make_ready
 from ..core.cache import Sequence as CacheSequence
 from ..core.cache.device_memory import free_bytes, open_member_pool, open_pool
 from ..core.cache.growing import lacking_room, retire_surplus, surplus_bytes

@@ -353,10 +353,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def sample(
-        self,
-        launched: LaunchedStep,
-        masks: torch.Tensor | None = None,
-        ended: Collection[int] = (),
+        self, launched: LaunchedStep, masks: torch.Tensor | None = None, ended: Collection[int] = ()
     ) -> PendingTokens:
         """Sample the tokens of the step launched last. Never waits for the device.
 

@@ -25,7 +25,7 @@ from torch.nn import functional
 #: Names that transformers' models give to projections of one input, in the order of the parts.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _PRODUCTS = (functional.linear, torch._C._nn.linear)
-_PARTS = ("narrow", "as_strided")
+_PARTS = {("call_method", "narrow"), ("call_method", "as_strided")}
 
 
 class SiblingLinear(torch.nn.Linear):
@@ -52,8 +52,8 @@ class SiblingLinear(torch.nn.Linear):
         return joint.as_strided(shape, joint.stride(), self._vmkv_start)
 
 
-def join(model: torch.nn.Module, autocast: torch.dtype | None = None) -> int:
-    """Join all siblings of `model` in place; return the number of groups.
+def join(model: torch.nn.Module, autocast: torch.dtype | None = None) -> None:
+    """Join all siblings of `model` in place.
 
     Only plain linear layers over the same input are joined; quantised, hooked or tied ones stay.
     Adapters that autocast converts to their layer's type stay too, and are copied.
@@ -61,18 +61,15 @@ def join(model: torch.nn.Module, autocast: torch.dtype | None = None) -> int:
     next group's would be cut from it, and leave a rest that nothing can use.
     """
     tied = _tied_parameters(model)
-    count = 0
     for parent in tuple(model.modules()):
         for layers, adapters in _groups(parent):
             if _can_join(layers, tied):
                 copied = [each for each in adapters if _can_copy(each, layers[0], autocast, tied)]
                 if copied or len(layers) > 1:
                     _join(layers, copied)
-                    count += 1
                     if layers[0].weight.is_cuda:
                         torch.cuda.empty_cache()
     refresh(model)
-    return count
 
 
 def refresh(model: torch.nn.Module) -> None:
@@ -105,7 +102,8 @@ def merge_equal_products(module: torch.fx.GraphModule) -> None:
         if node.op == "call_method" and node.target == "to":
             can_merge = all(map(_is_product, node.users))
         else:
-            can_merge = _is_product(node) and all(map(_takes_part, node.users))
+            takers = {(each.op, each.target) for each in node.users}
+            can_merge = _is_product(node) and takers <= _PARTS
         if not can_merge:
             continue
         if _is_product(node) and len(node.args) > 1:
@@ -122,8 +120,8 @@ def _take_whole(product: torch.fx.Node, seen: dict[object, torch.fx.Node]) -> No
     """Let an adapter's product read what its siblings' do, of which it reads a part."""
     source, matrix, *rest = cast("tuple[Any, ...]", product.args)
     if source.target == "to":
-        before, after, wanted = map(_dtype, (source.args[0], source, matrix))
-        if before == wanted and after == torch.float32:  # Autocast converts it back.
+        its = [each.meta["example_value"].dtype for each in (source.args[0], source, matrix)]
+        if its == [its[2], torch.float32, its[2]]:  # Autocast converts it back.
             source = source.args[0]
     if matrix.target == "narrow" and "_vmkv_joint" in matrix.args[0].name:
         joint, start = source.args[0], source.args[2 if source.target == "narrow" else 3]
@@ -136,17 +134,8 @@ def _take_whole(product: torch.fx.Node, seen: dict[object, torch.fx.Node]) -> No
     product.args = (source, matrix, *rest)
 
 
-def _dtype(node: Any) -> torch.dtype:
-    kind: torch.dtype = node.meta["example_value"].dtype
-    return kind
-
-
 def _is_product(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and node.target in _PRODUCTS
-
-
-def _takes_part(node: torch.fx.Node) -> bool:
-    return node.op == "call_method" and node.target in _PARTS
 
 
 def _groups(parent: Any) -> Iterator[tuple[list[Any], list[tuple[Any, Any]]]]:
@@ -212,27 +201,18 @@ def _join(layers: Sequence[Any], adapters: Sequence[tuple[Any, Any]]) -> None:
     for joint in (weight, bias, diagonal):
         if joint is not None:
             torch._dynamo.mark_static(joint)
-    start = 0
-    for each in (*layers, *first):
-        end = start + each.out_features
-        if start < weight.shape[0] - columns:
-            each.weight.data = weight[start:end]
-            if bias is not None:
-                each.bias.data = bias[start:end]
-        _take_part(each, weight, bias, start, 0)
-        start = end
-    start = column = 0
-    for each in second:
-        _take_part(each, diagonal, None, start, column)
-        start, column = start + each.out_features, column + each.in_features
-
-
-def _take_part(
-    layer: Any, joint: torch.Tensor, bias: torch.Tensor | None, start: int, column: int
-) -> None:
-    layer.__class__ = SiblingLinear
-    vars(layer).update(_vmkv_joint=joint, _vmkv_joint_bias=bias)
-    vars(layer).update(_vmkv_start=start, _vmkv_column=column)
+    for its, joint, its_bias in (((*layers, *first), weight, bias), (second, diagonal, None)):
+        start = column = 0
+        for each in its:
+            if each in layers:
+                each.weight.data = weight[start : start + each.out_features]
+                if bias is not None:
+                    each.bias.data = bias[start : start + each.out_features]
+            each.__class__ = SiblingLinear
+            vars(each).update(_vmkv_joint=joint, _vmkv_joint_bias=its_bias)
+            vars(each).update(_vmkv_start=start, _vmkv_column=column)
+            start += each.out_features
+            column += each.in_features if joint is diagonal else 0
 
 
 def _tied_parameters(model: torch.nn.Module) -> set[int]:

@@ -385,8 +385,7 @@ def _takes_starts(rule: Callable[..., Any], call: Call, given: torch.Tensor) -> 
         found = few.compute(rule, states, cu_seqlens=starts, chunk_indices=indices)
     except Exception:  # noqa: BLE001  # whatever it says of arguments that it does not know
         return False
-    expected = _one_by_one(rule, few, states, starts)
-    return all(map(_is_close, found, expected))
+    return all(map(_is_close, found, _one_by_one(rule, few, states, starts)))
 
 
 # ---- operators -----------------------------------------------------------------------------------

@@ -389,8 +389,7 @@ class Stepper:
         before the stepper.
         """
         no_padding = Scratch(self.num_slots, 0)  # Never used.
-        space = GraphSpace(self, vocab_size, dtype, no_padding, stream=stream)
-        return BatchGraphs(space)
+        return BatchGraphs(GraphSpace(self, vocab_size, dtype, no_padding, stream=stream))
 
     @property
     def has_states(self) -> bool:

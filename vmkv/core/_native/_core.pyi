@@ -286,12 +286,7 @@ def host_free(address: int, num_bytes: int, /) -> None:
     """
 
 def view_capsule(
-    address: int,
-    num_bytes: int,
-    device_type: int,
-    device_id: int,
-    counter: ViewCounter,
-    /,
+    address: int, num_bytes: int, device_type: int, device_id: int, counter: ViewCounter, /
 ) -> CapsuleType:
     """Wrap raw addresses as a DLPack capsule: a one-dimensional uint8 tensor.
 

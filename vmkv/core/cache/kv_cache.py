@@ -146,8 +146,7 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
 
         Cost: what the disk takes, and a copy.
         """
-        loaded = asking_broker(self.pool, partial(load, self, path, tenant))
-        return self._restored(*loaded, tenant)
+        return self._restored(*asking_broker(self.pool, partial(load, self, path, tenant)), tenant)
 
     @uninterrupted
     def import_prefix(

@@ -215,8 +215,7 @@ class Lockstep:
     def completed(self, number: int, result: StepResult) -> None:
         """Note that a step's result was read."""
         self.driver.num_completed = number
-        tokens = ",".join(map(str, result.token_ids))
-        self._checksum = zlib.crc32(tokens.encode(), self._checksum)
+        self._checksum = zlib.crc32(",".join(map(str, result.token_ids)).encode(), self._checksum)
 
     def _state(self) -> int:
         """Return a checksum of sampled tokens, pool counters and number of requests."""

@@ -52,9 +52,7 @@ def create_app(
 
 
 def create_app_for(
-    services: Sequence[Service],
-    options: ServerOptions,
-    common: Sequence[ServerMetrics] = (),
+    services: Sequence[Service], options: ServerOptions, common: Sequence[ServerMetrics] = ()
 ) -> FastAPI:
     """Create the application of several models, one for each service; see `create_app`.
 

@@ -93,8 +93,7 @@ class ApiError(VMKVError):
         """Build the HTTP response to a request of a path, in the format and words of its API."""
         names = next((of for begin, of in _NAMES.items() if path.startswith(begin)), {})
         error = self._renamed(names)
-        is_anthropic = path.startswith(_ANTHROPIC_PATH)
-        body = error.anthropic_body if is_anthropic else error.body
+        body = error.anthropic_body if path.startswith(_ANTHROPIC_PATH) else error.body
         return JSONResponse(body, error.status, headers=error.headers)
 
     def _renamed(self, names: Mapping[str, str]) -> ApiError:

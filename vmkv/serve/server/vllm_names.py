@@ -56,8 +56,7 @@ class VllmNames:
 
     def _renamed(self, family: Metric, name: str, sample: Sample) -> Sample:
         labels = {_LABELS.get(key, key): value for key, value in sample.labels.items()}
-        suffix = sample.name.removeprefix(family.name)
-        return sample._replace(name=name + suffix, labels=labels)
+        return sample._replace(name=name + sample.name.removeprefix(family.name), labels=labels)
 
     def _usage(self, samples: Iterable[Sample]) -> Metric:
         usage = Metric("vllm:kv_cache_usage_perc", "Used share of the memory, 1 for all", "gauge")
