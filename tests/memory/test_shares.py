@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ class Process:
     kept: int = 0
     needed: int = 0
     wanted: int = 0
+    running: int = 0
     created: int = 0
     most: int = 0
     serial: int = 0
@@ -49,12 +51,13 @@ class Process:
         """Evict parked rows, preempt live ones if told to, and lower the budget."""
         if self.preempts:
             self.live = min(self.live, max(self.kept, self.goal))
+            self.running = min(self.running, self.live)
         self.budget = max(self.goal, min(self.budget, self.live))
         self.created = min(self.created, self.budget)
 
     def tell(self) -> None:
         """Send a report."""
-        told = (self.live, self.kept, self.needed, self.wanted, self.is_busy)
+        told = (self.live, self.kept, self.needed, self.wanted, self.running, self.is_busy)
         self.reports.append(Report(self.serial, self.budget, self.created, *told))
 
     def work(self, random_: random.Random) -> None:
@@ -67,6 +70,8 @@ class Process:
         room = min(self.budget, max(self.goal, self.live))
         self.live = random_.randint(0, room) if self.is_busy else min(self.live, self.floor)
         self.kept = random_.randint(0, self.live) if random_.random() < 0.3 else 0
+        runs = self.live and self.needed <= self.budget
+        self.running = random_.choice((0, self.live, self.live + PAGE)) if runs else 0
         self.created = random_.randint(max(self.live, min(self.created, self.budget)), self.budget)
         self.come_down()
         self.tell()
@@ -217,7 +222,11 @@ class Play:
         }
         free = self.budget - sum(given.values())
         slack = PAGE * (len(awake) + 1)
-        starving = [each for each in awake if each.is_busy and given[each] < each.needed]
+        starving = [
+            each
+            for each in awake
+            if each.is_busy and not each.running and given[each] < each.needed
+        ]
         for taker in awake:
             wanted = min(taker.limit, max(taker.floor, taker.wanted if taker.is_busy else 0))
             if not given[taker]:  # Its floor is held by who cannot give it up.
@@ -225,7 +234,7 @@ class Play:
                 continue
             if not taker.is_busy:
                 assert given[taker] <= max(taker.floor, taker.live) + PAGE
-            if given[taker] >= wanted:
+            if given[taker] > wanted - PAGE:  # Less than a page cannot be moved.
                 self.num_met += 1
                 continue
             is_waited_for = not all(given.values())  # What is free is kept for a floor.
@@ -233,7 +242,8 @@ class Play:
             if starving:
                 continue
             for giver in awake - {taker}:
-                least = max(giver.floor, giver.kept, giver.needed)  # It may have its turn.
+                # It may have its turn, and its running requests may keep their memory.
+                least = max(giver.floor, giver.kept, giver.needed, giver.running)
                 fair = max(least, giver.weight * (given[taker] / taker.weight))
                 assert given[giver] <= fair + slack * max(1, giver.weight / taker.weight)
         for each in starving:  # Who can have what a request takes has it, by turns.
@@ -245,7 +255,7 @@ class Play:
             needed = min(each.needed, each.limit) + PAGE
             if given[each] and needed + sum(rest) <= self.budget:
                 self.num_turns += 1
-                assert any(given[other] >= other.needed > 0 for other in awake if other.is_busy)
+                assert any(given[other] >= other.needed > 0 for other in given if other.is_busy)
 
 
 @pytest.mark.slow
@@ -325,6 +335,38 @@ def test_parked_rows_go_first_then_live_rows_by_weight() -> None:
     ask(play, 1, 100)  # Twenty-five and seventy-five are their shares.
     assert budgets(play) == [26, 74]  # In pages.
     assert play.processes[0].live == 26
+
+
+def test_running_requests_keep_their_memory_while_others_wait() -> None:
+    """What they give back when they end goes to the member below its share."""
+    play = brokered((10, 100, 1), (10, 100, 1))
+    ask(play, 0, 100, live=80, running=84)
+    ask(play, 1, 60, needed=30)
+    assert budgets(play) == [84, 16]
+    assert play.processes[0].live == 80
+    ask(play, 0, 100, live=64, running=68)
+    assert budgets(play) == [68, 32]
+    ask(play, 1, 60, live=30, running=32)
+    play.now_s += 2 * TURN_S
+    exchange(play)
+    assert budgets(play) == [68, 32]
+    assert play.processes[0].live == 64
+
+
+def test_running_requests_give_way_to_a_member_that_has_waited_for_its_first() -> None:
+    """For ten seconds since it lacked memory, not since it last had work."""
+    play = brokered((10, 100, 1), (10, 100, 1))
+    ask(play, 0, 100, live=80, running=84)
+    play.now_s += 2 * TURN_S
+    ask(play, 1, 60, needed=30)
+    play.now_s += 0.9 * TURN_S
+    exchange(play)
+    assert budgets(play) == [84, 16]
+    assert play.shares.has_deadlines
+    play.now_s += 0.1 * TURN_S
+    exchange(play)
+    assert budgets(play) == [50, 50]
+    assert play.processes[0].live == 50
 
 
 def test_rows_that_cannot_be_given_up_stay() -> None:
@@ -423,6 +465,26 @@ def test_requests_larger_than_a_fair_share_run_by_turns() -> None:
     play.now_s += TURN_S / 2
     exchange(play)
     assert budgets(play) == [80, 20]
+
+
+def test_three_members_take_turns_of_equal_length() -> None:
+    """Each keeps its turn while two others are late."""
+    play = brokered((10, 100, 1), (10, 100, 1), (10, 100, 1))
+    for key in range(3):
+        ask(play, key, 70, needed=70)
+    turns = []
+    for _ in range(80):
+        play.now_s += TURN_S / 8
+        exchange(play)
+        (key,) = (each.name for each in play.processes.values() if each.budget >= 70)
+        turns.append(key)
+        for each in play.processes.values():  # A request that runs holds its memory.
+            each.live = each.running = 70 if each.name == key else 0
+            each.tell()
+        exchange(play)
+    lengths = [len([*its]) for _, its in itertools.groupby(turns)]
+    assert {0, 1, 2} == {*turns}
+    assert all(8 <= each <= 10 for each in lengths[1:-1]), lengths
 
 
 def test_a_lower_budget_is_taken_back_from_those_above_their_floors() -> None:

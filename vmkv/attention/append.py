@@ -435,7 +435,6 @@ def append_rotated(
         *place.inverses,
     )
     index = query.device.index
-    encodes = keys.dtype == FP8
-    kernel = _numbers_kernel("append_rotated", index, query.dtype, 8, encodes=encodes)
+    kernel = _numbers_kernel("append_rotated", index, query.dtype, 8, encodes=keys.dtype == FP8)
     launch(kernel, query.shape[0], _THREADS, torch._C._cuda_getCurrentRawStream(index), words)
     return out, kept

@@ -393,8 +393,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     query = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
     size, query_heads, dim = query.shape
     heads = keys.shape[2]
-    token_bytes = 2 * dim * keys.itemsize
-    parts = _num_parts(query.device, size * heads, batch.max_num_tokens, token_bytes)
+    parts = _num_parts(query.device, size * heads, batch.max_num_tokens, 2 * dim * keys.itemsize)
     out = call.out
     if out is None:
         out = torch.empty((size, query_heads, dim), dtype=query.dtype, device=query.device)

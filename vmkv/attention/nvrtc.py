@@ -108,8 +108,7 @@ def assembled(source: str, name: str, architecture: str, *options: str) -> bytes
     program = _checked(
         name, nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
     )
-    answer = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
-    if int(answer[0]):
+    if int(nvrtc.nvrtcCompileProgram(program, len(flags), flags)[0]):
         log = b" " * _checked(name, nvrtc.nvrtcGetProgramLogSize(program))
         nvrtc.nvrtcGetProgramLog(program, log)
         raise ConfigError(f"NVRTC cannot compile the kernel {name!r}: {log.decode()}")

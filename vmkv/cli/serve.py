@@ -513,8 +513,7 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
             trace = stack.enter_context(contextlib.closing(ChromeTrace(arguments.trace)))
             observer = Observers([observer, trace])
         # For grammars; weights are copied meanwhile, mostly without the lock of the interpreter.
-        beside = start.enter_context(ThreadPoolExecutor(1))
-        loading = beside.submit(_tokenizer, arguments)
+        loading = start.enter_context(ThreadPoolExecutor(1)).submit(_tokenizer, arguments)
         if arguments.tensor_parallel > 1:
             from ..serve.parallel.engine import open_parallel_engine
 
@@ -560,8 +559,7 @@ def _part(arguments: argparse.Namespace, ranks: TensorParallel) -> Any:
 
     _set_logging(arguments)
     with phase("loading weights"):
-        source = types.source_of(arguments)
-        return load(arguments.model, ranks, dtype=arguments.dtype, **source)
+        return load(arguments.model, ranks, dtype=arguments.dtype, **types.source_of(arguments))
 
 
 def _set_logging(arguments: argparse.Namespace) -> None:

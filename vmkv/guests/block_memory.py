@@ -123,8 +123,7 @@ class BlockMemory:
         if self.num_mapped > allowed:
             self._unmap(min(num_free, self.num_mapped - allowed))
         elif lacking > 0:
-            count = min(lacking, allowed - self.num_mapped, len(self._unmapped))
-            self._map_and_free(count)
+            self._map_and_free(min(lacking, allowed - self.num_mapped, len(self._unmapped)))
         now_s = time.monotonic()
         is_urgent = lacking > 0 and num_blocks > self._num_asked
         if is_urgent or now_s - self._asked_s >= _ASK_S or (self._num_asked and not num_blocks):

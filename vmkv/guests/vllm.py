@@ -89,10 +89,9 @@ class GuestWorker(Worker):  # type: ignore[misc]
 
 def _over(data: torch.Tensor, caches: dict[str, Any], whole: Any, backend: Any) -> tuple[Any, ...]:
     """Make over `data` the tensors that were made without memory."""
-    typed = data.view(whole.dtype)
 
     def made(meta: Any) -> torch.Tensor:
-        return typed.as_strided(meta.size(), meta.stride(), meta.storage_offset())
+        return data.view(whole.dtype).as_strided(meta.size(), meta.stride(), meta.storage_offset())
 
     return {name: made(each) for name, each in caches.items()}, made(whole), backend
 

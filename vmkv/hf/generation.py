@@ -354,9 +354,8 @@ def _checked(
             "ragged generation is for decoder-only models; use "
             "past_key_values=VMKVCache.for_encoder_decoder(config)"
         )
-    vocab_size = compat.num_embeddings(model)
     return [
-        list(compat.check_tokens(prompt, vocab_size, f"prompt {at}"))
+        list(compat.check_tokens(prompt, compat.num_embeddings(model), f"prompt {at}"))
         for at, prompt in enumerate(prompts)
     ]
 

@@ -60,9 +60,8 @@ class KVScales:
             OSError: It cannot be read.
         """
         where = os.fspath(path)
-        data = Path(path).read_bytes()
         try:
-            values = json.loads(data)
+            values = json.loads(Path(path).read_bytes())
             if (values["format"], values["version"]) != (_FORMAT, _VERSION):
                 raise ConfigError(f"{where} is of format {values['format']!r}, {values['version']}")
             layers = tuple(

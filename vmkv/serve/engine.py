@@ -393,10 +393,9 @@ class Engine:
         """Shrink the pool to the watermark; false if interrupted by `is_wanted`."""
         if self._watermark_bytes is None:
             return True
-        pool = self.cache.pool
         try:
             self._reclaim(0)  # The excess is measured once: later changes are other users'.
-            excess_bytes = pool.stats().created_bytes - self._watermark_bytes
+            excess_bytes = self.cache.pool.stats().created_bytes - self._watermark_bytes
             while excess_bytes > 0:
                 if is_wanted():
                     return False

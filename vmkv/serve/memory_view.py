@@ -133,8 +133,7 @@ def pool_beside(
     pool = open_pool(open_memory(name), options.budget_bytes, options.host_budget_bytes)
     if options.budget_bytes is None:
         page_bytes = pool.page_bytes
-        share = options.memory_fraction or _BUDGET_FRACTION
-        most_bytes = int(pool.stats().budget_bytes * share)
+        most_bytes = int(pool.stats().budget_bytes * (options.memory_fraction or _BUDGET_FRACTION))
         pool.set_budget(max(page_bytes, most_bytes // page_bytes * page_bytes))
     return pool
 

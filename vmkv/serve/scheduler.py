@@ -379,10 +379,11 @@ class Scheduler:
             num_new += first.num_computed
         return wanted, num_new, not first.num_computed
 
-    def pages_ahead(self, view: MemoryView) -> tuple[int, int]:
+    def pages_ahead(self, view: MemoryView) -> tuple[int, int, int]:
         """Pages that requests will soon take beyond what they hold, and those of the first alone.
 
-        Counts waiting requests as far as there are slots, and the pages that admission keeps.
+        The third figure is the part of running requests; 0 if none runs. Counts waiting requests as
+        far as there are slots, and the pages that admission keeps.
         """
 
         def length(request: Request) -> int:
@@ -391,6 +392,7 @@ class Scheduler:
         running = self.running
         num_pages = sum(view.lacking([(each, length(each)) for each in running]).values())
         num_pages += div_ceil(view.total_pages, _HEADROOM_DIVISOR) + len(running)
+        growth = num_pages if running else 0
         first = heapq.nsmallest(len(self.free_slots), self._waiting)
         waiting = [self.requests[number] for _, number in first if number in self.requests]
         for each in waiting:
@@ -399,7 +401,7 @@ class Scheduler:
             else:
                 num_pages += view.pages_to_begin(each, length(each))
         order = sorted((*running[:1], *waiting[:1]), key=attrgetter("rank"))
-        return num_pages, view.peak_pages(length(order[0])) if order else 0
+        return num_pages, view.peak_pages(length(order[0])) if order else 0, growth
 
     def pop_first(self) -> Request:
         """Take the first waiting request, which must exist, out of those that wait."""

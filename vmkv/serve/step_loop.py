@@ -128,8 +128,7 @@ class Pace:
         if had_ended or self._unsure_s == math.inf:
             self._unsure_s = self._free_s
         elif began_s is not None:
-            sizes = self._took_s[step.kind]
-            took_s = sizes.setdefault(step.size, deque(maxlen=2 * _NEEDED_MAX))
+            took_s = self._took_s[step.kind].setdefault(step.size, deque(maxlen=2 * _NEEDED_MAX))
             took_s.append(self._free_s - began_s)
 
     def lost(self) -> None:
@@ -315,9 +314,8 @@ class StepLoop:
         self._budget_bytes = self._view.cache.pool.budget_bytes
         now_s, num_requests = time.perf_counter(), len(self._requests)
         if num_requests > self._num_asked or now_s - self._asked_s >= _ASK_S:
-            more, first = self._scheduler.pages_ahead(self._view)
-            page_bytes = self._view.page_bytes
-            member.ask(more * page_bytes, first * page_bytes, is_busy=True)
+            ahead = self._scheduler.pages_ahead(self._view)
+            member.ask(*[each * self._view.page_bytes for each in ahead], is_busy=True)
             self._asked_s = now_s
         self._num_asked = num_requests
 

@@ -319,8 +319,7 @@ class DecodeGraphs(StepGraphs[Bucket]):
         """
         for key in self.keys():
             # Layers are compiled and tuned separately for one sequence, and others for each size.
-            is_new = key[0] == 1 or self.space.stepper.has_states
-            self.rehearse_and_capture(key, is_new=is_new)
+            self.rehearse_and_capture(key, is_new=key[0] == 1 or self.space.stepper.has_states)
             captured()
 
     def fill(self, key: Bucket, pieces: Sequence[Piece]) -> torch.Tensor:

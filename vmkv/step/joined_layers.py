@@ -77,8 +77,7 @@ def refresh(model: torch.nn.Module) -> None:
     for each in model.modules():
         if isinstance(each, SiblingLinear) and each.weight.dtype != each._vmkv_joint.dtype:
             rows = each._vmkv_joint.narrow(0, each._vmkv_start, each.out_features)
-            part = rows.narrow(1, each._vmkv_column, each.in_features)
-            part.copy_(each.weight.detach())
+            rows.narrow(1, each._vmkv_column, each.in_features).copy_(each.weight.detach())
 
 
 def separate(model: torch.nn.Module) -> None:
@@ -189,8 +188,7 @@ def _can_join(layers: Sequence[Any], tied: set[int]) -> bool:
 def _join(layers: Sequence[Any], adapters: Sequence[tuple[Any, Any]]) -> None:
     first, second = ([each[at] for each in adapters] for at in (0, 1))
     with torch.no_grad():
-        kind = layers[0].weight.dtype
-        weight = torch.cat([each.weight.to(kind) for each in (*layers, *first)])
+        weight = torch.cat([each.weight.to(layers[0].weight.dtype) for each in (*layers, *first)])
         bias = None
         if layers[0].bias is not None:
             none = weight.new_zeros(sum(each.out_features for each in first))

@@ -59,8 +59,7 @@ def open_member_pool(
     """
     with _opened(memory) as backend:
         free_bytes = backend.free_memory_bytes() + _idle_bytes(backend)
-        device = backend.name
-        member = join(device=device, free_bytes=free_bytes, **figures)
+        member = join(device=backend.name, free_bytes=free_bytes, **figures)
         try:
             pool = _made(backend, member.budget_bytes, host_budget_bytes)
         except BaseException:

@@ -206,8 +206,7 @@ def save(sequence: Row, swapped: Swapped | None, path: str | os.PathLike[str]) -
     # The file takes its name after everything that can fail.
     with whole_file(Path(path)) as file:
         buffer = _Buffer(space)
-        shapes = _shapes(space, num_tokens, first_tokens)
-        file.write(_header(description, len(token_ids), shapes))
+        file.write(_header(description, len(token_ids), _shapes(space, num_tokens, first_tokens)))
         file.write(struct.pack(f"<{len(token_ids)}q", *token_ids))
         for group, first_token in zip(space.groups, first_tokens, strict=True):
             for each in _ranges(group, row, first_token, num_tokens, swapped):

@@ -87,8 +87,7 @@ def fork_row(
     if origin is space:
         space.prefixes.copy([(source_row, row, tenant)], num_tokens)
     else:
-        known = origin.prefixes.token_ids(source_row)[:num_tokens]
-        space.prefixes.record(row, known, tenant)
+        space.prefixes.record(row, origin.prefixes.token_ids(source_row)[:num_tokens], tenant)
     return row
 
 
@@ -214,8 +213,7 @@ def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, str
     shared = next((mapping for mapping in concerned if mapping.extent.is_shared), None)
     copied_bytes = 0
     if shared is not None:
-        kept_end_page = group.geometry.pages_for(num_tokens)
-        if shared.first_page < kept_end_page:
+        if shared.first_page < group.geometry.pages_for(num_tokens):
             try:
                 copied_bytes = _replace(group, row, shared, num_tokens, tenant, stream)
             except OutOfPagesError:
@@ -225,8 +223,7 @@ def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, str
                         raise
                 return unshare(group, row, num_tokens, tenant=tenant, stream=stream)
         else:
-            fence = group.pool.reclaimer.new_fence()
-            group.table.retire_back(row, shared.first_page, fence)
+            group.table.retire_back(row, shared.first_page, group.pool.reclaimer.new_fence())
         concerned = group.table.overlapping(row, first_page, pages.end_page)
     make_writable(group.table, row, concerned)
     group.scrub(row, num_tokens, tenant, stream)  # Shared extents cannot be scrubbed.

@@ -36,8 +36,7 @@ class LayerScales:
 
     def __post_init__(self) -> None:
         for name in ("keys", "values"):
-            scales = getattr(self, name)
-            for head, scale in enumerate(scales):
+            for head, scale in enumerate(getattr(self, name)):
                 is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
                 if not is_number or not _SCALE_MIN <= scale <= _SCALE_MAX:
                     raise ConfigError(

@@ -337,8 +337,7 @@ class PrefixIndex:
         """Stop offering beginnings of `row` that are shorter than `num_tokens`."""
         content = self._contents.get(row)
         if content is not None:
-            num_bytes = max(0, num_tokens - 1) * _TOKEN_BYTES
-            self._tree.lose(content, self._whole_bytes(num_bytes))
+            self._tree.lose(content, self._whole_bytes(max(0, num_tokens - 1) * _TOKEN_BYTES))
 
     def copy(self, moves: Iterable[tuple[int, int, str | None]], num_tokens: int) -> None:
         """Record sources' first `num_tokens` for targets; moves are `(source, target, tenant)`."""

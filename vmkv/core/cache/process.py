@@ -474,8 +474,7 @@ def _fill(
     supply = iter(extents)
     changes = []
     for group, theirs in zip(space.groups, offer.groups, strict=True):
-        own = islice(supply, len(theirs.sizes_bytes))
-        again = placed(theirs.first_page, own, Access.READ)
+        again = placed(theirs.first_page, islice(supply, len(theirs.sizes_bytes)), Access.READ)
         changes.append(RowChange(group.table, row, theirs.first_page, again=again))
     with Change(space.pool, changes) as made:
         made.map(space.current_stream())

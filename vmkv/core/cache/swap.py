@@ -226,8 +226,7 @@ def swap_in(sequence: Sequence, swapped: Swapped) -> None:
     with Change(space.pool, changes) as made:
         for each, _ in zip(swapped.extents, made.one_by_one(side), strict=True):
             if each.num_bytes:
-                target = swapped.address(each)
-                backend.copy(target, swapped.staged(each), each.num_bytes, side)
+                backend.copy(swapped.address(each), swapped.staged(each), each.num_bytes, side)
         # `overread_tokens` may have grown meanwhile.
         map_rows(space, [Target(row, num_tokens, num_tokens, tenant)])
         backend.stream_wait(current, side)

@@ -35,7 +35,7 @@ from .shares import Member, Report, Shares
 from .unix_sockets import listen, peer_of
 
 _LOG = logging.getLogger(__name__)
-VERSION = 2
+VERSION = 3
 MESSAGE_BYTES_MAX = 1 << 16
 #: Interval of decisions that depend on time alone.
 _TICK_S = 0.1

@@ -66,8 +66,9 @@ class PoolMember:
         self._changed = threading.Condition()  # Guards what is told, and its order.
         self._told = Report()
         self._live_bytes = self._kept_bytes = 0
-        # Of an engine: what it wants beyond live rows, and what its first request takes.
-        self._more_bytes = self._first_bytes = 0
+        # Of an engine: what it wants beyond live rows, what its first request takes, and what those
+        # that run will.
+        self._more_bytes = self._first_bytes = self._growth_bytes = 0
         self._is_busy = self._asks_ahead = self._preempts = self._is_awaited = False
         self._is_left = False
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -174,17 +175,25 @@ class PoolMember:
         return not self._is_left
 
     def ask(
-        self, more_bytes: int, first_bytes: int, *, is_busy: bool, preempts: bool = True
+        self,
+        more_bytes: int,
+        first_bytes: int,
+        growth_bytes: int = 0,
+        *,
+        is_busy: bool,
+        preempts: bool = True,
     ) -> None:
         """Tell ahead what will be wanted beyond live rows, and what the first request takes.
 
         An engine calls it, whose requests then wait for memory instead of `grow`; one that cannot
-        give live rows up says so by `preempts`. Costs a look at each parked row.
+        give live rows up says so by `preempts`. `growth_bytes` is what running requests will take
+        beyond live rows; 0 if none runs. Costs a look at each parked row.
         """
         assert self._pool is not None
         with self._changed:
             self._asks_ahead, self._preempts = True, preempts
             self._more_bytes, self._first_bytes, self._is_busy = more_bytes, first_bytes, is_busy
+            self._growth_bytes = growth_bytes
         if not self._is_left:
             self._look(self._pool)
 
@@ -336,6 +345,7 @@ class PoolMember:
             kept_bytes,
             kept_bytes + self._first_bytes if self._asks_ahead else live_bytes + self._more_bytes,
             live_bytes + self._more_bytes,
+            live_bytes + self._growth_bytes if self._growth_bytes else 0,
             self._is_busy,
         )
 

@@ -8,10 +8,12 @@ it has carried it out as far as it can at once, and reports each later decrease.
 handed over only after the giver has released it to the driver.
 
 Who wants more than is free gets it from, in this order: memory that members hold beyond their live
-rows, from idle and least recently busy members first; live rows of idle members; and live rows of
-busy members, down to their fair shares. A fair share is the most that all members can have in
-proportion to their weights, none below its floor and none above what it wants. Members whose fair
-shares do not hold a single request have the memory for one by turns.
+rows, from idle and least recently busy members first; live rows of idle members; and what requests
+of busy members give back when they end, down to fair shares. A fair share is the most that all
+members can have in proportion to their weights, none below its floor and none above what it wants.
+Running requests keep their memory, unless a member has had nothing running for `TURN_S`: then live
+rows of busy members go too, down to fair shares, and that member gets memory for one request. So
+members whose fair shares do not hold a single request have the memory for one by turns.
 
 See DESIGN.md, Note [One budget for many processes].
 """
@@ -31,7 +33,7 @@ from ...units import format_bytes
 IDLE_S = 0.5
 #: Time for an answer, or for progress towards a lower budget; a member that exceeds it hangs.
 HANG_S = 5.0
-#: Members whose fair shares hold no request have the memory for one by turns of this time.
+#: A member with nothing running waits so long for running requests of others to end.
 TURN_S = 10.0
 
 
@@ -63,6 +65,7 @@ class Report(NamedTuple):
         kept_bytes: The part of it that it cannot give up.
         needed_bytes: Memory without which it can run nothing: what is kept and its first request.
         wanted_bytes: Memory that its live rows and waiting requests will soon take together.
+        running_bytes: Memory that its running requests will soon take; 0 if none runs.
         is_busy: Whether it has work.
     """
 
@@ -73,6 +76,7 @@ class Report(NamedTuple):
     kept_bytes: int = 0
     needed_bytes: int = 0
     wanted_bytes: int = 0
+    running_bytes: int = 0
     is_busy: bool = True
 
 
@@ -99,6 +103,8 @@ class Member:
     busy_s: float = field(default=0.0, init=False)  #: When it was last known to have work.
     moved_s: float = field(default=0.0, init=False)  #: Of the last order or progress.
     turn_s: float = field(default=-math.inf, init=False)  #: When its last turn began.
+    #: When it last had requests that run, or the memory for one.
+    served_s: float = field(default=0.0, init=False)
 
     @property
     def given_bytes(self) -> int:
@@ -163,7 +169,7 @@ class Shares:
                 f"of {format_bytes(member.floor_bytes)}, and a weight of {member.weight:g}: the "
                 "limit must not be below the floor, and the weight be above zero"
             )
-        member.busy_s = member.moved_s = now_s
+        member.busy_s = member.moved_s = member.served_s = now_s
         self.members[key] = member
         self.budget_bytes += member.brought_bytes
 
@@ -208,6 +214,7 @@ class Shares:
         return any(
             each.is_asked
             or each.goal_bytes < each.given_bytes
+            or each.given_bytes < each.report.wanted_bytes
             or (not each.report.is_busy and each.given_bytes > each.floor_bytes)
             for each in self.members.values()
         )
@@ -285,7 +292,10 @@ class Shares:
                 yield key, wanted
 
     def _fair_bytes(self, now_s: float) -> dict[Member, int]:
-        """Return the fair share of each member: weighted, between its least and what it wants."""
+        """Return the fair share of each member: weighted, between its least and what it wants.
+
+        The least includes running requests; or, once a member has waited for `TURN_S`, its first.
+        """
         least: dict[Member, int] = {}
         wanted: dict[Member, int] = {}
         waiting = []
@@ -302,19 +312,32 @@ class Shares:
         for each in waiting:  # Other members may hold memory that they cannot give up.
             fits = each.floor_bytes <= self.budget_bytes - sum(least.values())
             least[each] = wanted[each] = each.floor_bytes if fits else 0
-        fair = self._level(least, wanted)
-        needed = {
-            each: min(self._pages_up(each.report.needed_bytes), wanted[each]) for each in fair
-        }
-        starving = [each for each in fair if fair[each] < needed[each]]
-        if not starving:
-            return fair
-        # The member whose turn it is comes first, then those whose last turn is oldest.
-        for each in sorted(starving, key=lambda each: (now_s - each.turn_s >= TURN_S, each.turn_s)):
-            if sum(least.values()) + needed[each] - least[each] <= self.budget_bytes:
-                least[each] = needed[each]
-                if now_s - each.turn_s >= TURN_S:
-                    each.turn_s = now_s
+        needed, running = {}, {}
+        for each in least:
+            needed[each] = min(self._pages_up(each.report.needed_bytes), wanted[each])
+            its_bytes = min(self._pages_up(each.report.running_bytes), wanted[each])
+            if its_bytes or needed[each] <= each.given_bytes:
+                its_bytes, each.served_s = its_bytes or needed[each], now_s
+            running[each] = max(least[each], its_bytes)
+        if sum(running.values()) > self.budget_bytes:  # Their growth does not fit.
+            for each in least:
+                running[each] = max(least[each], min(running[each], each.given_bytes))
+        left_bytes = self.budget_bytes - sum(least.values())
+        late = [
+            each
+            for each in least
+            if now_s - each.served_s >= TURN_S and needed[each] - least[each] <= left_bytes
+        ]
+        if not late and sum(running.values()) <= self.budget_bytes:
+            least = running
+        # Those whose turn it is come first, then those who have waited longest.
+        turns = [each for each in least if late and now_s - each.turn_s < TURN_S]
+        for each in dict.fromkeys([*turns, *sorted(late, key=lambda each: each.served_s)]):
+            more_bytes = max(0, needed[each] - least[each])
+            if more_bytes <= left_bytes:
+                least[each] += more_bytes
+                left_bytes -= more_bytes
+                each.turn_s = each.turn_s if each in turns else now_s
         return self._level(least, wanted)
 
     def _level(self, least: dict[Member, int], wanted: dict[Member, int]) -> dict[Member, int]:

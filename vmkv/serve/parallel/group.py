@@ -89,9 +89,8 @@ class TensorParallel:
     def _open_sums(self, timeout_s: float) -> OneShotSums | None:
         """Open one-shot sums if all ranks can; a rank that cannot makes all use NCCL."""
         sums = reason = None
-        hosts = self._gather(socket.gethostname())
         try:
-            if len({*hosts}) > 1:
+            if len({*self._gather(socket.gethostname())}) > 1:
                 raise ConfigError("the ranks are on several hosts")
             sums = OneShotSums(self.rank, self.size, timeout_s)
         except (RuntimeError, ConfigError) as error:  # Any error of the device.

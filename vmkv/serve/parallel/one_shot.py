@@ -346,8 +346,7 @@ class OneShotSums:
         self._turns = torch.zeros(NUM_BLOCKS, dtype=torch.int64, device=device)
         self._rooms = torch.zeros(size, dtype=torch.int64, device=device)
         self._given_up = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        turn_bytes = size * CHUNK_BYTES
-        self._room = PeerMemory(NUM_BLOCKS * (size * FLAG_BYTES + NUM_TURNS * turn_bytes))
+        self._room = PeerMemory(NUM_BLOCKS * (size * FLAG_BYTES + NUM_TURNS * size * CHUNK_BYTES))
         self.handle = self._room.handle
         turns, rooms = self._turns.data_ptr(), self._rooms.data_ptr()
         self._exchange = turns, rank, rooms, self._given_up.data_ptr(), int(1e9 * timeout_s)

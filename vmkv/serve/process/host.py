@@ -207,8 +207,7 @@ def run_engine(make: MakeEngine, connection: socket.socket) -> None:
     link = SocketLink(connection, relay)
     try:
         with make(relay) as engine:
-            page_bytes = engine.cache.pool.page_bytes
-            link.put(Ready(engine.max_tokens, page_bytes, engine.cache.stats()))
+            link.put(Ready(engine.max_tokens, engine.cache.pool.page_bytes, engine.cache.stats()))
             is_ready = True
             # Conversion of a vocabulary takes a second: not of the first guided request.
             threading.Thread(target=engine.grammars.prepare, daemon=True).start()

@@ -323,8 +323,7 @@ class ChatBody(_Strict):
 
     def conversation(self, *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
         """Return the messages for the template; see `Message.rendered`."""
-        messages = self.messages or ()
-        return [each.rendered(arguments_as_text=arguments_as_text) for each in messages]
+        return [each.rendered(arguments_as_text=arguments_as_text) for each in self.messages or ()]
 
 
 class ChatRequest(GenerationRequest, ChatBody):
