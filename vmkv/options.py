@@ -47,7 +47,7 @@ class EngineOptions:
         pool_socket: Socket of a broker (`vmkv pool`) that shares the device's memory between
             processes; `budget_bytes` is then the most that this engine may have.
         floor_bytes: Memory that a broker never takes back; at least a page.
-        pool_weight: Share relative to the broker's other members, where requests must be preempted.
+        pool_weight: Share relative to the broker's other members, where they want the same memory.
         deterministic: Make a request's tokens independent of the rest of the batch, by forward
             passes of its own. This costs most of the throughput.
         prefix_caching: Reuse cached keys and values of prompts' prefixes. Samples of one request
