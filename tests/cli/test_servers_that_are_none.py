@@ -39,11 +39,12 @@ def serve() -> Iterator[Callable[[bytes], str]]:
 
             def talk() -> None:
                 connection, _ = listener.accept()
-                stack.enter_context(connection)
                 connection.recv(65536)
-                if answer is not None:
+                if answer is None:
+                    stack.enter_context(connection)
+                    return
+                with connection:
                     connection.sendall(answer)
-                    connection.shutdown(socket.SHUT_RDWR)
 
             thread = threading.Thread(target=talk)
             stack.callback(thread.join)
