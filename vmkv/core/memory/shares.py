@@ -312,27 +312,29 @@ class Shares:
         for each in waiting:  # Other members may hold memory that they cannot give up.
             fits = each.floor_bytes <= self.budget_bytes - sum(least.values())
             least[each] = wanted[each] = each.floor_bytes if fits else 0
-        needed, running = {}, {}
+        needed, running, unserved = {}, {}, []
         for each in least:
             needed[each] = min(self._pages_up(each.report.needed_bytes), wanted[each])
             its_bytes = min(self._pages_up(each.report.running_bytes), wanted[each])
             if its_bytes or needed[each] <= each.given_bytes:
                 its_bytes, each.served_s = its_bytes or needed[each], now_s
+            else:
+                unserved.append(each)
             running[each] = max(least[each], its_bytes)
         if sum(running.values()) > self.budget_bytes:  # Their growth does not fit.
             for each in least:
                 running[each] = max(least[each], min(running[each], each.given_bytes))
+        unserved.sort(key=lambda each: each.served_s)
         left_bytes = self.budget_bytes - sum(least.values())
-        late = [
-            each
-            for each in least
-            if now_s - each.served_s >= TURN_S and needed[each] - least[each] <= left_bytes
-        ]
-        if not late and sum(running.values()) <= self.budget_bytes:
-            least = running
+        is_late = any(
+            now_s - each.served_s >= TURN_S and needed[each] - least[each] <= left_bytes
+            for each in unserved
+        )
+        if not is_late and sum(running.values()) <= self.budget_bytes:
+            least, left_bytes = running, self.budget_bytes - sum(running.values())
         # Those whose turn it is come first, then those who have waited longest.
-        turns = [each for each in least if late and now_s - each.turn_s < TURN_S]
-        for each in dict.fromkeys([*turns, *sorted(late, key=lambda each: each.served_s)]):
+        turns = [each for each in least if is_late and now_s - each.turn_s < TURN_S]
+        for each in dict.fromkeys([*turns, *unserved]):
             more_bytes = max(0, needed[each] - least[each])
             if more_bytes <= left_bytes:
                 least[each] += more_bytes
