@@ -11,9 +11,10 @@ Who wants more than is free gets it from, in this order: memory that members hol
 rows, from idle and least recently busy members first; live rows of idle members; and what requests
 of busy members give back when they end, down to fair shares. A fair share is the most that all
 members can have in proportion to their weights, none below its floor and none above what it wants.
-Running requests keep their memory, unless a member has had nothing running for `TURN_S`: then live
-rows of busy members go too, down to fair shares, and that member gets memory for one request. So
-members whose fair shares do not hold a single request have the memory for one by turns.
+A member with nothing running comes first, and gets the memory for its first request whole. Running
+requests keep their memory, unless such a member has waited for `TURN_S`: then live rows of busy
+members go too, down to fair shares. So members whose fair shares do not hold a single request have
+the memory for one by turns.
 
 See DESIGN.md, Note [One budget for many processes].
 """
@@ -294,7 +295,8 @@ class Shares:
     def _fair_bytes(self, now_s: float) -> dict[Member, int]:
         """Return the fair share of each member: weighted, between its least and what it wants.
 
-        The least includes running requests; or, once a member has waited for `TURN_S`, its first.
+        The least includes running requests, until a member has waited for `TURN_S`, and the first
+        request of members with nothing running, if it fits.
         """
         least: dict[Member, int] = {}
         wanted: dict[Member, int] = {}
