@@ -334,7 +334,7 @@ class Shares:
         )
         if not is_late and sum(running.values()) <= self.budget_bytes:
             least, left_bytes = running, self.budget_bytes - sum(running.values())
-        # Those whose turn it is come first, then those who have waited longest.
+        # Members whose turn it is come first, then those that have waited longest.
         turns = [each for each in least if is_late and now_s - each.turn_s < TURN_S]
         for each in dict.fromkeys([*turns, *unserved]):
             more_bytes = max(0, needed[each] - least[each])
