@@ -97,6 +97,19 @@ def test_projections_with_adapters_are_joined(
     assert _traced(layer, hidden)[1].count("linear") == 12
 
 
+def test_adapters_of_dora_are_not_multiplied_with_their_layers() -> None:
+    """DoRA applies them to a unit matrix too, whose product with the layer's weight is large."""
+    peft = pytest.importorskip("peft")
+    parent = torch.nn.Sequential(_Parent().to(torch.bfloat16))
+    names = ["q_proj", "k_proj", "v_proj", "apart"]
+    options = peft.LoraConfig(r=2, target_modules=names, use_dora=True)
+    peft.get_peft_model(parent, options)
+    joined_layers.join(parent, torch.bfloat16)
+    its = parent[0]
+    assert "_vmkv_joint" not in vars(its.apart.base_layer)
+    assert its.q_proj.lora_A["default"]._vmkv_joint.shape == (6, 8)
+
+
 def test_products_that_are_changed_in_place_are_not_merged() -> None:
     parent = _Parent()
 

@@ -122,7 +122,8 @@ def _take_whole(product: torch.fx.Node, seen: dict[object, torch.fx.Node]) -> No
         its = [each.meta["example_value"].dtype for each in (source.args[0], source, matrix)]
         if its == [its[2], torch.float32, its[2]]:  # Autocast converts it back.
             source = source.args[0]
-    if matrix.target == "narrow" and "_vmkv_joint" in matrix.args[0].name:
+    is_part = (source.op, source.target) in _PARTS and matrix.target == "narrow"
+    if is_part and "_vmkv_joint" in matrix.args[0].name:
         joint, start = source.args[0], source.args[2 if source.target == "narrow" else 3]
         matrix, _, column, _ = matrix.args
         place = (-1, start - column, matrix.meta["example_value"].shape[1])
@@ -151,8 +152,10 @@ def _groups(parent: Any) -> Iterator[tuple[list[Any], list[tuple[Any, Any]]]]:
 
 
 def _adapters(layers: Sequence[Any]) -> list[tuple[Any, Any]]:
-    names = [(each, name) for each in layers for name in getattr(each, "lora_A", ())]
-    return [(each.lora_A[name], each.lora_B[name]) for each, name in names]
+    """Return both matrices of peft's LoRA; variants (DoRA) multiply them with other inputs."""
+    its = [each for each in layers if type(getattr(each, "lora_B", None)) is torch.nn.ModuleDict]
+    plain = [each for each in its if not getattr(each, "lora_variant", None)]
+    return [(each.lora_A[name], second) for each in plain for name, second in each.lora_B.items()]
 
 
 def _can_copy(
