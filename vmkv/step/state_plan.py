@@ -84,8 +84,11 @@ class PackedSequences:
     packed tokens `near`. The last of the gathered tokens are the new states, of `rows` and then of
     checkpoints at `kept_rows`. The others are the input; it has the heads at `own [h]`.
 
-    `order [T]` is the place of each packed token in the rounds' joint output; None if they are in
-    order. Where `near` is None there are no rounds, and each sequence decodes one token.
+    Rounds compute all tokens in their order where `places` is None. Otherwise the output of packed
+    token `places [m]` is the one at `taken [m]` in the rounds' joint output. If the first round
+    computes all tokens, its output is the result but for these, and no part of the joint output;
+    behind the joint output comes token 0 of the result. Where `near` is None there are no rounds,
+    and each sequence decodes one token.
     """
 
     rows: torch.Tensor
@@ -95,14 +98,15 @@ class PackedSequences:
     own: torch.Tensor
     heads: torch.Tensor
     kept_rows: torch.Tensor
-    order: torch.Tensor | None
+    places: torch.Tensor | None
+    taken: torch.Tensor
     rounds: Sequence[Round]
 
     @classmethod
     def decoding(cls, rows: torch.Tensor) -> PackedSequences:
         """Return sequences with one more token each; nothing on the host depends on the rows."""
         nothing = rows[:0]
-        return cls(rows, nothing, None, nothing, nothing, nothing, nothing, None, [])
+        return cls(rows, nothing, None, nothing, nothing, nothing, nothing, None, nothing, [])
 
 
 class Plan(NamedTuple):
@@ -125,7 +129,7 @@ class Plan(NamedTuple):
         """Return the sequences from this plan's integers, or those of one of the same sizes."""
         fields = iter(torch.split(integers.long(), [len(each) for each in self.arrays]))
         rows, begun, near, sources, own, heads, kept_rows = (next(fields) for _ in range(7))
-        order = None if self.is_in_order else next(fields)
+        places, taken = (None, rows) if self.is_in_order else (next(fields), next(fields))
         rounds = []
         for kind, tokens in self.rounds:
             at = next(fields) if tokens is None else tokens
@@ -134,7 +138,7 @@ class Plan(NamedTuple):
             its[-1] = its[-1].view(-1, 2)  # The chunks.
             rounds.append(Round(kind, at, starts, its_rows, is_begun, *its))
         return PackedSequences(
-            rows, begun != 0, near, sources, own, heads, kept_rows, order, rounds
+            rows, begun != 0, near, sources, own, heads, kept_rows, places, taken, rounds
         )
 
 
@@ -166,7 +170,7 @@ def plan_step(pieces: Sequence[Piece], state_tokens: int) -> Plan:
     is_in_order = bool((np.diff(joint) == 1).all())
     arrays = _convolution_arrays(pieces, state_tokens, kept)
     if not is_in_order:
-        arrays.append(np.argsort(joint))
+        arrays += [joint, np.arange(len(joint))]
     kinds: list[tuple[Kind, slice | None]] = []
     for (kind, parts), its in zip(rounds, tokens, strict=True):
         is_run = bool((np.diff(its) == 1).all())
@@ -225,14 +229,16 @@ class CapturedSizes(NamedTuple):
             chunks.append(tail._replace(target=scratch_row))  # Computed again, from its state.
             start += each.num_new_tokens
         tokens = _tokens(tails)
-        order = np.arange(self.num_tokens)
-        order[:num_decode] += self.num_tokens
-        order[tokens] = self.num_tokens + self.num_decode + np.arange(len(tokens))
+        num_late = self.num_decode + self.num_tail_tokens
+        places = np.concatenate([np.arange(num_decode), tokens])
+        taken = np.concatenate([np.arange(num_decode), self.num_decode + np.arange(len(tokens))])
+        late = np.stack([places, taken]) if len(places) else np.array([[0], [num_late]])
+        late = np.pad(late, ((0, 0), (0, num_late - late.shape[1])), "edge")
         tokens = np.concatenate([tokens, np.zeros(self.num_tail_tokens - len(tokens), np.int64)])
         num_chunks = self.num_tokens // CHUNK_TOKENS + len(chunks)
         num_heads = self.num_decode + len(prompts) * state_tokens
         arrays = _convolution_arrays(sequences, state_tokens, kept, num_heads)
-        arrays += [order, *_round_arrays(chunks, num_decode, num_chunks)]
+        arrays += [*late, *_round_arrays(chunks, num_decode, num_chunks)]
         arrays += [*_round_arrays(decoding, 0, 0), tokens, *_round_arrays(tails, 0, 0)]
         kinds = [
             (Kind.CHUNKS, slice(None)),

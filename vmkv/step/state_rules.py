@@ -186,32 +186,31 @@ class PackedRules:
     def convolve(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Any
     ) -> torch.Tensor:
-        """Convolve `[1, C, T]` by sequence, for the next layer."""
+        """Convolve `[1, T, C]` by sequence, for the next layer."""
         layer, sequences = self.layers[self._num_run], self._sequences
         self._num_run += 1
         self._called.append(layer)
         code, states = self._codes[layer], self._states[layer][_STATES[0]]
         given = states.index_select(0, sequences.rows)
-        by_token = hidden[0].T
         if sequences.near is None:
-            out = code.update(by_token[:, :, None], given, weight, bias, activation)
+            out = code.update(hidden[0, :, :, None], given, weight, bias, activation)
             states.index_copy_(0, sequences.rows, given)
-            return out[:, :, 0].contiguous().T[None]
+            return out[None, :, :, 0].contiguous()
         given = given.masked_fill(~sequences.is_begun[:, None, None], 0).to(hidden.dtype)
-        near = by_token.index_select(0, sequences.near)
+        near = hidden[0].index_select(0, sequences.near)
         sources = torch.cat((given.transpose(1, 2).flatten(0, 1), near))
         sources = sources.index_select(0, sequences.sources)
         num_ends = (len(sequences.rows) + len(sequences.kept_rows)) * self.state_tokens
         extended, ends = sources[:-num_ends], sources[-num_ends:]
-        ends = ends.view(-1, self.state_tokens, len(hidden[0])).transpose(1, 2).to(states.dtype)
+        ends = ends.view(-1, self.state_tokens, hidden.shape[2]).transpose(1, 2).to(states.dtype)
         states.index_copy_(0, sequences.rows, ends[: len(sequences.rows)])
         states.index_copy_(0, sequences.kept_rows, ends[len(sequences.rows) :])
         convolved = [
             code.convolution(each, weight, bias, activation=activation)[0].T.contiguous()
-            for each in (hidden, extended.T[None])
+            for each in (hidden.transpose(1, 2), extended.T[None])
         ]
         heads = convolved[1].index_select(0, sequences.own)
-        return convolved[0].index_copy_(0, sequences.heads, heads).T[None]
+        return convolved[0].index_copy_(0, sequences.heads, heads)[None]
 
     def apply(self, whole: Call) -> torch.Tensor:
         """Apply the rules of the layer that has convolved, round by round; store the states."""
@@ -239,10 +238,12 @@ class PackedRules:
                 states.index_copy_(0, each.kept_rows, made.index_select(0, each.kept_from))
             states.index_copy_(0, each.targets, made)
             outputs.append(out)
-        joint = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-        if sequences.order is not None:
-            joint = joint.index_select(1, sequences.order)
-        return joint.contiguous()
+        if sequences.places is None:
+            return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0].contiguous()
+        has_all = outputs[0].shape[1] == whole.value.shape[1]
+        joint = outputs.pop(0).contiguous() if has_all else torch.empty_like(whole.value)
+        late = torch.cat((*outputs, joint[:, :1]), 1).index_select(1, sequences.taken)
+        return joint.index_copy_(1, sequences.places, late)
 
     def _decode(
         self, layer: int, call: Call, rows: torch.Tensor, starts: torch.Tensor | None = None
@@ -277,7 +278,6 @@ class Call(NamedTuple):
     value: torch.Tensor
     g: torch.Tensor
     beta: torch.Tensor
-    normalizes: bool
 
     def of(self, tokens: slice | torch.Tensor) -> Call:
         """Return the call for some of its tokens."""
@@ -285,13 +285,11 @@ class Call(NamedTuple):
         def part(whole: torch.Tensor) -> torch.Tensor:
             return whole[:, tokens] if isinstance(tokens, slice) else whole.index_select(1, tokens)
 
-        query, key, value, g, beta, normalizes = self
-        return Call(part(query), part(key), part(value), part(g), part(beta), normalizes)
+        return Call(*map(part, self))
 
     def as_batch(self) -> Call:
         """Return the call with each token as a batch entry `[T, 1, …]`."""
-        query, key, value, g, beta = [each.transpose(0, 1) for each in self[:-1]]
-        return Call(query, key, value, g, beta, self.normalizes)
+        return Call(*(each.transpose(0, 1) for each in self))
 
     def compute(
         self, rule: Callable[..., Any], given: torch.Tensor, **bounds: torch.Tensor
@@ -305,7 +303,6 @@ class Call(NamedTuple):
             beta=self.beta,
             initial_state=given,
             output_final_state=True,
-            use_qk_l2norm_in_kernel=self.normalizes,
             **bounds,
         )
         return out, made
@@ -329,7 +326,6 @@ class Call(NamedTuple):
             inplace_final_state=True,
             cu_seqlens=starts,
             ssm_state_indices=rows,
-            use_qk_l2norm_in_kernel=self.normalizes,
         )
         return out if starts is not None else out.transpose(0, 1)
 
@@ -398,8 +394,7 @@ _LIBRARY.define(
     "convolve_rows(Tensor hidden, Tensor weight, Tensor? bias, str? activation) -> Tensor"
 )
 _LIBRARY.define(
-    "apply_rule(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, bool normalizes) "
-    "-> Tensor"
+    "apply_rule(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta) -> Tensor"
 )
 
 
@@ -410,30 +405,15 @@ def _running() -> PackedRules:
     return rules
 
 
-def _convolve_rows(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
-) -> torch.Tensor:
-    """Convolve; like `attend_rows`, the operator declares no mutation of rows."""
-    return _running().convolve(hidden, weight, bias, activation)
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.new_empty(tensor.shape)
 
 
-def _apply_rule(*arguments: Any) -> torch.Tensor:
-    return _running().apply(Call(*arguments))
-
-
-def _like_convolved(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
-    return hidden.new_empty((1, hidden.shape[2], hidden.shape[1])).transpose(1, 2)
-
-
-def _like_ruled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
-    return value.new_empty(value.shape)
-
-
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("convolve_rows", _convolve_rows, _key)
-    _LIBRARY.impl("apply_rule", _apply_rule, _key)
-torch.library.register_fake("vmkv::convolve_rows", _like_convolved, lib=_LIBRARY)
-torch.library.register_fake("vmkv::apply_rule", _like_ruled, lib=_LIBRARY)
+for _key in ("CPU", "CUDA"):  # Like `attend_rows`, they declare no mutation of rows.
+    _LIBRARY.impl("convolve_rows", lambda *each: _running().convolve(*each), _key)
+    _LIBRARY.impl("apply_rule", lambda *each: _running().apply(Call(*each)), _key)
+torch.library.register_fake("vmkv::convolve_rows", lambda hidden, *_: _like(hidden), lib=_LIBRARY)
+torch.library.register_fake("vmkv::apply_rule", lambda *each: _like(each[2]), lib=_LIBRARY)
 
 
 def _convolved(
@@ -444,7 +424,8 @@ def _convolved(
     **_: object,
 ) -> Any:
     """Take the place of a convolution in a layer's code."""
-    return torch.ops.vmkv.convolve_rows(hidden, weight, bias, activation)
+    hidden = hidden.transpose(1, 2)  # As models make it; else compilers write it turned.
+    return torch.ops.vmkv.convolve_rows(hidden, weight, bias, activation).transpose(1, 2)
 
 
 def _ruled(
@@ -458,4 +439,13 @@ def _ruled(
     **_: object,
 ) -> tuple[Any, None]:
     """Take the place of a rule in a layer's code; the states stay in their rows."""
-    return torch.ops.vmkv.apply_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel), None
+    if use_qk_l2norm_in_kernel:
+        query, key = _normalized(query), _normalized(key)
+    return torch.ops.vmkv.apply_rule(query, key, value.contiguous(), g, beta), None
+
+
+def _normalized(vectors: torch.Tensor) -> torch.Tensor:
+    """Normalize as flash-linear-attention's rules do; compiled, that costs one kernel."""
+    wide = vectors.float()
+    scale = torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
+    return (wide * scale).to(vectors.dtype)
