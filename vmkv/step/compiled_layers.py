@@ -197,6 +197,7 @@ def _compiler(backend: str, patches: dict[str, Any]) -> Callable[..., Any]:
         joined_layers.merge_equal_products(module)
         graph_passes.take_out_rotary(module)
         graph_passes.take_in_sums(module)
+        graph_passes.skip_reshapes(module)
         if backend == "inductor":
             from torch._inductor.compile_fx import compile_fx
 

@@ -1,4 +1,4 @@
-"""Graph passes over traced layers: rotary embeddings, and ranks' sums with norms.
+"""Graph passes over traced layers: rotary embeddings, ranks' sums with norms, and reshapes.
 
 Rotary embeddings move into the append kernel. Most models rotate queries and keys by the same
 lines, just before attention:
@@ -17,6 +17,9 @@ Ranks that share a model add their parts twice a layer, usually followed by a re
 Where a traced layer has exactly this after `all_reduce_`, `norm_of_sum_` replaces it, which reads
 and writes each tensor once. `vmkv.serve.parallel` defines both operators. Any other form of either
 is unchanged.
+
+Gated DeltaNet reshapes values to heads of another size, and these to one dimension. Compiled, both
+together read values one by one and divide by the number of tokens for each; one reshape does not.
 """
 
 from __future__ import annotations
@@ -156,6 +159,22 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     half = x.shape[-1] // 2
     crossed = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * cos[:, None] + crossed * sin[:, None]
+
+
+# ---- reshapes ------------------------------------------------------------------------------------
+
+
+def skip_reshapes(module: torch.fx.GraphModule) -> int:
+    """Reshape at once what a traced layer reshapes twice; return how often it did."""
+    return _rewrite(module, _skip)
+
+
+def _skip(node: torch.fx.Node) -> bool:
+    before: Any = node.args[0] if node.target == "reshape" else node
+    if before.target != "reshape" or {each.target for each in before.users} - {"reshape", "size"}:
+        return False  # Others may write to it.
+    node.args = (before.args[0], *node.args[1:])
+    return True
 
 
 # ---- sums with norms -----------------------------------------------------------------------------

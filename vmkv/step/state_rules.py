@@ -295,16 +295,8 @@ class Call(NamedTuple):
         self, rule: Callable[..., Any], given: torch.Tensor, **bounds: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output and the states after the tokens, from those `given`."""
-        out, made = rule(
-            self.query,
-            self.key,
-            self.value,
-            g=self.g,
-            beta=self.beta,
-            initial_state=given,
-            output_final_state=True,
-            **bounds,
-        )
+        bounds |= {"initial_state": given}
+        out, made = rule(*self[:3], g=self.g, beta=self.beta, output_final_state=True, **bounds)
         return out, made
 
     def compute_in_place(
@@ -390,12 +382,8 @@ def _takes_starts(rule: Callable[..., Any], call: Call, given: torch.Tensor) -> 
 _RULES: ContextVar[PackedRules | None] = ContextVar("vmkv_rules", default=None)
 
 _LIBRARY: Any = torch.library.Library("vmkv", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(
-    "convolve_rows(Tensor hidden, Tensor weight, Tensor? bias, str? activation) -> Tensor"
-)
-_LIBRARY.define(
-    "apply_rule(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta) -> Tensor"
-)
+_LIBRARY.define("convolve_rows(Tensor x, Tensor weight, Tensor? bias, str? activation) -> Tensor")
+_LIBRARY.define("apply_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta) -> Tensor")
 
 
 def _running() -> PackedRules:
