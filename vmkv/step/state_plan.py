@@ -146,7 +146,7 @@ def plan_step(pieces: Sequence[Piece], state_tokens: int) -> Plan:
     """Plan a step of `pieces` in `packing_order`; a convolution's state has `state_tokens`.
 
     One round decodes; then comes one for the parts of prompts up to the first checkpoint, and one
-    for each further part.
+    for each further part. Without these, chunks come first, in a round over all tokens.
     """
     rounds: list[tuple[Kind, list[Part]]] = []
     kept: list[tuple[int, int, int]] = []
@@ -165,18 +165,22 @@ def plan_step(pieces: Sequence[Piece], state_tokens: int) -> Plan:
             rounds[at][1].append(Part.of(piece, start, first, stop, kept_row))
             first = stop
         start += piece.num_new_tokens
+    is_whole = [kind for kind, _ in rounds] == [Kind.DECODE, Kind.CHUNKS]
+    if is_whole:
+        rounds.reverse()  # The output of chunks has room for that of decoding tokens.
     tokens = [_tokens(parts) for _, parts in rounds]
-    joint = np.concatenate(tokens)
-    is_in_order = bool((np.diff(joint) == 1).all())
+    joint = np.concatenate(tokens[is_whole:])
+    is_in_order = not is_whole and bool((np.diff(joint) == 1).all())
     arrays = _convolution_arrays(pieces, state_tokens, kept)
     if not is_in_order:
         arrays += [joint, np.arange(len(joint))]
     kinds: list[tuple[Kind, slice | None]] = []
     for (kind, parts), its in zip(rounds, tokens, strict=True):
         is_run = bool((np.diff(its) == 1).all())
-        kinds.append((kind, slice(int(its[0]), int(its[-1]) + 1) if is_run else None))
+        first = 0 if is_whole else int(its[0])
+        kinds.append((kind, slice(first, int(its[-1]) + 1) if is_run else None))
         arrays += [] if is_run else [its]
-        arrays += _round_arrays(parts, 0)
+        arrays += _round_arrays(parts, int(its[0]) - first)
     return Plan(arrays, kinds, is_in_order)
 
 
