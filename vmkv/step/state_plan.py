@@ -146,7 +146,7 @@ def plan_step(pieces: Sequence[Piece], state_tokens: int) -> Plan:
     """Plan a step of `pieces` in `packing_order`; a convolution's state has `state_tokens`.
 
     One round decodes; then comes one for the parts of prompts up to the first checkpoint, and one
-    for each further part. Without these, chunks come first, in a round over all tokens.
+    for each further part. If no part follows a checkpoint, chunks come first, over all tokens.
     """
     rounds: list[tuple[Kind, list[Part]]] = []
     kept: list[tuple[int, int, int]] = []
