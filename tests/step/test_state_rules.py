@@ -292,6 +292,20 @@ def test_a_chunk_is_of_one_part() -> None:
     assert [[0, 0], [0, 1], [0, 2], [1, 0]] == its.indices.tolist()
 
 
+def test_chunks_go_over_all_tokens_unless_a_part_follows_a_checkpoint() -> None:
+    """Their output then has room for that of decoding tokens, which is computed afterwards."""
+    decode, prompt = Piece(0, 1, 5, 1, None), Piece(0, 0, 0, 70, None)
+    planned = plan_step([decode, prompt], WIDTH).send(torch.device("cpu"))
+    assert [slice(0, 71), slice(0, 1)] == [each.tokens for each in planned.rounds]
+    assert [1, 71] == planned.rounds[0].starts.tolist()
+    assert planned.places is not None
+    assert [0] == planned.places.tolist() == planned.taken.tolist()
+    two_parts = prompt._replace(checkpoints=((64, 8),))
+    planned = plan_step([decode, two_parts], WIDTH).send(torch.device("cpu"))
+    assert [slice(0, 1), slice(1, 65), slice(65, 71)] == [each.tokens for each in planned.rounds]
+    assert planned.places is None
+
+
 def test_outside_a_step(rules: PackedRules, layer: Layer) -> None:
     with rules.in_place(), pytest.raises(InternalError, match="outside a step"):
         layer(torch.zeros(1, 2, 5))

@@ -412,7 +412,7 @@ def _convolved(
     **_: object,
 ) -> Any:
     """Take the place of a convolution in a layer's code."""
-    hidden = hidden.transpose(1, 2)  # As models make it; else compilers write it turned.
+    hidden = hidden.transpose(1, 2)
     return torch.ops.vmkv.convolve_rows(hidden, weight, bias, activation).transpose(1, 2)
 
 
