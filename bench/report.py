@@ -159,7 +159,21 @@ def record_page(result: Result, home: str) -> str:
         parts.append(f"![{result.bench}]({result.stem}.png)")
     if result.rows:
         parts.append(_rows_section(result))
+    kernels = result.record.get("constants", {}).get("step_kernels")
+    if kernels:
+        parts += ["**Kernels of a step.**", _kernels_table(kernels)]
     return "\n\n".join(parts) + "\n"
+
+
+def _kernels_table(kernels: Sequence[Row]) -> str:
+    """Those that take a hundredth of their step or more; `bench_serve --profile` measures them."""
+    whole_us = {each["step"]: each["us"] for each in kernels if each["kernel"] == "the whole step"}
+    lines = [
+        [each["step"], each["kernel"], f"{each['us']:,.0f}"]
+        for each in kernels
+        if each["us"] >= whole_us[each["step"]] / 100
+    ]
+    return markdown_table(["step", "kernel", "µs"], lines)
 
 
 def _rows_section(result: Result) -> str:
