@@ -95,7 +95,7 @@ def answer(process: subprocess.Popen[str]) -> Any:
 
 def engine_rows(roots: dict[str, Path], options: argparse.Namespace) -> Iterator[Row]:
     """Each workload, by each engine in turn."""
-    from bench_serve import SMOKE_CASES, WORKLOADS
+    from bench_serve import SMOKE_CASES, WORKLOADS, is_wanted
 
     vocab_size = llama_config(smoke=options.smoke).vocab_size
     with contextlib.ExitStack() as stack:
@@ -104,7 +104,8 @@ def engine_rows(roots: dict[str, Path], options: argparse.Namespace) -> Iterator
         }
         for root, engine in engines.items():
             assert root in Path(answer(engine)).parents, f"another vmkv serves than that of {root}"
-        for workload in SMOKE_CASES[0].workloads if options.smoke else WORKLOADS:
+        workloads = SMOKE_CASES[0].workloads if options.smoke else WORKLOADS
+        for workload in (each for each in workloads if is_wanted(each.name, options.only)):
             line = json.dumps([workload.prompts(vocab_size), workload.new_tokens])
             for number in range(-1, options.rounds):  # The first may have to compile.
                 for name, root in roots.items():
@@ -162,6 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = Bench("commits", __doc__, needs_gpu=True)
     bench.option("--older", type=Path, default=ROOT, help="a checkout; by default this one")
     bench.option("--rounds", type=int, default=3, help="of each, after one for warm-up")
+    bench.option("--only", nargs="+", metavar="NAME", help="W0 … W4, chat; by default all")
     bench.option("--memory", type=float, default=40, help="GiB for keys and values of each engine")
     bench.option("--worker", action="store_true", help="serve lines of stdin: for its own use")
     options = bench.parse(argv)
@@ -170,7 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.worker:
         return serve_lines(options)
     roots, rows = {"older": options.older.resolve(), "this": ROOT}, []
-    for measure in (engine_rows,) if options.smoke else (engine_rows, chat_rows):
+    has_chat = not options.smoke and (not options.only or "chat" in options.only)
+    for measure in (engine_rows, chat_rows) if has_chat else (engine_rows,):
         for row in measure(roots, options):
             rows.append(row)
             print(json.dumps(row), flush=True)

@@ -33,7 +33,7 @@ class Load:
     """Requests, and when they come.
 
     Attributes:
-        name: Its name, and the seed of all that is random in it.
+        name: Its name, and with `round` the seed of all that is random in it.
         rate_per_s: Arrivals, by a Poisson process; 0 for all at once.
         num_requests: How many there are.
         vocabulary: Prompts are drawn below this.
@@ -43,6 +43,7 @@ class Load:
         prefix_tokens: Tokens that all prompts begin with.
         lead_s: Between starting the client processes and the first arrival.
         temperature, top_p: How tokens are drawn.
+        round: Each has other requests.
     """
 
     name: str
@@ -56,10 +57,11 @@ class Load:
     lead_s: float = 1.5
     temperature: float = 0.0
     top_p: float = 1.0
+    round: int = 0
 
     def arrivals(self) -> list[Arrival]:
         """The requests, in order. The same every time."""
-        source = random.Random(self.name)
+        source = random.Random(self.name + (f", {self.round}" if self.round else ""))
         tokens = range(5, self.vocabulary)
         prefix = source.choices(tokens, k=self.prefix_tokens)
         due_s, made = 0.0, []

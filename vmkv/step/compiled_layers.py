@@ -30,8 +30,8 @@ from .row_attention import autocast_dtype
 
 _Compiled = Callable[..., Any]
 #: A kernel from a worker process is tuned again in each start: triton's `Config` loses the mark of
-#: tuned ones when it is pickled. Worker processes also import torch first. Sums of a token's experts
-#: (at most 16) are unrolled: as a reduction, each element reads each expert's place again.
+#: tuned ones when it is pickled. Worker processes also import torch first. Sums over a token's at
+#: most 16 experts are unrolled: as a reduction, each element reads each expert's place again.
 _ALWAYS = {"compile_threads": 1, "unroll_reductions_threshold": 17}
 #: Torch 2.11's static launcher tunes kernels that have one configuration again in each process.
 _KEEPS_TUNED = {"use_static_cuda_launcher": False} if torch.__version__.startswith("2.11.") else {}
