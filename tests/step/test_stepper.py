@@ -389,7 +389,7 @@ def test_a_cache_without_layers_is_refused() -> None:
 
 
 def test_pieces_are_packed_by_kind() -> None:
-    """Decoding pieces, then beginnings, then continued prompts; each kind in the given order."""
+    """Pieces that decode, beginnings by length, continued prompts; each kind in the given order."""
     pieces = [
         Piece(0, 0, 5, 2, [3, 4]),
         Piece(1, 1, 0, 1, [3]),
@@ -397,4 +397,4 @@ def test_pieces_are_packed_by_kind() -> None:
         Piece(3, 3, 7, 1, None),
         Piece(4, 4, 0, 9, [3] * 9),
     ]
-    assert [1, 3, 2, 4, 0] == packing_order(pieces)
+    assert [3, 1, 2, 4, 0] == packing_order(pieces)

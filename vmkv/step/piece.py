@@ -55,8 +55,8 @@ class Piece(NamedTuple):
 
 
 def packing_order(pieces: Sequence[Piece]) -> list[int]:
-    """Return the indices of pieces by kind: decodes, beginnings, continued prompts."""
-    kinds = [0 if new == 1 else 2 if past else 1 for _, _, past, new, *_ in pieces]
+    """Return the indices of pieces: of one token, beginnings last; beginnings; continued prompts."""
+    kinds = [(new > 1, bool(past) == (new > 1)) for _, _, past, new, *_ in pieces]
     return sorted(range(len(pieces)), key=kinds.__getitem__)
 
 
