@@ -18,6 +18,7 @@ from helpers.tiny_models import tiny_model
 
 from vmkv import SamplingParams
 from vmkv.serve import Engine
+from vmkv.serve.runner import RunnerOptions
 
 #: Length of the reference output; requests are limited to it.
 _LONGEST_ANSWER = 24
@@ -29,9 +30,11 @@ class ModelShape(Shape):
 
     Attributes:
         name: Model of `helpers.tiny_models`.
+        runner: As of `Engine`; the padded steps of "graphs" run uncaptured.
     """
 
     name: str = "llama"
+    runner: str = "eager"
 
 
 class ModelPlay(EnginePlay):
@@ -42,7 +45,10 @@ class ModelPlay(EnginePlay):
     def _make_engine(self) -> tuple[Engine, Any, Any]:
         shape = self.shape
         model = copy.deepcopy(tiny_model(shape.name))  # The engine changes its attention.
-        engine = Engine(model, runner="eager", **engine_options(shape, self.pool))
+        options = engine_options(shape, self.pool)
+        if shape.runner == "graphs":
+            options["runner_options"] = RunnerOptions(capture=True, show_progress=False)
+        engine = Engine(model, runner=shape.runner, **options)
         engine.cache.cost_model = cost_model(shape.alias_pages)
         runner = SimpleNamespace(num_steps=0, mishap=None)
 
@@ -58,6 +64,7 @@ class ModelPlay(EnginePlay):
             temperature=0,
             max_tokens=min(params.max_tokens or _LONGEST_ANSWER, _LONGEST_ANSWER),
             logits_processors=params.logits_processors,
+            prompt_logprobs=params.prompt_logprobs,
         )
         super().add(prompt, params, priority)
 

@@ -214,9 +214,17 @@ class RandomEngine(RandomPlay):
 HYBRIDS = () if unsupported_because("qwen3_next") else ("qwen3_next",)
 
 
+def _add_scored(draw: random.Random, play: EnginePlay) -> None:
+    params = dataclasses.replace(
+        _random_params(draw), prompt_logprobs=draw.choice([None, None, None, 0])
+    )
+    play.add(_random_prompt(draw, play), params, draw.choice([0, 0, 0, -1, 1]))
+
+
 class RandomModelEngine(RandomEngine):
     """An episode with a real model."""
 
+    operations = _OPERATIONS | {"add": _add_scored}
     names: ClassVar[tuple[str, ...]] = ("llama", "mistral", "gemma3", *SERVED_LATELY, *HYBRIDS)
 
     def __init__(self, draw: random.Random, without: Collection[str] = ()):
@@ -227,6 +235,7 @@ class RandomModelEngine(RandomEngine):
         name = draw.choice(self.names)
         # Each layer is a group, with an eighth of the bytes per token of a stamped layer.
         shape |= {"is_late": False, "budget_pages": draw.choice([20, 30, 50, 100]), "name": name}
+        shape["runner"] = draw.choice(["eager", "graphs"])
         return ModelPlay(ModelShape(**shape))
 
 

@@ -106,6 +106,23 @@ def test_engines_with_steps_as_for_graphs(model: Any) -> None:
     ]
 
 
+def test_a_prompt_that_ends_one_token_past_a_chunk_is_no_decode_step(model: Any) -> None:
+    """Its last two tokens are two pieces of one token, and captured steps have one of each slot."""
+    [prompt] = random_prompts(9)
+    options = RunnerOptions(capture=True, show_progress=False)
+    with Engine(
+        model,
+        runner="graphs",
+        runner_options=options,
+        max_num_seqs=1,
+        max_num_batched_tokens=7,
+        budget_bytes=BUDGET_BYTES,
+    ) as engine:
+        [output] = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=4))
+    said = alone(model, prompt, max_new_tokens=4, do_sample=False)
+    assert said == [*prompt, *output.outputs[0].token_ids]
+
+
 def test_layers_with_chunks_are_not_compiled(model: Any) -> None:
     """The engine says so where it was asked for, and serves them as they are by default."""
     options = RunnerOptions(compile_layers=True, show_progress=False)

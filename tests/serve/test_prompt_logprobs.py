@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from helpers.random_engine import HYBRIDS
 from helpers.requests import prompts
-from helpers.tiny_models import VOCABULARY, tiny_model
+from helpers.tiny_models import SERVED_LATELY, VOCABULARY, tiny_model
 
 from vmkv.core.backend import MemoryLocation
 from vmkv.serve import Engine, RequestOutput, SamplingParams, prompt_scores
@@ -50,7 +51,7 @@ def check(name: str, prompt: Sequence[int], output: RequestOutput, count: int = 
         )
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", *SERVED_LATELY, *HYBRIDS])
 @pytest.mark.parametrize("options", [{}, PADDED], ids=["eager", "graphs"])
 def test_they_equal_the_models(
     make_engine: MakeEngine, name: str, options: dict[str, object]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from helpers.tiny_models import VERSION
 
 from vmkv import ConfigError, OutOfPagesError
 from vmkv.core.backend import MemoryLocation
-from vmkv.serve import Engine, FinishReason, SamplingParams
+from vmkv.serve import Engine, FinishReason, SamplingParams, prompt_scores
 from vmkv.serve.runner import RunnerOptions
 from vmkv.serve.scheduler import PreemptionCosts
 from vmkv.units import KiB, MiB
@@ -254,6 +255,30 @@ def test_states_stay_in_the_models_type_beside_keys_in_eight_bits(make_engine: M
     assert {torch.float32} == kept
     full = next(group for group in engine.cache.groups if not group.is_fixed)
     assert torch.float8_e4m3fn == full.dtype
+
+
+def test_a_prompt_of_one_token_between_decoding_ones(make_engine: MakeEngine) -> None:
+    """It begins a state in a step where the ones before and after it go on with theirs."""
+    prompts = random_prompts(17, 1, 17, 40)
+    engine = make_engine(_model(NAME), prefix_caching=True)
+    for _ in range(2):  # Prompts found in the cache decode at once.
+        assert [_expected(NAME, each) for each in prompts] == _said(engine, prompts)
+
+
+@pytest.mark.parametrize("name", PREEMPTED)
+def test_checkpoints_of_scored_prompts(
+    make_engine: MakeEngine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt in several scoring passes leaves its checkpoint, which serves another prompt."""
+    monkeypatch.setattr(prompt_scores, "_PASS_TOKENS", 20)
+    [first] = random_prompts(36)
+    other = [*first[:34], 3, 5]
+    engine = make_engine(_model(name), prefix_caching=True, max_num_batched_tokens=64)
+    scored = dataclasses.replace(GREEDY, prompt_logprobs=0)
+    for prompt, params, num_cached in ((first, scored, 0), (other, GREEDY, 32)):
+        [output] = engine.generate([prompt], params)
+        assert _expected(name, prompt) == list(output.outputs[0].token_ids)
+        assert num_cached == output.num_cached_tokens
 
 
 def test_log_probabilities_of_prompts(make_engine: MakeEngine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ def score(
         cache.note_stream()
     scores: list[Scores] = []
     ends: dict[int, torch.Tensor] = {}
-    for group in _passes(pieces):
+    for group in _passes(pieces, stepper.chunk_sizes):
         group = [group[at] for at in packing_order([part for _, part in group])]
         follow: list[int] = []
         spans: list[Span] = []
@@ -70,25 +70,24 @@ def score(
         most = max(span.num_logprobs for span in spans)
         scores.append(Scores(_told(logits, follow, most), spans))
         for (at, part), end in zip(group, accumulate(each.num_rows for each in spans), strict=True):
-            if part.samples and part.num_tokens == pieces[at].num_tokens:
+            if part.samples:
                 ends[at] = logits[end - 1 : end].clone()  # The others are freed.
     return StepLogits(torch.cat([logits[:0], *ends.values()]), list(ends)), scores
 
 
-def _passes(pieces: Mapping[int, Piece]) -> Iterator[list[tuple[int, Piece]]]:
-    """Divide pieces into passes, each with one part of a piece at most."""
+def _passes(
+    pieces: Mapping[int, Piece], chunk_sizes: Collection[int]
+) -> Iterator[list[tuple[int, Piece]]]:
+    """Divide pieces into passes, each with one part of a piece at most, within one chunk."""
     group: list[tuple[int, Piece]] = []
     room = _PASS_TOKENS
     for at, piece in pieces.items():
-        assert piece.token_ids is not None  # A prompt is on the host.
-        start = 0
-        while start < piece.num_new_tokens:
-            tokens = piece.token_ids[start : start + room]
-            past, count = piece.num_past_tokens + start, len(tokens)
-            part = piece._replace(num_past_tokens=past, num_new_tokens=count, token_ids=tokens)
-            group.append((at, part))
-            start, room = start + count, room - count
-            if not room:
+        past, end = piece.num_past_tokens, piece.num_tokens
+        while past < end:
+            stop = min(past + room, end, *[(past // each + 1) * each for each in chunk_sizes])
+            group.append((at, piece.part(past, stop)))
+            past, room = stop, room - (stop - past)
+            if past < end or not room:
                 yield group
                 group, room = [], _PASS_TOKENS
     if group:

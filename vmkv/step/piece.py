@@ -53,9 +53,22 @@ class Piece(NamedTuple):
         """Whether the piece has one new token."""
         return self.num_new_tokens == 1
 
+    def part(self, past: int, stop: int) -> Piece:
+        """Return the work from `past` to `stop` tokens in the row."""
+        ids, first = self.token_ids, self.num_past_tokens
+        return Piece(
+            self.slot,
+            self.row,
+            past,
+            stop - past,
+            None if ids is None else ids[past - first : stop - first],
+            self.samples and stop == self.num_tokens,
+            tuple(each for each in self.checkpoints if past < each[0] <= stop),
+        )
+
 
 def packing_order(pieces: Sequence[Piece]) -> list[int]:
-    """Return the indices of pieces: of one token, beginnings last; beginnings; continued prompts."""
+    """Return indices of pieces: decodes, one-token beginnings, beginnings, continued prompts."""
     kinds = [(new > 1, bool(past) == (new > 1)) for _, _, past, new, *_ in pieces]
     return sorted(range(len(pieces)), key=kinds.__getitem__)
 
@@ -72,13 +85,7 @@ def cut_at_chunks(
         past, end = piece.num_past_tokens, piece.num_tokens
         ends = {at for each in chunks for at in range((past // each + 1) * each, end, each)}
         for stop in (*sorted(ends), end):
-            ids = piece.token_ids
-            if ids is not None:
-                ids = ids[past - piece.num_past_tokens : stop - piece.num_past_tokens]
-            samples = piece.samples and stop == end
-            kept = tuple(each for each in piece.checkpoints if past < each[0] <= stop)
-            part = Piece(piece.slot, piece.row, past, stop - past, ids, samples, kept)
-            found.append((index, part))
+            found.append((index, piece.part(past, stop)))
             past = stop
     return [index for index, _ in found], [part for _, part in found]
 

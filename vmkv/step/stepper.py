@@ -92,8 +92,8 @@ class Stepper:
         if calls is None:
             calls = AttentionCalls(tuple(sorted(at for each in caches for at in each.layers)))
         self.calls: tuple[int, ...] | None = calls.layers
-        self._chunks = {*calls.chunks.values()}
-        self._needs_past = bool(self._chunks) or calls.is_named
+        self.chunk_sizes = {*calls.chunks.values()}  #: Of layers that attend in chunks, in tokens.
+        self._needs_past = bool(self.chunk_sizes) or calls.is_named
         self.attention = RowAttention(caches, attention_backend, preferred_backend, calls)
         self._states = _packed_states(model, caches, calls.states, self.attention.called)
         # transformers passes a 4-D mask on unchanged, and vmkv's attention ignores it.
@@ -120,7 +120,7 @@ class Stepper:
                 self._mask._vmkv_placeholder = True  # type: ignore[attr-defined]
                 self._keywords["vmkv_batch"] = self.attention.attend_in
             elif compile_with is not None:
-                if self._chunks:
+                if self.chunk_sizes:
                     raise ConfigError("layers of models that attend in chunks cannot be compiled")
                 if calls.is_named:
                     raise ConfigError("layers that do not say which they are cannot be compiled")
@@ -199,13 +199,14 @@ class Stepper:
         if not pieces:
             return StepLogits(torch.empty((0, 0), device=self.device), [])
         whole: Sequence[int] = range(len(pieces))
-        if self._chunks:
-            whole, pieces = cut_at_chunks(pieces, self._chunks)
+        if self.chunk_sizes:
+            whole, pieces = cut_at_chunks(pieces, self.chunk_sizes)
             rows_elsewhere = [[rows[at] for at in whole] for rows in rows_elsewhere]
         order = packing_order(pieces)
         packed = [pieces[at] for at in order]
         sampling = [whole[at] for at in order if pieces[at].samples]
-        if packed[-1].decodes:  # Then all do, by their order.
+        # All decode, by their order; parts of one piece would share its slot.
+        if packed[-1].decodes and len({*whole}) == len(packed):
             # Captured, a layer neither begins a state nor copies one.
             goes_on = self._states is None or all(
                 [each.num_past_tokens and not each.checkpoints for each in packed]
@@ -377,7 +378,7 @@ class Stepper:
         self.decode_graphs = DecodeGraphs(space, few=few)
         # Tiles may span chunks; other layers with states are called for each prompt.
         is_packed = not self.has_states or self.state_tokens > 0
-        if max_mixed_tokens > 1 and not self._chunks and is_packed:
+        if max_mixed_tokens > 1 and not self.chunk_sizes and is_packed:
             self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self.num_processors)
 
     def make_batch_graphs(
