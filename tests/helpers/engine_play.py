@@ -175,6 +175,7 @@ class EnginePlay(PoolPlay):
             self.abandon()
             raise
         self.cache = self.engine.cache
+        self._num_kept = self.cache.stats().num_sequences  # For the padding of graphs.
         self.device.note_stream(_CHECKS_STREAM)
         self.guests: list[Guest] = []
         self.asked: list[Asked] = []
@@ -250,7 +251,7 @@ class EnginePlay(PoolPlay):
                 raise AssertionError(f"the engine does not come to an end: {self.engine!r}")
             self.engine._view.close_ended()  # A fault may have kept some open.
         assert not self.asked
-        assert len(self.guests) == self.cache.stats().num_sequences
+        assert len(self.guests) + self._num_kept == self.cache.stats().num_sequences
         assert not self.engine._scheduler.requests
 
     # ---- memory ---------------------------------------------------------------------------
