@@ -148,14 +148,13 @@ def on_host(host_kernel: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) ->
     """`decode` launches its source on the host, rows in as many parts as the list's element."""
     parts = [1]
 
-    def launch(run: Any, num_blocks: int, num_threads: int, stream: int, words: bytes) -> None:
+    def launch(run: Any, num_blocks: int, num_threads: int, words: bytes) -> None:
         assert num_threads == 128
         run(num_blocks, ctypes.c_char_p(words))
 
     monkeypatch.setattr(decode, "_kernel", host_kernel)
     monkeypatch.setattr(decode, "launch", launch)
     monkeypatch.setattr(decode, "_num_parts", lambda *_: parts[0])
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     return parts
 
 

@@ -70,7 +70,7 @@ def host_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         pytest.skip("no g++ to compile the kernel for the host")
     folder = tmp_path_factory.mktemp("draw")
 
-    def launch(run: Any, num_blocks: int, num_threads: int, stream: int, words: bytes) -> None:
+    def launch(run: Any, num_blocks: int, num_threads: int, words: bytes) -> None:
         assert num_threads == HOST_THREADS
         run(num_blocks, ctypes.c_char_p(words))
 
@@ -82,7 +82,6 @@ def host_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(draw, "_PART_TOKENS", HOST_PART_TOKENS)
         patch.setattr(draw, "_kernel", lambda _, dtype, count: compiled(folder, dtype, count))
         patch.setattr(draw, "launch", launch)
-        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
         yield
 
 

@@ -156,7 +156,7 @@ class Place(NamedTuple):
 
 
 def append_uniform(
-    key: torch.Tensor, value: torch.Tensor, place: Place, first_position: int, stream: int
+    key: torch.Tensor, value: torch.Tensor, place: Place, first_position: int
 ) -> None:
     """Write `key [B, H, T, Dk]` and `value [B, H, T, Dv]` at `first_position` of rows 0, 1, 2 ….
 
@@ -168,21 +168,20 @@ def append_uniform(
     kb, kh, kt, kd = key.stride()
     vb, vh, vt, vd = value.stride()
     if kd != 1 or vd != 1:
-        append_uniform(key.contiguous(), value.contiguous(), place, first_position, stream)
+        append_uniform(key.contiguous(), value.contiguous(), place, first_position)
         return
     sequences = (num_tokens, first_position, 0, 0, 0)
     strides = (kb, kt, kh), (vb, vt, vh)
-    _launch(key, value, strides, place, sequences, batch_size * num_tokens, stream)
+    _launch(key, value, strides, place, sequences, batch_size * num_tokens)
 
 
 def encoded(query: torch.Tensor) -> torch.Tensor:
     """Return `query [T, H, D]` as float8, contiguous; the append kernel encodes it."""
     out = torch.empty(query.shape, dtype=FP8, device=query.device)
-    index, (_, num_heads, dim) = query.device.index, query.shape
+    _, num_heads, dim = query.shape
     place = Place(out.data_ptr(), out.data_ptr(), 0, num_heads * dim, FP8)
-    stream = torch._C._cuda_getCurrentRawStream(index)
     new = query.transpose(0, 1)[None], query[:, :0].transpose(0, 1)[None]
-    append_uniform(*new, place, 0, stream)
+    append_uniform(*new, place, 0)
     return out
 
 
@@ -193,7 +192,6 @@ def _launch(
     place: Place,
     sequences: tuple[int, ...],
     num_tokens: int,
-    stream: int,
 ) -> None:
     """Launch the copying kernel, or the one that encodes.
 
@@ -218,7 +216,7 @@ def _launch(
         count = min(16 // item, (source_bits & -source_bits) // item, target_bits & -target_bits)
         kernel = _numbers_kernel("append", index, key.dtype, count, encodes=True)
     words = _WORDS.pack(*source, *place[:4], *heads, *sequences, *place.inverses)
-    launch(kernel, num_tokens, _THREADS, stream, words)
+    launch(kernel, num_tokens, _THREADS, words)
 
 
 @functools.cache
@@ -281,9 +279,8 @@ def append(call: Call, new: tuple[torch.Tensor, torch.Tensor]) -> None:
         key, value = (each if each.stride(2) == 1 else each.contiguous() for each in new)
         vectors = addresses(batch.row_indices, batch.num_tokens, batch.query_starts)
         strides = (0, *key.stride()[:2]), (0, *value.stride()[:2])
-        stream = torch._C._cuda_getCurrentRawStream(key.device.index)
         place, sequences = Place.of(keys, values, scales), (batch.batch_size, 0, *vectors)
-        _launch(key, value, strides, place, sequences, key.shape[0], stream)
+        _launch(key, value, strides, place, sequences, key.shape[0])
         return
     positions = batch.flat_positions
     if positions.numel() and int(positions.min()) < 0:
@@ -436,5 +433,5 @@ def append_rotated(
     )
     index = query.device.index
     kernel = _numbers_kernel("append_rotated", index, query.dtype, 8, encodes=keys.dtype == FP8)
-    launch(kernel, query.shape[0], _THREADS, torch._C._cuda_getCurrentRawStream(index), words)
+    launch(kernel, query.shape[0], _THREADS, words)
     return out, kept

@@ -408,10 +408,8 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         *_scratch(call, parts, size * query_heads, dim, size * heads),
         *(size, *addresses(batch.left_pad)),
     )
-    index = query.device.index
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    kernel = _kernel(index, query.dtype, dim, keys.dtype == FP8)
-    launch(kernel, size * heads * parts, _THREADS, stream, words)
+    kernel = _kernel(query.device.index, query.dtype, dim, keys.dtype == FP8)
+    launch(kernel, size * heads * parts, _THREADS, words)
     return out, logsumexp
 
 

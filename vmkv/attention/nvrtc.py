@@ -58,9 +58,13 @@ class Kernel(NamedTuple):
     function: int
 
 
-def launch(kernel: Kernel, num_blocks: int, num_threads: int, stream: int, words: bytes) -> None:
-    """Launch `kernel` with packed 64-bit arguments in 3 us; raises `CudaDriverError` if refused."""
+def launch(kernel: Kernel, num_blocks: int, num_threads: int, words: bytes) -> None:
+    """Launch `kernel` with packed 64-bit arguments on the current stream of its device, in 3 us.
+
+    Raises `CudaDriverError` if the driver refuses.
+    """
     _, index, launch_fn, function = kernel
+    stream = torch._C._cuda_getCurrentRawStream(index)
     if torch._C._cuda_getDevice() == index:
         status = _native.launch(launch_fn, function, num_blocks, num_threads, stream, words)
     else:  # A model spread over devices: launches go to the current context.

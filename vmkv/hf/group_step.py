@@ -221,8 +221,7 @@ class GroupStep:
     def write(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the step's keys and values of the layer at index `place` of the group."""
         if self._is_cuda:
-            stream = self.rows.core.current_stream()
-            append_uniform(keys, values, self._appended[place], self.start, stream)
+            append_uniform(keys, values, self._appended[place], self.start)
             return
         if self.is_fp8:
             scales = self.group.scales_at(place)

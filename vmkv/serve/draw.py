@@ -320,12 +320,11 @@ class DrawKernel:
             *(self._num_parts, _PART_TOKENS, out.data_ptr()),
         )
         # Numbers that a thread loads at once: all addresses and the vocabulary are multiples.
-        item, index = logits.element_size(), logits.device.index
+        item = logits.element_size()
         sizes = (logits.data_ptr(), logits.stride(0) * item, vocab_size * item, 16)
         bits = functools.reduce(operator.or_, sizes)
-        kernel = _kernel(index, logits.dtype, (bits & -bits) // item)
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        launch(kernel, num_rows * self._num_parts, _THREADS, stream, words)
+        kernel = _kernel(logits.device.index, logits.dtype, (bits & -bits) // item)
+        launch(kernel, num_rows * self._num_parts, _THREADS, words)
         return out
 
 

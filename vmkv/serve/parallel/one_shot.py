@@ -430,8 +430,7 @@ def norm_after_sum(
 def _launch(
     part: torch.Tensor, row_vectors: int | None, rest: bytes, size: int, exchange: tuple[int, ...]
 ) -> None:
-    index = part.device.index
-    kernel, threads, unit, chunk = kernel_of(index, part.dtype, size, row_vectors)
+    kernel, threads, unit, chunk = kernel_of(part.device.index, part.dtype, size, row_vectors)
     num_vectors = part.nbytes // VECTOR_BYTES
     most_blocks = NUM_BLOCKS if size > 1 else _MOST_BLOCKS_ALONE
     share = div_ceil(div_ceil(num_vectors, unit), most_blocks) * unit
@@ -439,4 +438,4 @@ def _launch(
     # With one rank a block takes its share at once, since nothing is exchanged.
     at_a_time = chunk if size > 1 else share
     words = _WORDS.pack(part.data_ptr(), num_vectors, share, at_a_time, *exchange)
-    launch(kernel, num_blocks, threads, torch._C._cuda_getCurrentRawStream(index), words + rest)
+    launch(kernel, num_blocks, threads, words + rest)
