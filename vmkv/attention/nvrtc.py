@@ -8,12 +8,13 @@ vmkv/core/_native/launch.c.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .. import kept
 from ..core import _native
+from ..core.backend.cuda import checked
 from ..errors import ConfigError, CudaDriverError
 
 FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -47,6 +48,8 @@ __device__ number as_number(float value) {
 #endif
 """
 """CUDA source: conversion between numbers of `-DFORMAT` and float."""
+
+_checked = functools.partial(checked, details="cannot prepare the kernel")
 
 
 class Kernel(NamedTuple):
@@ -121,10 +124,3 @@ def assembled(source: str, name: str, architecture: str, *options: str) -> bytes
     nvrtc.nvrtcDestroyProgram(program)
     kept.write(file, binary)
     return binary
-
-
-def _checked(name: str, answer: tuple[Any, ...]) -> Any:
-    status, *results = answer
-    if int(status):
-        raise CudaDriverError(name, int(status), str(status), "cannot prepare the kernel")
-    return results[0] if len(results) == 1 else tuple(results)

@@ -29,6 +29,19 @@ _VMM_SINCE_CUDA = 10020  # The version of the entry points asked for.
 _CALLS = (b"cuMemMap", b"cuMemSetAccess", b"cuMemUnmap", b"cuMemcpyAsync", b"cuMemsetD8Async")
 
 
+def checked(call: str, answer: tuple[Any, ...], details: str = "") -> Any:
+    """Return the results of a cuda-python call, or raise `CudaDriverError` for its status."""
+    status, *results = answer
+    if int(status):
+        raise _error_of(call, status, details)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _error_of(call: str, status: Any, details: str) -> CudaDriverError:
+    is_full = status.name == "CUDA_ERROR_OUT_OF_MEMORY"
+    return CudaDriverError(call, int(status), status.name, details, is_out_of_memory=is_full)
+
+
 class CudaFence(Fence):
     """Events on every stream that had work on the cache's memory."""
 
@@ -73,8 +86,8 @@ class CudaBackend(BookedBackend):
             ) from error
         self._driver = driver
         try:
-            self._call("init", driver.cuInit(0))
-            num_devices = self._call("init", driver.cuDeviceGetCount())
+            checked("init", driver.cuInit(0))
+            num_devices = checked("init", driver.cuDeviceGetCount())
         except (RuntimeError, CudaDriverError) as error:
             # cuda-python raises RuntimeError where it cannot load libcuda at all.
             raise ConfigError(
@@ -85,10 +98,10 @@ class CudaBackend(BookedBackend):
             raise ConfigError(f"there is no device cuda:{device_index}; found {num_devices}")
         self.name = f"cuda:{device_index}"
         self._device_index = device_index
-        self._device = self._call("init", driver.cuDeviceGet(device_index))
-        self._context = self._call("init", driver.cuDevicePrimaryCtxRetain(self._device))
+        self._device = checked("init", driver.cuDeviceGet(device_index))
+        self._context = checked("init", driver.cuDevicePrimaryCtxRetain(self._device))
         numa_id = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
-        numa_node = int(self._call("init", driver.cuDeviceGetAttribute(numa_id, self._device)))
+        numa_node = int(checked("init", driver.cuDeviceGetAttribute(numa_id, self._device)))
         self._locations = {
             MemoryLocation.DEVICE: (_LOCATION_DEVICE, device_index),
             # -1 on a machine without NUMA nodes.
@@ -97,7 +110,7 @@ class CudaBackend(BookedBackend):
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         properties = self._properties(MemoryLocation.DEVICE, False)
         granularity = driver.cuMemGetAllocationGranularity(properties, minimum)
-        super().__init__(int(self._call("init", granularity)))
+        super().__init__(int(checked("init", granularity)))
         calls = map(self._function_address, _CALLS)
         self._native_calls = NativeCalls._make([*calls, self._locations[MemoryLocation.DEVICE]])
         # A stream must not be destroyed while a fence is recorded on it.
@@ -115,10 +128,10 @@ class CudaBackend(BookedBackend):
 
     def _reserve(self, num_bytes: int) -> int:
         answer = self._driver.cuMemAddressReserve(num_bytes, 0, 0, 0)
-        return int(self._call("address_reserve", answer))
+        return int(checked("address_reserve", answer))
 
     def _unreserve(self, address: Address, num_bytes: int) -> None:
-        self._call("address_free", self._driver.cuMemAddressFree(address, num_bytes))
+        checked("address_free", self._driver.cuMemAddressFree(address, num_bytes))
 
     # ---- physical memory ------------------------------------------------------------------
 
@@ -138,12 +151,12 @@ class CudaBackend(BookedBackend):
 
     def _create(self, num_bytes: int, location: MemoryLocation, shareable: bool) -> int:
         answer = self._driver.cuMemCreate(num_bytes, self._properties(location, shareable), 0)
-        return int(self._call("mem_create", answer, describe(num_bytes, location)))
+        return int(checked("mem_create", answer, describe(num_bytes, location)))
 
     def _export(self, native_handle: int) -> int:
         kind = self._descriptor_type()
         answer = self._driver.cuMemExportToShareableHandle(native_handle, kind, 0)
-        fd = int(self._call("mem_export", answer))
+        fd = int(checked("mem_export", answer))
         os.set_inheritable(fd, False)
         return fd
 
@@ -156,7 +169,7 @@ class CudaBackend(BookedBackend):
         if not is_device_file:
             raise self._refusal("mem_import", f"descriptor {fd} is no exported memory")
         answer = self._driver.cuMemImportFromShareableHandle(fd, self._descriptor_type())
-        native_handle = int(self._call("mem_import", answer, f"descriptor {fd}"))
+        native_handle = int(checked("mem_import", answer, f"descriptor {fd}"))
         try:
             location = self._location_of(native_handle)
             self._try_mapping(native_handle, num_bytes)
@@ -167,7 +180,7 @@ class CudaBackend(BookedBackend):
 
     def _location_of(self, native_handle: int) -> MemoryLocation:
         answer = self._driver.cuMemGetAllocationPropertiesFromHandle(native_handle)
-        found = self._call("mem_import", answer).location
+        found = checked("mem_import", answer).location
         if int(found.type) == _LOCATION_HOST_NUMA:
             return MemoryLocation.HOST
         if (int(found.type), int(found.id)) == self._locations[MemoryLocation.DEVICE]:
@@ -177,16 +190,16 @@ class CudaBackend(BookedBackend):
     def _try_mapping(self, native_handle: int, num_bytes: int) -> None:
         """Map the handle and unmap it: the driver reports its size in no other way."""
         driver = self._driver
-        address = self._call("mem_import", driver.cuMemAddressReserve(num_bytes, 0, 0, 0))
+        address = checked("mem_import", driver.cuMemAddressReserve(num_bytes, 0, 0, 0))
         try:
             mapped = driver.cuMemMap(address, num_bytes, 0, native_handle, 0)
-            self._call("mem_import", mapped, f"the memory is not of {format_bytes(num_bytes)}")
-            self._call("mem_import", driver.cuMemUnmap(address, num_bytes))
+            checked("mem_import", mapped, f"the memory is not of {format_bytes(num_bytes)}")
+            checked("mem_import", driver.cuMemUnmap(address, num_bytes))
         finally:
             driver.cuMemAddressFree(address, num_bytes)
 
     def _free(self, allocation: Allocation) -> None:
-        self._call("mem_release", self._driver.cuMemRelease(allocation.native_handle))
+        checked("mem_release", self._driver.cuMemRelease(allocation.native_handle))
 
     # ---- order and data -------------------------------------------------------------------
 
@@ -205,7 +218,7 @@ class CudaBackend(BookedBackend):
             try:
                 for stream in self._streams:
                     events.append(self._new_event())
-                    self._call("record_fence", self._driver.cuEventRecord(events[-1], stream))
+                    checked("record_fence", self._driver.cuEventRecord(events[-1], stream))
             except BaseException:
                 for event in events:
                     self.recycle_event(event)
@@ -229,8 +242,8 @@ class CudaBackend(BookedBackend):
     def _wait_for(self, call: str, stream: int, other: int) -> None:
         event = self._new_event()
         try:
-            self._call(call, self._driver.cuEventRecord(event, other))
-            self._call(call, self._driver.cuStreamWaitEvent(stream, event, 0))
+            checked(call, self._driver.cuEventRecord(event, other))
+            checked(call, self._driver.cuStreamWaitEvent(stream, event, 0))
         finally:
             # The submitted wait no longer needs the event.
             self.recycle_event(event)
@@ -239,13 +252,13 @@ class CudaBackend(BookedBackend):
         # It does not wait for the legacy default stream either.
         flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         with self._in_context():
-            return int(self._call("new_stream", self._driver.cuStreamCreate(flags)))
+            return int(checked("new_stream", self._driver.cuStreamCreate(flags)))
 
     def _end_stream(self, stream: int) -> None:
         with self._in_context():
-            self._call("stream_destroy", self._driver.cuStreamSynchronize(stream))
+            checked("stream_destroy", self._driver.cuStreamSynchronize(stream))
             with self._stream_lock:
-                self._call("stream_destroy", self._driver.cuStreamDestroy(stream))
+                checked("stream_destroy", self._driver.cuStreamDestroy(stream))
                 self._streams.discard(stream)
 
     def has_event_passed(self, event: Any) -> bool:
@@ -254,13 +267,13 @@ class CudaBackend(BookedBackend):
             (status,) = self._driver.cuEventQuery(event)
         if status == self._driver.CUresult.CUDA_ERROR_NOT_READY:
             return False
-        self._call("record_fence", (status,))
+        checked("record_fence", (status,))
         return True
 
     def wait_event(self, event: Any) -> None:
         """Block until the work before `event` is done."""
         with self._in_context():
-            self._call("record_fence", self._driver.cuEventSynchronize(event))
+            checked("record_fence", self._driver.cuEventSynchronize(event))
 
     def recycle_event(self, event: Any) -> None:
         """Keep `event` for a later fence."""
@@ -272,11 +285,11 @@ class CudaBackend(BookedBackend):
             if self._events:
                 return self._events.pop()
         flags = self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        return self._call("record_fence", self._driver.cuEventCreate(flags))
+        return checked("record_fence", self._driver.cuEventCreate(flags))
 
     @contextlib.contextmanager
     def _in_context(self) -> Iterator[None]:
-        self._call("context", self._driver.cuCtxPushCurrent(self._context))
+        checked("context", self._driver.cuCtxPushCurrent(self._context))
         try:
             yield
         finally:
@@ -287,7 +300,7 @@ class CudaBackend(BookedBackend):
     def free_memory_bytes(self) -> int:
         """Return the free device memory that the driver reports. Cost: about 6 µs."""
         with self._in_context():
-            free_bytes, _ = self._call("mem_get_info", self._driver.cuMemGetInfo())
+            free_bytes, _ = checked("mem_get_info", self._driver.cuMemGetInfo())
         return int(free_bytes)
 
     def close(self) -> None:
@@ -303,27 +316,11 @@ class CudaBackend(BookedBackend):
 
     # ---- statuses -------------------------------------------------------------------------
 
-    def _call(self, call: str, answer: tuple[Any, ...], details: str = "") -> Any:
-        """Return the results of a cuda-python call, or raise the error for its status."""
-        status, *results = answer
-        if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise self._error(call, int(status), details)
-        if len(results) == 1:
-            return results[0]
-        return tuple(results)
-
     def _error(self, call: str, status: int, details: str) -> CudaDriverError:
-        result = self._driver.CUresult(status)
-        return CudaDriverError(
-            call,
-            status,
-            result.name,
-            details,
-            is_out_of_memory=result == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY,
-        )
+        return _error_of(call, self._driver.CUresult(status), details)
 
     def _function_address(self, name: bytes) -> int:
-        address, *_ = self._call(
+        address, *_ = checked(
             "init", self._driver.cuGetProcAddress(name, _VMM_SINCE_CUDA, 0), name.decode()
         )
         return int(address)

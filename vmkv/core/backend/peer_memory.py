@@ -5,25 +5,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
-from ...errors import ConfigError, CudaDriverError
+from .cuda import checked
 
 _HANDLE_BYTES = 64
+_checked = partial(checked, details="memory cannot be shared between GPUs")
 
 
 class PeerMemory:
     """Zeroed memory on the device whose context is current; `num_bytes` is equal for all sharers.
 
-    `handle` is what other processes `open`. ConfigError without cuda-python, CudaDriverError if the
-    device has no memory that others may open.
+    `handle` is what other processes `open`. CudaDriverError if the device has no memory that others
+    may open.
     """
 
     def __init__(self, num_bytes: int):
-        try:
-            from cuda.bindings import driver
-        except ImportError as error:
-            raise ConfigError(f"there is no cuda-python: {error}") from error
+        from cuda.bindings import driver
+
         self._driver = driver
         with contextlib.ExitStack() as undo:
             self.address = int(_checked("alloc", driver.cuMemAlloc(num_bytes)))
@@ -53,11 +52,3 @@ class PeerMemory:
     def close(self) -> None:
         """Free the memory and unmap the others', once no process uses it any more. Idempotent."""
         self._undo.close()
-
-
-def _checked(call: str, answer: tuple[Any, ...]) -> Any:
-    status, *results = answer
-    if int(status):
-        message = "memory cannot be shared between GPUs"
-        raise CudaDriverError(call, int(status), str(status), message)
-    return results[0] if results else None

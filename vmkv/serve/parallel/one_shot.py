@@ -288,7 +288,7 @@ def kernel_of(
     sends at a time.
 
     `row_vectors` is the length of rows with a norm, accepted by `threads_for`; None for sums alone.
-    Raises `ConfigError` if NVRTC or cuda-python fails, `CudaDriverError` if the driver does.
+    Raises `ConfigError` if NVRTC refuses the kernel, `CudaDriverError` if the driver does.
     """
     threads = _MOST_THREADS if row_vectors is None else threads_for(row_vectors)
     assert threads is not None  # Checked by the caller.
@@ -334,8 +334,7 @@ class OneShotSums:
 
     Created in two steps, because `meet` needs the `handle` of every rank, bytes of equal length.
     Raises `CudaDriverError` if other devices cannot open its memory, `ConfigError` if NVRTC refuses
-    the kernel or cuda-python is missing. A kernel waits at most `timeout_s` for another rank's
-    part.
+    the kernel. A kernel waits at most `timeout_s` for another rank's part.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float):
