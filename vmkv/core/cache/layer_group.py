@@ -107,6 +107,9 @@ class LayerGroup:
     layer, are for eight bits. Raises `OutOfAddressSpaceError` if addresses cannot be reserved.
     """
 
+    is_fixed = False
+    """Whether rows have the same size whatever the sequence's length."""
+
     def __init__(
         self,
         pool: ExtentPool,
@@ -154,11 +157,6 @@ class LayerGroup:
             "window_tokens": self.window_tokens,
             "token_bytes": self.geometry.token_bytes,
         }
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether rows have the same size whatever the sequence's length."""
-        return False
 
     @property
     def views(self) -> GroupViews:

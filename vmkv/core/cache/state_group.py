@@ -53,6 +53,8 @@ class StateGroup(LayerGroup):
     are guarded by the pool's lock.
     """
 
+    is_fixed = True
+
     def __init__(self, pool: ExtentPool, shapes: Mapping[int, Sequence[StateShape]], num_rows: int):
         self.shapes = {layer: tuple(its) for layer, its in shapes.items()}
         self._offsets: list[tuple[int, int, StateShape]] = []  # Layer, bytes from the row's start.
@@ -97,11 +99,6 @@ class StateGroup(LayerGroup):
             for layer, its in sorted(self.shapes.items())
         }
         return {"states": names}
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether rows have the same size whatever the sequence's length."""
-        return True
 
     def resident_tokens(self, row: int) -> int:
         """Tokens of `row` up to which memory is mapped: any number, or none."""
