@@ -141,9 +141,8 @@ async def measure_hits(handle: Any, requests: Sequence[Sequence[int]]) -> Row:
     """Prefix hits, and the requests of each replica."""
     from vmkv import SamplingParams
     from vmkv.serve.replicas.client import ReplicatedEngine
-    from vmkv.serve.replicas.metrics import ReplicaMetrics
 
-    engine = ReplicatedEngine(handle, ReplicaMetrics())
+    engine = ReplicatedEngine(handle)
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0)
 
     async def ask(prompt: Sequence[int]) -> int:
@@ -176,12 +175,10 @@ async def measure_death(handle: Any, seconds: float) -> Row:
     from helpers.serving import tiny_tokenizer
 
     from vmkv.serve.replicas.client import ReplicatedEngine
-    from vmkv.serve.replicas.metrics import ReplicaMetrics
     from vmkv.serve.server import ServerOptions, create_app
 
-    metrics = ReplicaMetrics()
-    engine = ReplicatedEngine(handle, metrics)
-    app = create_app(engine, tiny_tokenizer(), ServerOptions("tiny", MAX_TOKENS), metrics)
+    engine = ReplicatedEngine(handle)
+    app = create_app(engine, tiny_tokenizer(), ServerOptions("tiny", MAX_TOKENS), engine.metrics)
     outcomes: Counter[str] = Counter()
     longest_s = 0.0
     is_over = asyncio.Event()

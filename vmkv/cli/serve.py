@@ -373,8 +373,8 @@ def _running(
         replicas = running_replicas(
             make, arguments.replicas, on_gpus=on_gpus, silence_max_s=silence_max_s
         )
-        engine, shown, facts = stack.enter_context(replicas)
-        return engine, shown, *facts
+        engine, facts = stack.enter_context(replicas)
+        return engine, engine.metrics, *facts
     from ..serve.metrics import Metrics
     from ..serve.process import EngineProcess
 

@@ -120,15 +120,13 @@ def running(ray_url: str) -> Iterator[Running]:
     from vmkv.serve.replicas.choice import Routing
     from vmkv.serve.replicas.client import ReplicatedEngine
     from vmkv.serve.replicas.deployment import engine_deployment
-    from vmkv.serve.replicas.metrics import ReplicaMetrics
 
     deployment = engine_deployment(
         Routing(told_every_s=0.3), num_replicas=2, ray_actor_options={"num_cpus": 1}
     )
     handle = serve.run(deployment.bind(tiny_engine), name="tiny", route_prefix=None)
-    metrics = ReplicaMetrics()
-    engine = ReplicatedEngine(handle, metrics)
-    app = create_app(engine, tiny_tokenizer(), ServerOptions("tiny", MAX_TOKENS), metrics)
+    engine = ReplicatedEngine(handle)
+    app = create_app(engine, tiny_tokenizer(), ServerOptions("tiny", MAX_TOKENS), engine.metrics)
     with serving(app) as (url, _):
         yield Running(url, handle, engine)
 

@@ -78,9 +78,8 @@ class Handle:
 
 def engine_of(handle: Handle) -> Any:
     from vmkv.serve.replicas.client import ReplicatedEngine
-    from vmkv.serve.replicas.metrics import ReplicaMetrics
 
-    return ReplicatedEngine(handle, ReplicaMetrics())
+    return ReplicatedEngine(handle)
 
 
 async def outputs_of(engine: Any, found: list[Any]) -> None:

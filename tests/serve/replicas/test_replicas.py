@@ -70,14 +70,12 @@ def test_requests_are_routed_to_their_prefix(running: Running) -> None:
 def test_prefixes_are_not_shared_between_keys(running: Running) -> None:
     """A request hits the prefixes of its own key and salt, whichever replica holds them."""
     from vmkv.serve.replicas.client import ReplicatedEngine
-    from vmkv.serve.replicas.metrics import ReplicaMetrics
 
-    keys, metrics = ["alice-key", "bob-key"], ReplicaMetrics()
-    engine = ReplicatedEngine(running.handle, metrics)
+    keys, engine = ["alice-key", "bob-key"], ReplicatedEngine(running.handle)
     options = ServerOptions("tiny", MAX_TOKENS, api_keys=keys)
     [prefix] = prompts(1, 160, seed=5)
     found = []
-    with serving(create_app(engine, tiny_tokenizer(), options, metrics)) as (url, _):
+    with serving(create_app(engine, tiny_tokenizer(), options, engine.metrics)) as (url, _):
         for turn, (key, salt) in enumerate([*itertools.product(keys, (None, "salt"))] * 2):
             body = {"model": "tiny", "prompt": [*prefix, 10 + turn], "max_tokens": 1}
             answer = httpx.post(

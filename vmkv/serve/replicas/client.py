@@ -37,9 +37,10 @@ _LOST = (RayActorError, WorkerCrashedError, ObjectLostError, TaskCancelledError)
 class ReplicatedEngine:
     """Replicas behind a handle of Ray Serve, for one event loop; used as an `EngineClient` is."""
 
-    def __init__(self, handle: Any, metrics: ReplicaMetrics):
+    def __init__(self, handle: Any):
         self._handle = handle.options(stream=True)
-        self._metrics = metrics
+        #: Those of all replicas.
+        self.metrics = ReplicaMetrics()
         #: The reason why no replica serves requests, or None; some seconds old.
         self.failure: str | None = None
         self._responses: set[Any] = set()
@@ -134,7 +135,7 @@ class ReplicatedEngine:
             else:
                 failures = [each.failure for each in reports]
                 self.failure = None if None in failures else "; ".join(map(str, failures))
-                self._metrics.take({each.replica: each.metrics for each in reports})
+                self.metrics.take({each.replica: each.metrics for each in reports})
             await asyncio.sleep(_REPORT_S)
 
     async def _reports(self) -> list[ReplicaReport]:

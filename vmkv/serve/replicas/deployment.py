@@ -31,7 +31,6 @@ from ..process.host import MakeEngine
 from ..server.app import create_app
 from .choice import Routing
 from .client import ReplicatedEngine
-from .metrics import ReplicaMetrics
 from .replica import EngineReplica
 from .router import PrefixRouter
 
@@ -89,14 +88,13 @@ class _OpenAI:
         load_tokenizer: Callable[[], Any],
         options_for: Callable[[int], ServerOptions],
     ):
-        self._metrics = ReplicaMetrics()
-        self._engine = ReplicatedEngine(handle, self._metrics)
+        self._engine = ReplicatedEngine(handle)
         self._tokenizer = load_tokenizer()
         max_tokens, _ = await self._engine.facts()
         self._options = options_for(max_tokens)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._engine, self._tokenizer, self._options, self._metrics)
+        return create_app(self._engine, self._tokenizer, self._options, self._engine.metrics)
 
 
 def openai_application(
@@ -124,10 +122,10 @@ def openai_application(
 @contextlib.contextmanager
 def running_replicas(
     make: MakeEngine, num_replicas: int, *, on_gpus: bool, silence_max_s: float
-) -> Iterator[tuple[ReplicatedEngine, ReplicaMetrics, tuple[int, int]]]:
+) -> Iterator[tuple[ReplicatedEngine, tuple[int, int]]]:
     """Run replicas for the `with` block, on the cluster of `RAY_ADDRESS` or on this machine.
 
-    Yields all replicas as one engine, their metrics and their constants. With `on_gpus`, each
+    Yields all replicas as one engine, and their constants. With `on_gpus`, each
     replica has a GPU of its own. Raises `ConfigError` with the reason if they cannot be started.
     """
     is_ours = "RAY_ADDRESS" not in os.environ
@@ -153,8 +151,8 @@ def running_replicas(
             )
         resources = {"num_cpus": 1, "num_gpus": int(on_gpus)}
         deployment = engine_deployment(num_replicas=num_replicas, ray_actor_options=resources)
-        handle, metrics = _run(deployment.bind(make, silence_max_s)), ReplicaMetrics()
-        yield ReplicatedEngine(handle, metrics), metrics, handle.facts.remote().result()
+        handle = _run(deployment.bind(make, silence_max_s))
+        yield ReplicatedEngine(handle), handle.facts.remote().result()
     finally:
         if not is_ours:
             serve.delete(_NAME)
