@@ -65,7 +65,7 @@ from transformers import LlamaConfig
 
 from vmkv import Engine, SamplingParams
 from vmkv.serve.parallel import Ranks, TensorParallel
-from vmkv.serve.parallel.collectives import all_reduce, norm_of_sum
+from vmkv.serve.parallel.collectives import all_reduce
 from vmkv.serve.parallel.engine import open_parallel_engine
 from vmkv.serve.parallel.one_shot import norm_after_sum
 
@@ -148,7 +148,7 @@ def ways_to_add(part: torch.Tensor, group: str) -> dict[str, Callable[[], object
     return {
         "sum_us": lambda: all_reduce(part, group),
         "nccl_us": lambda: nccl(part),
-        "with_norm_us": lambda: norm_of_sum(part, residual, weight, 1e-5, group),
+        "with_norm_us": lambda: torch.ops.vmkv.norm_of_sum_(part, residual, weight, 1e-5, group),
         "nccl_and_norm_us": lambda: (nccl(part), norm_after_sum(part, residual, weight, 1e-5)),
     }
 

@@ -41,7 +41,7 @@ from vmkv.errors import HostDriverError
 from vmkv.hf import VMKVCache
 from vmkv.serve import FinishReason
 from vmkv.serve.parallel import Ranks, TensorParallel, localise, lockstep, one_shot
-from vmkv.serve.parallel.collectives import all_reduce, norm_of_sum
+from vmkv.serve.parallel.collectives import all_reduce
 from vmkv.serve.parallel.engine import ParallelEngine
 from vmkv.serve.parallel.localise import load
 from vmkv.serve.params import StructuredOutputs
@@ -907,7 +907,7 @@ def adds_with_norms(group: TensorParallel) -> None:
         if device == "cuda" and source.randrange(4 * group.size) == group.rank:
             torch.cuda._sleep(200_000)
         part, before = parts[group.rank].to(dtype).to(device), residual.clone()
-        got = norm_of_sum(part, residual, weight, epsilon, group.name)
+        got = torch.ops.vmkv.norm_of_sum_(part, residual, weight, epsilon, group.name)
         what = dtype, shape
         assert torch.equal(part, hidden), what
         assert torch.equal(residual, before), what
@@ -926,11 +926,11 @@ def adds_with_norms_in_graphs(group: TensorParallel) -> None:
     part, residual = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     got = torch.empty_like(part)
     args = weight, 1e-5, group.name
-    norm_of_sum(part.fill_(1), residual.fill_(1), *args)  # Loads the kernel.
+    torch.ops.vmkv.norm_of_sum_(part.fill_(1), residual.fill_(1), *args)  # Loads the kernel.
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(6):  # The norm of a sum is the part of the next one.
-            got.copy_(norm_of_sum(part, residual, *args))
+            got.copy_(torch.ops.vmkv.norm_of_sum_(part, residual, *args))
             residual.copy_(part)
             part.copy_(got)
     for turn in range(30):

@@ -50,6 +50,11 @@ def _all_reduce_(part: torch.Tensor, group: str) -> None:
 def _norm_of_sum_(
     part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, group: str
 ) -> torch.Tensor:
+    """Add all ranks' parts and the residual into `part`; return the RMS norm of the sum.
+
+    `part` and `residual` are `[…, hidden]`, `part` contiguous, `residual` equal on all ranks;
+    `weight` is `[hidden]`; all have one type.
+    """
     residual, weight = residual.contiguous(), weight.contiguous()
     has = has_rows(part) and has_rows(residual) and has_rows(weight)
     sums = _ONE_SHOT.get(group)
@@ -94,18 +99,6 @@ def all_reduce(part: torch.Tensor, group: str) -> torch.Tensor:
         part = part.as_strided(part.shape, part.stride())
     torch.ops.vmkv.all_reduce_(part, group)
     return part
-
-
-def norm_of_sum(
-    part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, group: str
-) -> torch.Tensor:
-    """Add all ranks' parts and the residual into `part`; return the RMS norm of the sum.
-
-    `part` and `residual` are `[…, hidden]`, `part` contiguous, `residual` equal on all ranks;
-    `weight` is `[hidden]`; all have one type.
-    """
-    out: torch.Tensor = torch.ops.vmkv.norm_of_sum_(part, residual, weight, epsilon, group)
-    return out
 
 
 def all_gather(part: torch.Tensor, group: str, size: int) -> torch.Tensor:

@@ -384,7 +384,7 @@ class OneShotSums:
         """Add all ranks' parts and the residual into `part`; return the RMS norm of the sum.
 
         `part` is contiguous, `has_rows` and is accepted by `takes`. Shapes and types are those of
-        `collectives.norm_of_sum`. Cost: as `add`, plus reading the residual and writing the norm
+        `vmkv::norm_of_sum_`. Cost: as `add`, plus reading the residual and writing the norm
         meanwhile.
         """
         return norm_after_sum(part, residual, weight, epsilon, self._size, self._exchange)
