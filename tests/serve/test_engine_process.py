@@ -355,3 +355,72 @@ def test_an_engine_that_cannot_be_restarted_says_why(tmp_path: Path) -> None:
 
     run(main())
     assert not engine._worker.is_alive()
+
+
+class WaitsForWord:
+    """Makes an engine once a word was written to a pipe; fails if it is "fail"."""
+
+    def __init__(self, pipe: Path):
+        self.pipe = pipe
+        os.mkfifo(pipe)
+
+    def __call__(self, observer: EngineObserver) -> Any:
+        if self.pipe.read_text() == "fail":
+            raise ConfigError("told to fail")
+        return _tiny_engine(64, observer)
+
+
+@pytest.mark.slow
+def test_clients_may_leave_while_a_lazy_engine_starts(tmp_path: Path) -> None:
+    """The others wait for it; after a failure that nobody waited for, the next one tries again."""
+    make = WaitsForWord(tmp_path / "pipe")
+    engine = EngineProcess(make, is_lazy=True)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+    async def started() -> asyncio.Task[list[RequestOutput]]:
+        asked = asyncio.create_task(outputs(engine.stream([5], params)))
+        while engine._worker is None:
+            await asyncio.sleep(0)
+        return asked
+
+    async def say(word: str) -> None:
+        await asyncio.to_thread(make.pipe.write_text, word)
+
+    async def main() -> None:
+        async with engine:
+            await engine.sleep()
+            assert engine._worker is None
+            first = await started()
+            first.cancel()
+            opening = engine._opening
+            assert opening is not None
+            await say("fail")
+            await asyncio.wait([opening])
+            first = await started()
+            patient = asyncio.create_task(outputs(engine.stream([6], params)))
+            await asyncio.sleep(0)
+            first.cancel()
+            await say("go on")
+            assert len(joined(await patient).outputs[0].token_ids) == 3
+            assert engine.failure is None
+        assert not engine._worker.is_alive()
+
+    run(main())
+    engine.close()
+
+
+@pytest.mark.slow
+def test_a_lazy_engine_is_shut_down_while_it_starts(tmp_path: Path) -> None:
+    """The request that waits is refused."""
+    engine = EngineProcess(WaitsForWord(tmp_path / "pipe"), is_lazy=True)
+
+    async def main() -> None:
+        asked = asyncio.create_task(outputs(engine.stream([5])))
+        while engine._worker is None:
+            await asyncio.sleep(0)
+        await engine.shutdown()
+        with pytest.raises(ClosedError):
+            await asked
+
+    run(main())
+    engine.close()

@@ -70,8 +70,9 @@ class EngineProcess(EngineClient):
         tokenizer: For prompts and outputs that are text.
         started: Process that makes the first engine, by default a new one.
         observer: Gets the engine's events, in the event loop.
-        is_lazy: Start the process with the first request, which waits for it; the attributes below
-            are there from then on. A failure is that request's, and the next one tries again.
+        is_lazy: Start the process with the first request; the attributes below are there from then
+            on. Requests wait for it, also after the first one was cancelled. A failure is theirs,
+            and the next request tries again.
         options: See `EngineClient`; a silence is no failure while the engine is made.
 
     Attributes:
@@ -99,7 +100,8 @@ class EngineProcess(EngineClient):
         self._started = started
         self._observer = observer or Observers(())
         self._starting = threading.Lock()
-        self._connecting = asyncio.Lock()
+        self._socket: socket.socket | None = None
+        self._opening: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._gone = asyncio.Event()
         self._restarting: asyncio.Task[None] | None = None
@@ -129,6 +131,11 @@ class EngineProcess(EngineClient):
     async def shutdown(self, drain: bool = True) -> None:
         """Stop the engine and do not restart it; with `drain=False`, kill it after a timeout."""
         self._is_stopping = True
+        if self._opening is not None:
+            with self._starting:
+                if self._socket is None and self._worker is not None:
+                    self._worker.kill()  # Nothing is served yet.
+            await asyncio.wait([self._opening])
         if self._worker is None:
             return
         if self._restarting is not None:
@@ -140,7 +147,7 @@ class EngineProcess(EngineClient):
 
     def close(self) -> None:
         """End the process and cancel its requests, without an event loop. Idempotent."""
-        if self._worker is not None:
+        if self._socket is not None:
             self._socket.close()
             end_child(self._worker, _END_S)
 
@@ -152,15 +159,28 @@ class EngineProcess(EngineClient):
     async def __aenter__(self) -> Self:
         return self if self._worker is None else await super().__aenter__()
 
+    async def sleep(self, *, aborts: bool = False) -> None:
+        """As `EngineClient.sleep`; a lazy engine that has not started sleeps already."""
+        if self._worker is not None:
+            await super().sleep(aborts=aborts)
+
     async def _connect(self) -> None:
-        async with self._connecting:
+        if self._transport is None:
+            if self._opening is None:
+                self._opening = asyncio.get_running_loop().create_task(self._open())
+                self._opening.add_done_callback(_heed)
+            await asyncio.shield(self._opening)
+
+    async def _open(self) -> None:
+        """Connect to the engine, which a lazy client starts first."""
+        try:
             if self._worker is None:
                 await self._start_late()
-            if self._transport is None:
-                loop = asyncio.get_running_loop()
-                self._transport, _ = await loop.create_unix_connection(
-                    lambda: _Connection(self._hear, self._lose_connection), sock=self._socket
-                )
+            self._transport, _ = await asyncio.get_running_loop().create_unix_connection(
+                lambda: _Connection(self._hear, self._lose_connection), sock=self._socket
+            )
+        finally:
+            self._opening = None
 
     def _send(self, command: Command) -> None:
         try:
@@ -200,7 +220,8 @@ class EngineProcess(EngineClient):
             await asyncio.to_thread(self._start)
         except Exception as error:
             self._worker = None
-            _LOG.exception("the engine could not be started")
+            if not self._is_stopping:
+                _LOG.exception("the engine could not be started")
             raise ClosedError(f"the model could not be loaded: {one_line(error)}") from error
 
     async def _start_anew(self) -> None:
@@ -236,6 +257,12 @@ class EngineProcess(EngineClient):
         """Reset observers to an empty cache and no requests."""
         self.stats = self._empty
         self._tell([Idle()])
+
+
+def _heed(task: asyncio.Task[None]) -> None:
+    """Mark a failure as seen: perhaps nobody waits for the task any more."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _first_message(connection: socket.socket) -> Ready:
