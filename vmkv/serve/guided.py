@@ -209,7 +209,8 @@ def _grammar_of(asked: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_lark(f"start: {choices}")
     try:
         return LLMatcher.grammar_from_json_schema(
-            str(asked.json or '{"type": "object"}'), defaults={"whitespace_pattern": _WHITESPACE}
+            str(asked.json or '{"type": "object"}'),
+            defaults={"whitespace_pattern": _WHITESPACE, "coerce_one_of": True},
         )
     except ValueError as error:  # No JSON at all.
         raise _refused(str(error)) from error

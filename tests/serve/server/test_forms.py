@@ -34,6 +34,27 @@ def is_object(text: str) -> bool:
     return isinstance(json.loads(text), dict)
 
 
+@pytest.mark.parametrize(
+    "asked", [FORMAT, {"structured_outputs": {"json": SCHEMA}}], ids=["format", "outputs"]
+)
+def test_schemas_on_the_other_routes(server: Any, asked: dict[str, Any]) -> None:
+    """Fields that all routes share keep their names on the way to a chat."""
+    sampled = {"model": "tiny", "temperature": 1.0, "seed": 3} | asked
+    body = sampled | {"input": "hi", "max_output_tokens": 200}
+    [message] = server.post(body, "/v1/responses").json()["output"]
+    assert is_thing(message["content"][0]["text"])
+    body = sampled | {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
+    [block] = server.post(body, "/v1/messages").json()["content"]
+    assert is_thing(block["text"])
+
+
+def test_one_of_several_schemas(server: Any) -> None:
+    """`oneOf` is served as `anyOf`, as vLLM does."""
+    schema = {"oneOf": [{"type": "string", "pattern": f"^{each}{{3}}$"} for each in "ab"]}
+    answer = server.post(PLAIN | LONGER | {"structured_outputs": {"json": schema}}).json()
+    jsonschema.validate(json.loads(answer["choices"][0]["text"]), schema)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "is_right"),

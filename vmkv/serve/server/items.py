@@ -58,7 +58,7 @@ class ItemsRequest(GenerationRequest):
         if self.n not in (None, 1):
             raise invalid("n: this route makes one answer; use /v1/chat/completions", "n")
         shared = self.model_fields_set & {*GenerationRequest.model_fields, "chat_template_kwargs"}
-        given = self.model_dump(include=shared)
+        given = self.model_dump(include=shared, by_alias=True)
         given |= {name: value for name, value in converted.items() if value is not None}
         return validated({**given, "messages": list(messages)}, ChatRequest)
 
