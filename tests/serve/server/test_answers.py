@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
-from helpers.serving import TEXT, tiny_tokenizer
+from helpers.serving import PLAIN, TEXT, tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from vmkv.serve.server.choices import Tokens
 
@@ -158,6 +160,38 @@ def test_logprobs(server) -> None:
         messages=[{"role": "user", "content": "page"}], max_tokens=4, logprobs=True, **GREEDY
     )
     assert 4 == len(with_none.choices[0].logprobs.content)
+
+
+def test_drawn_tokens_are_among_the_likeliest(server) -> None:
+    """As OpenAI has it: beside the alternatives that were asked for, and alone without any."""
+    for count in (0, 1):
+        body = PLAIN | {"max_tokens": 50, "temperature": 1.5, "seed": 3, "logprobs": count}
+        found = server.post(body).json()["choices"][0]["logprobs"]
+        for token, logprob, top in zip(
+            found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+        ):
+            assert logprob == top[token]
+            assert len(top) in (1, count + 1)
+
+
+def test_offsets_of_tokens_count_characters(server) -> None:
+    """A token that is part of a character begins where the character does, or behind it."""
+    body = PLAIN | {"max_tokens": 20, "guided_regex": "😀é😀x", "logprobs": 0}
+    choice = server.post(body).json()["choices"][0]
+    found = choice["logprobs"]
+    assert choice["text"].index("x") == found["text_offset"][found["tokens"].index("x")]
+    assert len(choice["text"]) == max(found["text_offset"])  # Where the last token ended it.
+
+
+def test_spaces_of_sentencepiece_are_bytes() -> None:
+    """Its decoder drops the space at a text's beginning, which each token is by itself."""
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={"▁pa": 0, "pa": 1, "▁": 2, "ge": 3}, merges=[])
+    )
+    parts = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Strip(" ", 1, 0)]
+    inner.decoder = tokenizers.decoders.Sequence(parts)
+    tokens = Tokens(PreTrainedTokenizerFast(tokenizer_object=inner))
+    assert [b" pa", b"pa", b" ", b"ge"] == [tokens[each].raw for each in range(4)]
 
 
 def test_every_token_has_bytes_and_a_text_of_its_own() -> None:

@@ -21,7 +21,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ...hf import compat
 from ..request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
-from .echo import Places, PromptOptions, finite, prompt_entry, told
+from .echo import Places, PromptOptions, finite, num_chars, prompt_entry, told
 from .errors import ApiError, api_error
 from .reply import NewParser, ReplyDelta, ReplyParser, ToolCallDelta
 from .schema import StreamOptions
@@ -42,6 +42,7 @@ def encoded(value: Any) -> bytes:
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _UNKNOWN = "\ufffd"
+_SPACE = "\u2581"  # SentencePiece's.
 #: GPT-2's table from characters to bytes.
 _BYTE_LEVEL = {char: byte for byte, char in bytes_to_unicode().items()}
 
@@ -67,9 +68,12 @@ class Tokens(dict[int, TokenText]):
 
     def __missing__(self, token_id: int) -> TokenText:
         text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+        entry = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if entry.startswith(_SPACE) and not text.startswith(" "):
+            text = f" {text}"  # Decoders drop the space at a text's beginning.
         raw: bytes | None = text.encode()
         if _UNKNOWN in text:
-            raw = _bytes_of(str(self._tokenizer.convert_ids_to_tokens(token_id)))
+            raw = _bytes_of(entry)
             if raw is not None:
                 text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
         self[token_id] = TokenText(text, raw)
@@ -264,18 +268,18 @@ class CompletionForm(Form):
             offsets = [places.next(text.encode() if raw is None else raw) for text, raw in tokens]
             self._offsets[index] = len(places.text)
         else:
-            lengths = (len(token.text) for token in tokens)
+            lengths = (len(text) if raw is None else num_chars(raw) for text, raw in tokens)
             *offsets, self._offsets[index] = accumulate(lengths, initial=self._offsets[index])
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [each and finite(each.logprob) for each in entries],
-            "top_logprobs": [each and self._top(each, is_prompt) for each in entries],
+            "top_logprobs": [each and self._top(each) for each in entries],
             "text_offset": offsets,
         }
 
-    def _top(self, entry: TokenLogprobs, is_prompt: bool) -> dict[str, float]:
-        pairs = told(entry, self.prompts.num_echoed) if is_prompt else entry.top.items()
-        return {self._tokens[token_id].text: finite(value) for token_id, value in pairs}
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        pairs = told(entry, self.prompts.num_alternatives)
+        return {self._tokens[token_id].text: value for token_id, value in pairs}
 
 
 class ChatForm(Form):

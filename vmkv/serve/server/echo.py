@@ -21,7 +21,7 @@ class PromptOptions:
     Attributes:
         echoes: Begin each choice with its prompt.
         generates: Report the output; else one token is computed and dropped.
-        num_echoed: Alternatives of the echoed tokens, if log-probabilities are wanted.
+        num_alternatives: Of each token of a choice, if log-probabilities are wanted.
         num_logprobs: Alternatives of vLLM's `prompt_logprobs`; None for no such member.
         reports_tokens: Report the tokens of prompts and outputs.
         texts: The prompts' texts; None for a prompt that is decoded.
@@ -29,7 +29,7 @@ class PromptOptions:
 
     echoes: bool = False
     generates: bool = True
-    num_echoed: int | None = None
+    num_alternatives: int | None = None
     num_logprobs: int | None = None
     reports_tokens: bool = False
     texts: Sequence[str | None] = ()
@@ -54,13 +54,13 @@ class Places:
         found = self._bytes.find(token, self._at_byte, self._at_byte + len(token) + _GAP_BYTES)
         if found < 0:
             return self._at_char
-        begin = self._at_char + _num_chars(self._bytes[self._at_byte : found])
+        begin = self._at_char + num_chars(self._bytes[self._at_byte : found])
         self._at_byte = found + len(token)
-        self._at_char = begin + _num_chars(self._bytes[found : self._at_byte])
+        self._at_char = begin + num_chars(self._bytes[found : self._at_byte])
         return begin
 
 
-def _num_chars(part: bytes) -> int:
+def num_chars(part: bytes) -> int:
     """Count the characters that begin in a part of a text in UTF-8."""
     return sum(byte & 0xC0 != 0x80 for byte in part)
 

@@ -536,7 +536,7 @@ class Answer:
         form.prompts = PromptOptions(
             echoes=self._echoes,
             generates=body.max_tokens != 0,
-            num_echoed=self.params.logprobs,
+            num_alternatives=self.params.logprobs,
             num_logprobs=body.prompt_logprobs,
             reports_tokens=bool(body.return_token_ids),
             texts=texts,
