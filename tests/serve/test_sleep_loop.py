@@ -323,6 +323,18 @@ def test_requests_before_and_after_a_sleep(
     assert 4 == len(watch.added)
 
 
+def test_a_sleep_that_aborts_ends_one_that_waits(make_engine: MakeEngine) -> None:
+    """Requests before the first are cancelled; the one between both is served, then it sleeps."""
+    engine = make_engine(enable_sleep_mode=True)
+    its = [Add(0, tuple(prompts(1)[0]), LONG, 0), Sleep(1, aborts=False)]
+    its += [add(2, seed=1), Sleep(3, aborts=True)]
+    link = Scripted([*((0.0, each) for each in its), (100.0, Stop(drain=True))])
+    EngineLoop(engine, link, clock=link.clock).run()
+    assert len(told(link, 0)) < 60
+    assert reference(prompts(1, seed=1)[0], 8) == told(link, 2)
+    assert [1, 3] == [key for _, news in link.news for key in news.done]
+
+
 @pytest.mark.parametrize("drain", [True, False], ids=["drain", "cut"])
 def test_a_shutdown_does_not_wait_for_a_sleep(
     make_engine: MakeEngine, serve: Any, monkeypatch: pytest.MonkeyPatch, drain: bool

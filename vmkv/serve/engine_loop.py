@@ -328,6 +328,9 @@ class EngineLoop:
         while (self._commands or self._is_wanted()) and self._commands:
             command = self._commands.popleft()
             if self._rest is not None and isinstance(command, Add | Sleep | Wake | Pause):
+                if isinstance(command, Sleep) and command.aborts and isinstance(self._rest, Sleep):
+                    self._engine.cancel_all()
+                    command = Sleep(command.key, aborts=False)
                 self._held.append(command)
             elif isinstance(command, Sleep | Pause):
                 self._rest = command
