@@ -7,6 +7,7 @@ import socket
 
 import httpx
 import pytest
+from helpers.serving import wire
 
 from vmkv.serve.server import Limits
 
@@ -42,6 +43,15 @@ def test_the_head_timeout_does_not_bound_answers(run_server) -> None:
             assert "choices" in line
             if server.watch.num_steps > 500:
                 break
+
+
+def test_the_head_timeout_does_not_bound_the_second_of_two_requests_at_once(run_server) -> None:
+    """Its head has come before the first one's answer was complete."""
+    body = {"model": "tiny", "prompt": "A", "max_tokens": 600, "ignore_eos": True, "stream": True}
+    first = wire(body | {"max_tokens": 2})
+    last = wire(body).replace(b"Host: x", b"Host: x\r\nConnection: close")
+    with run_server(Limits(head_timeout_s=0.1)) as server, server.sent(first + last) as client:
+        assert 2 == read_to_end(client).count(b"[DONE]")
 
 
 def test_a_connection_beyond_the_limit_gets_503(run_server) -> None:

@@ -63,9 +63,11 @@ class TimedProtocol(H11Protocol):
             self.transport.abort()
 
     def on_response_complete(self) -> None:
-        """Expect the connection's next head."""
+        """Expect the connection's next head, unless it has come already."""
+        cycle = self.cycle
         super().on_response_complete()
-        self._expect_head()
+        if self.cycle is cycle:
+            self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timer, which would keep the connection in memory."""
