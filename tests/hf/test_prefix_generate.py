@@ -490,7 +490,7 @@ def test_an_unclosed_cache_warns_and_is_freed_by_the_next(pool: ExtentPool) -> N
     _generate(model, PROMPTS[:1], cache=cache)
     caches = [cache]
     del cache
-    with pytest.warns(ResourceWarning, match="a RaggedCache was never closed"):
+    with pytest.warns(ResourceWarning, match="RaggedCache was never closed"):
         caches.clear()
     gc.collect()
     RaggedCache(model.config, pool=pool).close()

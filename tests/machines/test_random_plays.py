@@ -14,7 +14,7 @@ from helpers.random_plays import PLAYS, play_episode
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:a KVCache was never closed"),
+    pytest.mark.filterwarnings("ignore:Engine was never closed"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 

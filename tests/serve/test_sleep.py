@@ -345,6 +345,24 @@ def test_states_of_prefixes_sleep_with_their_rows(
     assert min(found[0][0]) >= 32, "a row's own state and a checkpoint are found"
 
 
+@pytest.mark.parametrize("name", ["llama", *HYBRIDS[:1]])
+def test_prefixes_that_were_trimmed_meanwhile_stay_away(
+    make_engine: Callable[..., Engine], name: str
+) -> None:
+    """`KVCache.trim` empties their rows, to which nothing comes back."""
+    model = hybrid(name) if name in HYBRIDS else tiny_model(name)
+    engine = make_engine(copy.deepcopy(model), **SLEEPY, **EAGER)
+    (prompt,) = prompts(1, shortest=40, longest=40, seed=1)
+    said = engine.generate([prompt], GREEDY)[0].outputs[0].token_ids
+    engine.sleep(weights=True, prefixes=True)
+    engine.cache.trim()
+    for num_cached in (0, 32):
+        outputs = engine.generate([prompt], GREEDY)
+        check_books(engine)
+        assert said == outputs[0].outputs[0].token_ids
+        assert num_cached <= cached(outputs)[0] <= 2 * num_cached
+
+
 def test_prefixes_that_the_host_does_not_hold_are_dropped(
     make_engine: Callable[..., Engine],
 ) -> None:

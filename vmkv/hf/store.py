@@ -172,7 +172,7 @@ class Store:
         num_spare_rows: int = 0,
         past_stated: bool = True,
     ):
-        _close_orphans()
+        close_orphans()
         self.options = options
         self._decoder_config = compat.text_config(config)
         self.returns_copies = compat.views_keys(config)  #: Instead of views of the rows.
@@ -473,8 +473,7 @@ class StoreOwner:
         """Keep `store`, which does not refer to the cache, so that it can outlive it as orphan."""
         self._store = store
         store.owner = type(self).__name__
-        self._finalizer = weakref.finalize(self, _keep_orphan, store)
-        self._finalizer.atexit = False
+        close_later(self, store)
 
     def stats(self) -> CacheStats:
         """Return the cache's present contents and memory, all devices together."""
@@ -502,7 +501,6 @@ class StoreOwner:
 
         Tensors from the cache must not be used afterwards.
         """
-        self._finalizer.detach()
         self._store.close()
 
     @property
@@ -519,29 +517,34 @@ class StoreOwner:
 
 # ---- orphans -------------------------------------------------------------------------------------
 
-_orphans: deque[Store] = deque()
+_orphans: deque[Store | KVCache] = deque()
 _collecting = threading.Lock()
 
 
-def _keep_orphan(store: Store) -> None:
-    """Keep the open store of a garbage-collected cache as an orphan, with a ResourceWarning."""
-    if store.is_closed:
+def close_later(owner: object, memory: Store | KVCache) -> None:
+    """Make `memory`, which does not refer to `owner`, an orphan if `owner` ends without closing."""
+    finalizer = weakref.finalize(owner, _keep_orphan, memory, type(owner).__name__)
+    finalizer.atexit = False
+
+
+def _keep_orphan(memory: Store | KVCache, owner: str) -> None:
+    if memory.is_closed:
         return
-    _orphans.append(store)
+    _orphans.append(memory)
     warnings.warn(
-        f"a {store.owner} was never closed; its memory is given back when the next cache is made. "
-        f"Use `with {store.owner}(...) as cache:` or cache.close()",
+        f"{owner} was never closed; its memory is given back when the next cache or engine is "
+        f"made. Use `with {owner}(...)`, or close it",
         ResourceWarning,
         stacklevel=2,
     )
 
 
-def _close_orphans() -> None:
+def close_orphans() -> None:
     """Close the orphans that no tensor points into any more."""
     with _collecting:
         for _ in range(len(_orphans)):
-            store = _orphans.popleft()
-            if store.has_outside_views():
-                _orphans.append(store)
+            memory = _orphans.popleft()
+            if memory.has_outside_views():
+                _orphans.append(memory)
             else:
-                store.close()
+                memory.close()

@@ -28,6 +28,7 @@ from ..core.cache import KVCache
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ClosedError, ConfigError, DriverError, PausedError
 from ..hf.compat import check_model
+from ..hf.store import close_later, close_orphans
 from ..interrupts import uninterrupted
 from ..options import EngineOptions
 from ..units import GiB, format_bytes
@@ -105,10 +106,12 @@ class Engine:
         self._handles: dict[int, RequestHandle] = {}
         self._end_tokens = end_tokens(model)
         self.on_update: Callable[[RequestHandle], None] | None = None
+        close_orphans()
         is_shared, pool = pool is not None, pool_beside(model, pool, given)
         with contextlib.ExitStack() as undo:
             rows = open_rows(model, pool, given)
             undo.callback(rows.close)
+            close_later(self, rows.cache)
             self._weights: Weights | None = None
             if given.can_sleep:
                 agree = (given.runner_options or RunnerOptions()).agree

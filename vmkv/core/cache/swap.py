@@ -250,9 +250,12 @@ class MovedPrefixes(NamedTuple):
     def come_back(self) -> None:
         """Bring the rows back, all or none; the current stream waits for the copies.
 
-        Raises as `HostCopy.come_back`.
+        None if `KVCache.trim` has emptied one meanwhile. Raises as `HostCopy.come_back`.
         """
-        self.copy.come_back(self.space.side_stream(), self.space.current_stream())
+        if all(self.space.prefixes.num_recorded(row) for row in self.rows):
+            self.copy.come_back(self.space.side_stream(), self.space.current_stream())
+        else:
+            self.drop()
 
     @uninterrupted
     def drop(self) -> None:
