@@ -7,8 +7,8 @@
      │   ├─ OutOfAddressSpaceError  retry after closing caches, or ask for less
      │   └─ SequenceFullError       never retry: the row ends here
      ├─ ClosedError          your code closed this object
-     ├─ RankError            a process of several has ended: restart all of them
-     ├─ LostError            the replica that worked on it has ended: call again
+     ├─ RankError            a rank (tensor parallelism) has ended: restart all ranks
+     ├─ LostError            the replica of this request has ended: call again
      ├─ DriverError          a driver call failed; it names the call and the status
      │   ├─ CudaDriverError
      │   └─ HostDriverError

@@ -2,9 +2,8 @@
 
 The folder is `VMKV_CACHE_DIR`, or `vmkv` in `XDG_CACHE_HOME`, or `~/.cache/vmkv`. A file is named
 by the digest of everything that its contents depend on, and begins with the digest of its contents.
-So a damaged file is as good as none, and is written anew. Files are replaced in one step; two
-servers that start together write the same. A folder that cannot be written costs time, and nothing
-else.
+So a damaged file is not used, and is written anew. Files are replaced in one step; two servers that
+start together write the same. If the folder cannot be written, each start compiles again.
 
 Contents are trusted like the code of vmkv: the folder is readable and writable by its owner only.
 See Note [Kept results cannot change an answer].
@@ -59,7 +58,7 @@ def name_of(kind: str, *key: object) -> str:
 
 
 def read(name: str) -> bytes | None:
-    """Return the contents that were kept under `name_of(...)`; None if there are none, or others.
+    """Return the contents kept under `name_of(...)`; None without a file, or for a damaged one.
 
     Cost: a tenth of a millisecond for small ones.
     """
@@ -105,9 +104,9 @@ def choose_compiler_folder() -> None:
 def choose_bytecode_folder() -> None:
     """Have Python keep bytecode here if that of torch is not beside its sources.
 
-    So it is where packages are installed without it, in folders that are not written to: compiling
-    thousands of modules takes longer than all else in their imports. Python compares each file with
-    its source. Call it before torch is imported.
+    Packages may be installed without bytecode in folders that are not writable. Compiling thousands
+    of modules then takes longer than the rest of their imports. Python compares each file with its
+    source. Call it before torch is imported.
     """
     spec = importlib.util.find_spec("torch")
     source = None if spec is None else spec.origin

@@ -119,7 +119,7 @@ class EngineOptions:
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise ConfigError(
                 f"logprobs_mode={self.logprobs_mode!r} is none of {', '.join(LOGPROBS_MODES)}; "
-                "logits are not told"
+                "logits are not reported"
             )
 
     @property
@@ -190,8 +190,8 @@ class ServerOptions:
         share_prefixes: Whether requests with different keys share cached prefixes.
         sampling_defaults: Parameters of `SamplingParams` for requests that leave them out; of
             `max_tokens`, as many as fit, and at most 16 for completions.
-        can_sleep: Whether the server has vLLM's routes /sleep, /wake_up and /is_sleeping. Whoever
-            may ask may let the model sleep.
+        can_sleep: Whether the server has vLLM's routes /sleep, /wake_up and /is_sleeping. Every
+            client that may send requests may call them.
     """
 
     model_name: str

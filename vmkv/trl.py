@@ -3,10 +3,10 @@
     trainer = VMKVGRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=prompts)
     trainer.train()
 
-The engine is opened at the first rollout and kept. Around each generation the model is handed to
-it; otherwise it is training's own (`Engine.paused`). After a rollout, all its turns included, keys,
-values and workspaces are given back (`Engine.sleep`). TRL's templates, tools and loops of several
-turns stay: the trainers replace only how token ids become token ids.
+The engine is opened at the first rollout and kept. It serves the model during each generation, and
+is paused for training otherwise (`Engine.paused`). After a rollout with all its turns, the memory
+of keys, values and workspaces is freed (`Engine.sleep`). TRL's templates, tools and loops of
+several turns stay: the trainers replace only the generation of completions from token ids.
 
 With DDP each rank has an engine of its own. Sharded weights (FSDP, ZeRO-3), images and
 encoder-decoders raise `ConfigError`.

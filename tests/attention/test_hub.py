@@ -144,7 +144,7 @@ def test_a_missing_hub_kernel_is_reported_in_one_line(
     monkeypatch.setenv("LOCAL_KERNELS", f"{flash3.HUB_KERNEL[0]}={tmp_path}")
     reason = hub.load(*flash3.HUB_KERNEL)
     assert isinstance(reason, str)
-    assert reason.startswith("the Hub's kernels-community/flash-attn3 cannot be had: ")
+    assert reason.startswith("kernels-community/flash-attn3 cannot be loaded from the Hub: ")
     assert "\n" not in reason
     assert hub.load(*flash3.HUB_KERNEL) is reason
 

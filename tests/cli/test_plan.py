@@ -218,7 +218,7 @@ def test_too_many_users_give_exit_status_1(write) -> None:
             "no layer of this bamba model keeps keys",
             marks=pytest.mark.skipif(not CACHES_LATENTS, reason="it has a cache of its own"),
         ),
-        (["{endless}", "--context", "1k"], "names 1000000 layers; 1 to 10,000 are believed"),
+        (["{endless}", "--context", "1k"], "has 1000000 layers; 1 to 10,000 are possible"),
         (
             ["{broken}", "--context", "1k"],
             "is no configuration that the installed",

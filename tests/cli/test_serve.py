@@ -115,7 +115,7 @@ def test_the_start_is_shown_and_memory_that_shortens_requests(model: Path, tmp_p
         r"the engine is ready: .*loading the tokenizer [\d.]+ s",
         r"the engine is ready: .*loading weights [\d.]+ s",
         r"\[ *[\d.]+ s\] listening\n",
-        r"the model's are up to 65536: give it more \(--memory\)",
+        r"the model takes up to 65536: raise --memory",
         r"POST /v1/completions 200 prompt=3 cached=0 output=\d ",
     ):
         assert re.search(line, said), said
@@ -232,7 +232,7 @@ def test_sampling_defaults_are_the_models(model: Path, tmp_path: Path, uses: boo
     with serving(folder, *options) as (child, url):
         if uses:
             line = child.stdout.readline()
-            assert line.startswith("requests that leave them out have top_k=1, max_tokens=9")
+            assert line.startswith("default sampling parameters: top_k=1, max_tokens=9")
 
         def texts(**body: object) -> tuple[int, int]:
             body = {"prompt": "A row", "n": 4, "ignore_eos": True, "seed": 1} | body

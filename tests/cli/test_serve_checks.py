@@ -94,7 +94,7 @@ def test_impossible_ranks_are_refused_before_the_start(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--trace", "trace.json"], "--trace is of one engine"),
+        (["--trace", "trace.json"], "--trace is for one engine"),
         (["--device", "cuda:1"], "CUDA_VISIBLE_DEVICES"),
         (["--tensor-parallel", "2"], "take one"),
         (["--sleep-after", "60"], "leave --sleep-after out"),

@@ -192,10 +192,10 @@ def test_each_of_several_models_may_have_ranks(models: list[str]) -> None:
     ("options", "words"),
     [
         (["b", "--replicas", "2"], "--replicas and several models do not go together"),
-        (["b", "--trace", "t"], "--trace is of one model: start a server for each with a --pool"),
-        (["b", "--served-model-name", "n"], "--served-model-name is of one model"),
+        (["b", "--trace", "t"], "--trace is for one model: start one server per model, with a --pool"),
+        (["b", "--served-model-name", "n"], "--served-model-name is for one model"),
         (["b", "--lazy"], "--lazy needs --memory"),
-        (["--lazy"], "--lazy is of several models"),
+        (["--lazy"], "--lazy is for several models"),
         (["--floor", "1"], "name a --pool, or several models"),
         (["--weight", "2"], "name a --pool, or several models"),
         (["a"], "a model is named twice"),

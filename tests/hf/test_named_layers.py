@@ -110,7 +110,7 @@ def test_values_that_the_model_changes_are_refused(monkeypatch: pytest.MonkeyPat
 def test_layers_that_share_a_module_cannot_be_compiled() -> None:
     """One compiled layer has one number."""
     options = RunnerOptions(compile_layers=True, show_progress=False)
-    with pytest.raises(ConfigError, match="layers that do not say which they are"):
+    with pytest.raises(ConfigError, match="layers that share their modules"):
         Engine(
             survey.model_of("diffllama"),
             runner="graphs",

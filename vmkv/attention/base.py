@@ -222,10 +222,10 @@ def _check_sequence(row: int, tokens: int, queries: int, pad: int, row_tokens: i
             raise TypeError(f"rows and lengths must be int, got {value!r}")
     if not 1 <= tokens <= row_tokens:
         raise ConfigError(
-            f"row {row}: {tokens} tokens do not fit a row of {row_tokens}, 1 at least"
+            f"row {row}: {tokens} tokens must be 1 to {row_tokens}, the length of a row"
         )
     if not 1 <= queries <= tokens:
-        raise ConfigError(f"row {row}: {queries} queries of {tokens} tokens; 1 to {tokens} can be")
+        raise ConfigError(f"row {row}: {queries} queries must be 1 to its {tokens} tokens")
     if not 0 <= pad < tokens:
         raise ConfigError(f"row {row}: {pad} of {tokens} tokens are padding; one must be real")
 

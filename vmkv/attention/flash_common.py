@@ -32,7 +32,7 @@ def load(repository: str, version: int) -> ModuleType | str:
     try:
         module: ModuleType = kernels.get_kernel(repository, version=version)
     except Exception as error:  # noqa: BLE001  # no network, no build for this machine, …
-        return f"the Hub's {repository} cannot be had: {one_line(error)}"
+        return f"{repository} cannot be loaded from the Hub: {one_line(error)}"
     _LOG.info("attention takes %s, version %d, from the Hugging Face Hub", repository, version)
     return module
 

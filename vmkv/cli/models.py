@@ -44,7 +44,7 @@ def load_config(model: str, **source: Any) -> Any:
     except Exception as error:  # a file or the Hub may hold anything
         raise ConfigError(_why_no_config(model, error)) from error
     if not isinstance(num_layers, int) or not 0 < num_layers <= _LAYERS_MAX:
-        raise ConfigError(f"{model} names {num_layers} layers; 1 to {_LAYERS_MAX:,} are believed")
+        raise ConfigError(f"{model} has {num_layers} layers; 1 to {_LAYERS_MAX:,} are possible")
     return config
 
 
@@ -62,7 +62,7 @@ def _why_no_config(model: str, error: Exception) -> str:
             "HF_TOKEN in the environment)"
         )
     return (
-        f"no model {model!r}: neither a folder or file here, nor to be had from the Hub ({reason})"
+        f"no model {model!r}: neither a folder or file here, nor loadable from the Hub ({reason})"
     )
 
 
@@ -127,9 +127,9 @@ def check_device(device: str) -> None:
 def load_sampling_defaults(
     model: str, source: str, *, revision: str | None = None
 ) -> dict[str, Any]:
-    """Read what requests leave out from a generation_config.json, as vLLM does.
+    """Read defaults of sampling parameters from a generation_config.json, as vLLM does.
 
-    `source` is "auto" for the model's, if it has one, "vllm" for none, or a folder that has one.
+    `source` is "auto" for the model's file, if any, "vllm" for no file, or a folder with one.
     Raises `ConfigError` if it cannot be read, or a value is none of `SamplingParams`.
     """
     from ..serve.params import SamplingParams

@@ -39,15 +39,16 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _API_KEY_VARIABLE = "VMKV_API_KEY"
 _MIXED_HELP = """tokens in a step that both decodes and computes prompts; up to twice as many for a
-long prompt; prompts get at least half; no bound while more prompt tokens wait than
---max-num-batched-tokens; 0 for none"""
+long prompt; prompts get at least half; not applied while more prompt tokens wait than
+--max-num-batched-tokens; 0 for no bound"""
 _LENGTH_HELP = "prompt and answer of a request together; by default the model's length"
+_MEMORY_HELP = "memory for keys and values; by default 0.9 of what is free"
 _WATERMARK_HELP = "device memory kept while no request runs; by default everything"
 _SLEEP_HELP = """seconds without requests after which the weights move to host memory, until
 the next request"""
 _POOL_HELP = """socket of a running vmkv pool that shares the device's memory with other
-processes; --memory is then the most of it. Several models have a pool of their own by default"""
-_WEIGHT_HELP = "share where other members of the pool want the same memory"
+processes; --memory then limits this server's share. Several models get a pool by default"""
+_WEIGHT_HELP = "share relative to other members of the pool that want the same memory"
 _SHARE_HELP = """share of the device's memory for weights, graphs, keys and values together,
 as in vLLM; instead of --memory"""
 #: Fields of `EngineOptions`: name, type, metavar, help, and the flags where they are not the name;
@@ -57,28 +58,28 @@ _ENGINE = (
     ("max_num_batched_tokens", types.integer(1, 1 << 20), "N", "tokens in a step"),
     ("max_num_mixed_tokens", types.count_or_none, "N", _MIXED_HELP),
     ("max_tokens", types.positive_int, "N", _LENGTH_HELP, "--max-model-tokens", "--max-model-len"),
-    ("budget_bytes", types.positive_gib, "GiB", "for keys and values; by default all", "--memory"),
+    ("budget_bytes", types.positive_gib, "GiB", _MEMORY_HELP, "--memory"),
     ("memory_fraction", types.share, "SHARE", _SHARE_HELP, "--gpu-memory-utilization"),
     ("pool_socket", types.name, "PATH", _POOL_HELP, "--pool"),
-    ("floor_bytes", types.gib, "GiB", "of shared memory: never taken back", "--floor"),
+    ("floor_bytes", types.gib, "GiB", "of shared memory, never taken back", "--floor"),
     ("pool_weight", types.number(0.001, 1000, "weights"), "W", _WEIGHT_HELP, "--weight"),
     ("host_budget_bytes", types.gib, "GiB", "host memory for preempted requests", "--swap"),
     ("watermark_bytes", types.gib, "GiB", _WATERMARK_HELP, "--watermark"),
     ("sleep_after_s", types.seconds, "S", _SLEEP_HELP, "--sleep-after"),
     ("attention_backend", types.name, "NAME", "see vmkv doctor; by default the best that runs"),
-    ("kv_scales", types.name, "FILE", "of keys and values in fp8; by default 1"),
-    ("skip_layers", types.layers, "LAYERS", "which stay in the model's type, as in 0,1,sliding"),
+    ("kv_scales", types.name, "FILE", "scales of keys and values in fp8; by default 1"),
+    ("skip_layers", types.layers, "LAYERS", "not stored in fp8, for example 0,1,sliding"),
     ("seed", types.count, "N", "for requests without one; by default random"),
 )
 #: Fields of `Limits`, likewise.
 _LIMITS = (
-    ("max_body_bytes", types.positive_mib, "MiB", "of a request", "--max-body-mib"),
-    ("max_prompt_tokens", types.positive_int, "N", "by default the model's"),
-    ("max_concurrent", types.positive_int, "N", "requests in the engine"),
-    ("max_queued", types.count, "N", "requests waiting for that; then 429"),
-    ("max_connections", types.positive_int, "N", "as far as ulimit -n permits"),
-    ("max_priority", types.count, "N", "levels for clients to choose; 0 for none"),
-    ("send_timeout_s", types.seconds, "S", "seconds a client may not read", "--send-timeout"),
+    ("max_body_bytes", types.positive_mib, "MiB", "size of a request's body", "--max-body-mib"),
+    ("max_prompt_tokens", types.positive_int, "N", "tokens of a prompt; by default the model's"),
+    ("max_concurrent", types.positive_int, "N", "requests in the engine at once"),
+    ("max_queued", types.count, "N", "requests that wait for admission; more get a 429"),
+    ("max_connections", types.positive_int, "N", "at once, as far as ulimit -n permits"),
+    ("max_priority", types.count, "N", "clients may choose -N to N; by default they may not"),
+    ("send_timeout_s", types.seconds, "S", "for a client that does not read", "--send-timeout"),
 )
 _OF_ONE_MODEL = (
     *("--tokenizer", "--served-model-name", "--revision", "--kv-scales", "--trace"),
@@ -95,9 +96,9 @@ def add_parser(commands: types.Commands) -> None:
         help="serve a model behind the OpenAI API",
         formatter_class=types.DefaultsFormatter,
         description="Completions, chats, OpenAI's responses and Anthropic's messages, streamed or "
-        "not; /tokenize, /health, /metrics and /version beside them. SIGTERM drains: what is under "
-        "way is finished. API keys come from --api-key, a file or the variable "
-        f"{_API_KEY_VARIABLE}; without any everybody may ask.",
+        "not; also /tokenize, /health, /metrics and /version. SIGTERM drains: running requests are "
+        "finished. API keys come from --api-key, a file or the variable "
+        f"{_API_KEY_VARIABLE}; without a key, every client is served.",
     )
     text = "a folder, or a Hub name; several have an engine each, and share the memory by need"
     parser.add_argument("models", metavar="MODEL", type=types.name, nargs="+", help=text)
@@ -113,7 +114,7 @@ def add_parser(commands: types.Commands) -> None:
     flags, text = ("--tensor-parallel", "--tensor-parallel-size"), "GPUs that share the model"
     add(*flags, type=types.positive_int, default=1, help=text)
     add("--chat-template", type=types.name, metavar="FILE", help="in Jinja, not the tokenizer's")
-    text = "by which tool calls and reasoning are found: a JSON file, or qwen3, llama3, mistral …"
+    text = "format of tool calls and reasoning: a JSON file, or qwen3, llama3, mistral …"
     add("--response-template", type=types.name, metavar="FILE|NAME", help=text)
     text = (
         "folder whose generation_config.json has sampling defaults; auto: the model's; vllm: none"
@@ -126,7 +127,7 @@ def add_parser(commands: types.Commands) -> None:
     flags, dest = ("--no-prefix-caching", "--no-enable-prefix-caching"), "prefix_caching"
     add(*flags, dest=dest, action="store_false", help="compute common prefixes again")
     add("--enable-prefix-caching", dest=dest, action="store_true", help="as by default")
-    text = "whether log-probabilities are the model's, or of what tokens are drawn from"
+    text = "log-probabilities of the model's logits, or of the distribution that is sampled from"
     add("--logprobs-mode", choices=LOGPROBS_MODES, default=LOGPROBS_MODES[0], help=text)
     add("--deterministic", action="store_true", help="tokens do not depend on other requests")
     text = "in a sleep, cached prefixes move to host memory as well, as many as --swap holds"
@@ -142,15 +143,15 @@ def add_parser(commands: types.Commands) -> None:
     text = "that clients send; may be repeated. Other users of this machine can see it"
     add("--api-key", metavar="KEY", type=types.name, action="append", default=[], help=text)
     add("--api-key-file", metavar="FILE", type=Path, help="one key per line, in UTF-8")
-    text = "one prefix cache for all keys: usage tells each what others have sent"
+    text = "one prefix cache for all API keys: cached_tokens then shows what others have sent"
     add("--share-prefixes", action="store_true", help=text)
     add("--protect-all", action="store_true", help="metrics and documentation need a key too")
-    add("--cors-origin", action="append", default=[], metavar="URL", help="whose pages may ask")
+    add("--cors-origin", action="append", default=[], metavar="URL", help="origin of allowed pages")
     _add_all(add, Limits, _LIMITS)
     text = "seconds without a finished step after which a busy engine counts as hung"
     add("--silence-timeout", type=types.seconds, default=60, help=text)
     add("--drain-timeout", type=types.seconds, default=300, help="seconds to finish, on SIGTERM")
-    add("--trace", type=types.name, metavar="FILE", help="of every step, in Chrome's format")
+    add("--trace", type=types.name, metavar="FILE", help="write a trace in Chrome's format")
     flags, dest = ("--no-log-requests", "--no-enable-log-requests"), "log_requests"
     text = "no line on stderr for each request"
     add(*flags, "--disable-log-requests", dest=dest, action="store_false", help=text)
@@ -261,8 +262,8 @@ def _serve(
     engine, metrics, max_tokens, budget_bytes = its
     if max_tokens < longest:
         _LOG.warning(
-            "the memory for keys and values holds requests of %d tokens, the model's are up to "
-            "%d: give it more (--memory)",
+            "the memory for keys and values holds requests of up to %d tokens, and the model takes "
+            "up to %d: raise --memory",
             max_tokens,
             longest,
         )
@@ -295,7 +296,7 @@ def _announcement(
         if defaults := each.options.sampling_defaults:
             told = ", ".join(f"{name}={value}" for name, value in defaults.items())
             of = f" of {each.options.model_name}" if len(served) > 1 else ""
-            yield f"requests{of} that leave them out have {told} (--generation-config)\n"
+            yield f"default sampling parameters{of}: {told} (--generation-config)\n"
 
 
 def _broker(stack: contextlib.ExitStack, arguments: argparse.Namespace) -> Broker | None:
@@ -413,7 +414,7 @@ def _check_combination(arguments: argparse.Namespace) -> None:
     if can_sleep:
         raise ConfigError("--replicas are on a GPU each and do not sleep: leave --sleep-after out")
     if arguments.trace:
-        raise ConfigError("--trace is of one engine, and --replicas would have one each")
+        raise ConfigError("--trace is for one engine, --replicas are several: leave --trace out")
     if arguments.tensor_parallel > 1:
         raise ConfigError("--replicas and --tensor-parallel do not go together yet: take one")
     if arguments.device.startswith("cuda:"):
@@ -431,10 +432,10 @@ def _check_sharing(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--replicas and {what} do not go together: replicas have a GPU each")
     if not is_shared and (arguments.floor_bytes or arguments.pool_weight != 1):
         raise ConfigError(
-            "--floor and --weight are of memory that is shared: name a --pool, or several models"
+            "--floor and --weight are for shared memory: name a --pool, or several models"
         )
     if arguments.lazy and len(arguments.models) == 1:
-        raise ConfigError("--lazy is of several models: leave it out")
+        raise ConfigError("--lazy is for several models: leave it out, or name more models")
     if arguments.lazy and arguments.pool_socket is None and arguments.budget_bytes is None:
         raise ConfigError(
             "--lazy needs --memory, the memory for keys and values of all models, which leaves "
@@ -446,7 +447,7 @@ def _check_sharing(arguments: argparse.Namespace) -> None:
         raise ConfigError("a model is named twice, and clients choose by its name: leave one out")
     for flag in _OF_ONE_MODEL:
         if getattr(arguments, flag[2:].replace("-", "_")) is not None:
-            raise ConfigError(f"{flag} is of one model: start a server for each with a --pool")
+            raise ConfigError(f"{flag} is for one model: start one server per model, with a --pool")
 
 
 def _check_engine(arguments: argparse.Namespace) -> int:

@@ -71,7 +71,7 @@ def vmkv_attention(
         return vmkv_batch(module, asked), None
     if getattr(attention_mask, "_vmkv_placeholder", False):
         raise UnservableError(
-            f"its {type(module).__name__} hands its attention less than the model is called with"
+            f"its {type(module).__name__} does not pass keyword arguments on to its attention"
         )
     causal, dropout = options.get("is_causal"), options.get("dropout") or 0.0
     causal = getattr(module, "is_causal", True) if causal is None else causal

@@ -428,7 +428,7 @@ class RaggedCache(StoreOwner):
 
     @property
     def forks_at_ends(self) -> bool:
-        """Whether sequences begin like others at their present ends only, as windows move on."""
+        """Whether a sequence can be forked at its present end only: with windows or states."""
         return self.has_windows or self.store.cores[0].states is not None
 
     # ---- a call ---------------------------------------------------------------------------

@@ -71,10 +71,10 @@ class LeftPadding:
         """Raise `ConfigError` if an earlier check has found a difference."""
         if self._seen_on_host[()]:
             raise ConfigError(
-                "the attention mask of a captured decode step was not the one of the step before "
-                "with a column of ones, as model.generate makes it: tokens since then attended to "
-                "others than it says. Decode with such masks without capture_decoding, or pass "
-                "more than one token where the mask changes"
+                "the attention mask of a captured decode step was not the previous mask with one "
+                "more column of ones, as model.generate makes it, and was ignored: tokens since "
+                "then are wrong. Decode with such masks without capture_decoding, or pass more "
+                "than one token where the mask changes"
             )
 
 

@@ -136,7 +136,7 @@ def calibrate_kv_scales(model: Any, token_ids: Iterable[Sequence[int]]) -> KVSca
 
 def _scale(largest: float) -> float:
     if not math.isfinite(largest):
-        raise ConfigError(f"a head's keys or values reach {largest}; is the model whole?")
+        raise ConfigError(f"a head's keys or values reach {largest}; check the model's weights")
     # A head of zeros gets scale 1. Rounded to float32, as it will be used.
     scale = _HEADROOM * largest / FP8_MAX or 1.0
     return float(torch.tensor(scale, dtype=torch.float32))

@@ -112,7 +112,7 @@ def _kept(name: str, before: Any, after: Any, num_more: int) -> KeptLayer:
         if not keys.ndim == values.ndim == 4 or keys.shape[0] != 1:
             raise ConfigError(
                 f"{name} models keep keys of shape {tuple(keys.shape)} for one sequence, not "
-                "[1, heads, tokens, width]; nobody can plan with that"
+                "[1, heads, tokens, width]; vmkv plan cannot size that"
             )
         shape = LayerShape(
             keys.shape[1], keys.shape[3], values.shape[1], values.shape[3], keys.dtype.itemsize
@@ -130,7 +130,7 @@ def _kept(name: str, before: Any, after: Any, num_more: int) -> KeptLayer:
                 path = attribute if key is None else f"{attribute}[{key}]"
                 raise ConfigError(
                     f"{name} models keep {path} in layers of type {type(before).__name__}, which "
-                    "neither grows with every token nor stays as it is; nobody can plan with that"
+                    "neither grows with every token nor stays as it is; vmkv plan cannot size that"
                 )
             extra_token_bytes += token_bytes
             fixed_bytes += tensor.nbytes - _SHORT_TOKENS * token_bytes

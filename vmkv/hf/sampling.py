@@ -58,7 +58,7 @@ class Group:
     def of(
         cls, rows: Sequence[int], num_tokens: int, processors: Any, criteria: Any, config: Any
     ) -> Group:
-        """Make a group of what transformers has prepared; refuses ways of decoding."""
+        """Make a group of what transformers has prepared; raises as `_check_config`."""
         _check_config(config)
         limits = [int(each.max_length) for each in criteria if type(each) is MaxLengthCriteria]
         rest = [each for each in criteria if type(each) is not MaxLengthCriteria]
@@ -80,7 +80,7 @@ def prepare(
     if given:
         raise ConfigError(f"vmkv.generate makes {given[0]} from the prompts itself; leave it out")
     if _effective(model, options, "token_healing"):
-        raise ConfigError("ragged generation heals no tokens; leave token_healing out")
+        raise ConfigError("ragged generation does not support token_healing; leave it out")
     _replace_stop_strings(model, options)
     by_length: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
@@ -123,7 +123,7 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
 def _check_config(config: Any) -> None:
     """Refuse ways of decoding other than one token after another per prompt."""
     if getattr(config, "prompt_lookup_num_tokens", None):
-        raise ConfigError("ragged generation does not look prompts up; use a VMKVCache for that")
+        raise ConfigError("ragged generation has no prompt lookup; use a VMKVCache for that")
     for name in ("num_beams", "num_return_sequences"):
         if (getattr(config, name, None) or 1) > 1:
             raise ConfigError(
@@ -133,8 +133,8 @@ def _check_config(config: Any) -> None:
     mode = str(config.get_generation_mode().value)
     if mode not in ("greedy_search", "sample"):
         raise ConfigError(
-            f"ragged generation takes the likeliest token or samples one; it knows no {mode}. Use "
-            "model.generate for that, with a VMKVCache"
+            f"ragged generation does greedy decoding and sampling, not {mode}: use model.generate "
+            "with a VMKVCache"
         )
     for name in ("return_dict_in_generate", *_OUTPUTS):
         if getattr(config, name, None):

@@ -87,12 +87,12 @@ class AsyncEngine(EngineClient):
 
     @contextlib.asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Context in which training has the model, as `Engine.paused`.
+        """Context in which the model can be trained, as `Engine.paused`.
 
-        It begins once the requests that were made before have finished; those that are made
-        meanwhile are served after it, as is whoever else asks for a pause. Within it,
-        `engine.sleep()` of the engine inside may be called. Steps run in a thread of their own,
-        where an autocast of the caller's is not on; accelerate's is in the model's `forward`.
+        It begins once all earlier requests have finished; later requests, and other calls of
+        `paused`, wait until it ends. Within it, `sleep()` of the `Engine` given to this object may
+        be called. Steps run in the engine's thread, where the caller's autocast is not active;
+        accelerate's autocast is part of the model's `forward`.
 
         Raises:
             ConfigError: As `Engine.paused` at its beginning and end.

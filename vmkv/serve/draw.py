@@ -15,8 +15,8 @@ row's token depends neither on the batch nor on the order of blocks.
 
 A token's noise is -log(e), where e is at least the uniform number that it is made of. So the token
 can only beat the best one so far if that number is at most exp(score - best), and logarithms are
-computed for few tokens. None is computed for a token of so little weight that all of its kind are
-outside of top-p or min-p.
+computed for few tokens. None is computed for tokens of so little weight that even all of them
+together are outside of top-p or min-p.
 
 See DESIGN.md, Note [Draws need no sorting].
 """

@@ -140,7 +140,7 @@ class Engine:
         )
         spare = spare_bytes(self.cache.device, given)
         self._own_budget = None if is_shared or pool.member else OwnBudget(pool, spare)
-        self._is_stale = False  # The budget: others have had the device.
+        self._is_stale = False  # Whether free memory may have changed since the budget was set.
         self._is_closed = False
         self.loop.rest()
 
@@ -472,13 +472,13 @@ class Engine:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which the model is its own, to train it; then the engine takes it up again.
+        """Context in which the model can be trained; afterwards the engine serves it again.
 
         Inside, attention, the layers' `forward` and classes, and gradient checkpointing are as if
         the model had never been served; parameters are the same objects, whose gradients and
         `requires_grad` the engine never touches. At the end all modules go to eval mode; the next
-        `paused()` returns those to training mode that were in it. Other engines of the model have
-        to be paused, too.
+        `paused()` puts modules that were in training mode back into it. Other engines of the model
+        have to be paused, too.
 
         At the end cached prefixes are forgotten if a parameter's address or any of some 4,096 of
         its values has changed; after a change that these may miss, of a few rows of an embedding,
@@ -486,14 +486,14 @@ class Engine:
         layers are joined, compiled and captured again.
 
         Raises:
-            ConfigError: Requests are unfinished: finish or cancel them first; or it is paused
-                already. At the end: the model can no longer be served. The engine then stays
-                paused; after a remedy, another `paused()` takes the model up.
+            ConfigError: Requests are unfinished (finish or cancel them first), or the engine is
+                paused already. At the end: the model can no longer be served. The engine then stays
+                paused; undo the change, and enter and leave `paused()` again.
             ClosedError: The engine is closed.
             DriverError: The device has failed.
 
-        Cost: a look at each module and parameter, and two waits for the device, where no address
-            has changed; else that of another runner.
+        Cost: a look at each module and parameter, and two waits for the device. If addresses or
+            modules have changed, also that of making and warming up another runner.
         """
         self._pause()
         try:
@@ -630,7 +630,7 @@ class Engine:
             forget_prefixes(self.cache)
 
     def _check_at_rest(self, call: str) -> None:
-        """Refuse if requests are left; what ended ones have submitted is read."""
+        """Refuse if requests are left; read the steps that ended requests still have submitted."""
         self._check_open()
         if self._scheduler.requests:
             raise ConfigError(
@@ -643,8 +643,8 @@ class Engine:
     def _check_here(self) -> None:
         if self._turns.is_paused:
             raise PausedError(
-                "training has the model of this engine: leave engine.paused() before it generates; "
-                "if the engine could not take the model up, its error then said why"
+                "this engine is paused for training: leave engine.paused() before it generates; if "
+                "leaving it raised an error, undo what that names, then enter and leave it again"
             )
 
     # ---- end ------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class EngineClient(abc.ABC):
         self._heard_s = clock()  # Last news, or the start of the current work.
         self._new_keys = itertools.count()
         self._streams: dict[int, _Stream] = {}
-        self._asked: dict[int, asyncio.Future[None]] = {}  # What is no request.
+        self._asked: dict[int, asyncio.Future[None]] = {}  # Commands that wait for an answer.
         self._num_failed_steps = 0
         #: Whether the engine sleeps, as its last news said.
         self.is_sleeping = False

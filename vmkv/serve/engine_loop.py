@@ -189,8 +189,8 @@ class EngineLoop:
         self._updated: dict[RequestHandle, None] = {}
         self._clock = clock
         self._active_s = clock()  # The last time with requests.
-        self._rest: Sleep | Pause | None = None  # Asked for, and what was asked for since then.
-        self._held: list[Command] = []
+        self._rest: Sleep | Pause | None = None  # Waits until no request is left.
+        self._held: list[Command] = []  # Commands that came after `_rest`, and wait for it.
         self._done: list[int] = []
         self._lost: Exception | None = None  # Why the engine could not wake.
         self._unpaused: Exception | None = None  # Why the last pause failed.
@@ -264,7 +264,7 @@ class EngineLoop:
         self._engine.sleep(weights=True, prefixes=self._engine.options.sleep_keeps_prefixes)
 
     def _fall_asleep_alone(self) -> None:
-        self._active_s = self._clock()  # After a failure it is tried again as much later.
+        self._active_s = self._clock()  # After a failure, `sleep_after_s` passes again.
         try:
             self._fall_asleep()
         except RankError:

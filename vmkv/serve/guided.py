@@ -33,8 +33,8 @@ TEXT_BYTES_MAX = 128 * KiB
 _KEPT_MAX = 64
 _THREADS_MAX = 8
 _BITS = 32
-#: Longest texts of which all tokens are found allowed at once, without a walk through them: within
-#: a string of bounded length, a walk through the vocabulary takes milliseconds.
+#: Tokens of up to so many characters are found to fit a string as one set. In a string of bounded
+#: length a test of each token of the vocabulary would take milliseconds.
 _SLICE_CHARS = ("{1,4}", "{1,8}", "{1,12}", "+")
 #: White space between JSON's tokens: a line's indentation, but no endless rest of a page.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"

@@ -161,9 +161,9 @@ def fit_budget(pool: ExtentPool, spare_bytes: int) -> None:
 
 
 class OwnBudget:
-    """Keeps an engine's budget within what its device has, which training uses in turns.
+    """Keeps an engine's budget within free device memory, which training uses between requests.
 
-    `spare_bytes` are for activations. A budget that is set meanwhile is the new most.
+    `spare_bytes` are for activations. A budget that the user sets becomes the new maximum.
     """
 
     def __init__(self, pool: ExtentPool, spare_bytes: int):
@@ -430,7 +430,7 @@ class MemoryView:
             sequence.record(request.tokens(start, end))
 
     def _may_hit(self, request: Request) -> bool:
-        """Whether the request may begin with a cached prefix: not if logits of it are wanted."""
+        """Whether the request may begin with a cached prefix: not with `prompt_logprobs`."""
         return self._prefix_caching and request.params.prompt_logprobs is None
 
     def _leader(self, request: Request) -> CacheSequence | None:

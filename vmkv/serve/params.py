@@ -90,8 +90,8 @@ class SamplingParams:
         logit_bias: Added to the logits of the tokens, each in [-100, 100].
         allowed_token_ids: Choose among these tokens alone; None for all.
         bad_words: Texts that the output does not contain, or their token ids. Texts need a
-            tokenizer, and are tokenised alone and after a space, as in vLLM. For one of several
-            tokens the host waits for every token of the request.
+            tokenizer, and are tokenised alone and after a space, as in vLLM. With a bad word of
+            several tokens, the host waits for every token of the request.
         seed: Makes the request repeatable; sample i of `n` uses `seed + i`. None draws a seed.
         stop: Texts that end the output. Needs a tokenizer.
         include_stop_str_in_output: Whether the output's text keeps the stop text.

@@ -221,7 +221,7 @@ class RunnerOptions:
 class ModelRunner:
     """Runs the engine's steps of one model over the rows of one cache, in order of submission.
 
-    `given` are the engine's options, of which `runner` is not asked. The model attends through this
+    `given` are the engine's options; `runner` is ignored here. The model attends through this
     runner until `close`. Captured or warmed-up steps take one row of the cache for padding. The
     default attention backend of captured steps is flash3 if it can serve a layer; it keeps a tile
     of every row resident for its over-read. `graph_bytes` is the device memory of the graphs after
@@ -429,7 +429,7 @@ class ModelRunner:
         )
 
     def pause(self) -> None:
-        """Wait for the device, and let the model be its own until `resume`. Idempotent."""
+        """Wait for the device, and restore the model's own code until `resume`. Idempotent."""
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
         self.stepper.pause()
@@ -439,7 +439,7 @@ class ModelRunner:
         self.stepper.resume()
 
     def is_current(self) -> bool:
-        """Whether a model that was handed back is as this runner was made for, but for values."""
+        """Whether only values of the model have changed since this runner was made."""
         if self._is_closed:
             return False
         return self._places == places_of(self._model) and self._settings == settings_of(self._model)
@@ -478,11 +478,10 @@ def spare_bytes(device: torch.device, given: EngineOptions) -> int:
 def make_runner(
     model: Any, rows: ServedRows, given: EngineOptions, weights: Weights | None = None
 ) -> ModelRunner:
-    """Make an engine's runner and warm it up; before, `weights` hold those of the model.
+    """Make an engine's runner and warm it up; `weights`, if given, takes the model's weights first.
 
-    `deterministic` needs an "eager" one; layers are not compiled where one with states runs for
-    each sequence.
-    `ConfigError` if the runner is unknown or cannot do what is asked.
+    `deterministic` needs an "eager" runner. Layers are not compiled if a layer with states has to
+    run once for each sequence. `ConfigError` if `runner` is unknown or does not fit the options.
     """
     kind, deterministic = given.runner, given.deterministic
     if kind == "auto":

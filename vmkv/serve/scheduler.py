@@ -404,7 +404,7 @@ class Scheduler:
         return num_pages, view.peak_pages(length(order[0])) if order else 0, growth
 
     def pop_first(self) -> Request:
-        """Take the first waiting request, which must exist, out of those that wait."""
+        """Remove the first waiting request, which must exist, from the queue, and return it."""
         return self.requests[heapq.heappop(self._waiting)[1]]
 
     def run_first(self) -> None:

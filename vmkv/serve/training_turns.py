@@ -44,7 +44,7 @@ class TrainingTurns:
         self.is_paused = False
 
     def pause(self, *, compares_values: bool) -> None:
-        """Let the model be its own, in the modes of training's last turn. Idempotent."""
+        """Restore the model's own code, and the modes that it had in the last pause. Idempotent."""
         if self.is_paused:
             return
         self.runner.pause()
@@ -54,7 +54,7 @@ class TrainingTurns:
             module.training = True
 
     def resume(self) -> bool:
-        """Serve the model again, in eval mode; returns whether values are others, if compared.
+        """Serve the model again, in eval mode; returns whether values differ, if compared.
 
         Raises `ConfigError` if the model can no longer be served; training then keeps it.
         """

@@ -179,7 +179,7 @@ class ModelGuard:
             raise ConfigError(self.change() or _MOVED)
 
     def is_as_captured(self) -> bool:
-        """Whether a captured step still computes what the model does, however that attends."""
+        """Whether modes and addresses are as captured; ignores the attention implementation."""
         return not any(map(_is_training, self._modes)) and self._addresses_now() == self._addresses
 
     def change(self) -> str | None:

@@ -31,8 +31,8 @@ class Piece(NamedTuple):
         token_ids: The new tokens, on the host; None for the one token in the slot.
         samples: Whether the logits of the last token are needed: not for a prompt's early chunks,
             nor for recomputed tokens.
-        checkpoints: Tokens in the row after which the layers' states are kept, ascending, each with
-            the row of the cache's `states` for a copy; after past tokens there are none.
+        checkpoints: Lengths after which the layers' states are kept, ascending, each with the row
+            of the cache's `states` for the copy; all above `num_past_tokens`.
     """
 
     slot: int

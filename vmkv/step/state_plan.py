@@ -84,11 +84,11 @@ class PackedSequences:
     packed tokens `near`. The last of the gathered tokens are the new states, of `rows` and then of
     checkpoints at `kept_rows`. The others are the input; it has the heads at `own [h]`.
 
-    Rounds compute all tokens in their order where `places` is None. Otherwise the output of packed
-    token `places [m]` is the one at `taken [m]` in the rounds' joint output. If the first round
-    computes all tokens, its output is the result but for these, and no part of the joint output;
-    behind the joint output comes token 0 of the result. Where `near` is None there are no rounds,
-    and each sequence decodes one token.
+    If `places` is None, the result is the outputs of the rounds, one after the other. Otherwise the
+    output of packed token `places [m]` is at index `taken [m]` of these outputs. If the first round
+    computes all tokens, its output is the result for all other tokens; the indices then count the
+    outputs of the later rounds, followed by that of packed token 0. If `near` is None, there are no
+    rounds, and each sequence decodes one token.
     """
 
     rows: torch.Tensor
@@ -110,9 +110,9 @@ class PackedSequences:
 
 
 class Plan(NamedTuple):
-    """Integers of a `PackedSequences`, and by round: its kind and tokens.
+    """Integers of a `PackedSequences`, and the kind and the tokens of each round.
 
-    Tokens of None are among the integers.
+    Where the tokens are None, the integers list them.
     """
 
     arrays: Sequence[np.ndarray]
@@ -262,7 +262,7 @@ def _round_arrays(
 ) -> list[np.ndarray]:
     """Return the integers of a round over tokens from `start`, with so many chunks.
 
-    Chunks beyond those of the parts are of the last part, which has no tokens then.
+    Padding chunks belong to the last part, which then has no tokens.
     """
     new = np.array([each.num_tokens for each in parts])
     starts = start + np.concatenate([[0], np.cumsum(new)])

@@ -255,9 +255,9 @@ class PackedStates:
 
 
 class StateProbe:
-    """Runs layers from nothing, and finds those that would continue from a state.
+    """Runs layers without a state, and finds those that would continue from one.
 
-    These answer NaN where any tensor of their state is. `chunkable` are the layers found.
+    Their output is NaN if any tensor of their state is NaN. `chunkable` are the layers found.
     """
 
     def __init__(self, layers: Mapping[int, StateLayer]):

@@ -57,7 +57,7 @@ class Stepper:
         device: Device of the token ids.
         attention: Attention of the layers over the rows.
         uses_operator: Whether layers are compiled, and attend through an operator.
-        calls: The argument's layers; None to take those of the next pass.
+        calls: `calls.layers` of the argument; if None, the next pass sets it.
         guard: Checks that the model is unchanged.
         last_tokens: `[num_slots + 1] int64`, the token chosen last in each slot.
         decode_graphs: Captured decode steps, or None.
@@ -123,7 +123,7 @@ class Stepper:
                 if self.chunk_sizes:
                     raise ConfigError("layers of models that attend in chunks cannot be compiled")
                 if calls.is_named:
-                    raise ConfigError("layers that do not say which they are cannot be compiled")
+                    raise ConfigError("layers that share their modules cannot be compiled")
                 if has_users(model):
                     raise ConfigError(
                         "this model is served already, and its layers cannot be compiled "
@@ -169,7 +169,7 @@ class Stepper:
             self._layers.resume()
 
     def pause(self) -> None:
-        """Let the model run by its own code, in its own attention; steps come after `resume`."""
+        """Restore the model's own code and attention; no step may run until `resume`."""
         if self._layers is not None:
             self._layers.pause()
         self._serving.close()
@@ -465,7 +465,7 @@ class Stepper:
         return True
 
     def drop_graphs(self) -> None:
-        """Free all graphs and what they share; steps capture them again. The device has ended."""
+        """Free all graphs and what they share; steps capture them again. The device is idle."""
         self._close_graphs()
         if self._space is not None:
             self._space.sleep()

@@ -37,7 +37,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ({"temperature": -1}, "temperature", "temperature=-1"),
         ({"temperature": "hot"}, "temperature", "valid number"),
         ({"top_k": -7}, "top_k", "top_k=-7"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens=0 leaves nothing to answer; with echo"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens=0 leaves nothing to answer; add echo"),
         ({"max_tokens": "5"}, "max_tokens", "valid integer"),
         ({"max_tokens": 5000}, "max_tokens", "context is 4096 tokens; the prompt has"),
         ({"prompt": [5] * 4096}, "prompt", "the prompt has 4096, and 2 were asked for"),

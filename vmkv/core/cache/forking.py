@@ -117,7 +117,7 @@ def _check_alike(origin: RowSpace, space: RowSpace, num_tokens: int) -> None:
     if origin is not space and [each.layout for each in origin.groups] != [
         each.layout for each in space.groups
     ]:
-        raise ConfigError("the caches lay their layers out differently, so neither can hold both")
+        raise ConfigError("the caches lay their layers out differently: make both alike")
     if num_tokens > space.max_tokens:
         raise ConfigError(
             f"{num_tokens} tokens do not fit: rows of the fork's cache end at "
@@ -475,7 +475,7 @@ def choose_row(space: RowSpace, num_tokens: int) -> int:
 
 
 def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
-    """Parked rows that eviction would take first for a sequence; none if caches share the pool."""
+    """Parked rows that would be evicted first for a sequence; none if caches share the pool."""
     pool = space.pool
     end_tokens = num_tokens + space.overread_tokens
     missing_bytes = pool.budget_bytes // _KEPT_DIVISOR - pool.available_bytes

@@ -223,7 +223,7 @@ def keep_resident(space: RowSpace, overread_tokens: int) -> None:
     if space.pool.scrub is Scrub.POISON:
         raise ConfigError(
             f"a kernel that fetches {overread_tokens} tokens past the length would fetch the NaN "
-            'of scrub="poison"; choose another attention backend, or none of the poison'
+            'of scrub="poison"; choose another attention backend, or another scrub'
         )
     if space.moving:
         raise ConfigError("a sequence is on its way to the host; finish that, or cancel it, first")

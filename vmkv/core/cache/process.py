@@ -316,7 +316,7 @@ class PrefixExporter(AbstractContextManager["PrefixExporter"]):
 
         Raises:
             ConfigError: The importer is another user's; or `start` was called.
-            ConnectionError: It went away midway, for one because it cannot use the prefix.
+            ConnectionError: It disconnected midway, for example because it cannot use the prefix.
             TimeoutError: None came, or it exceeded its deadline.
             DriverError: A descriptor could not be made.
             ClosedError: The exporter is closed.

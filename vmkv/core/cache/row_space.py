@@ -356,8 +356,8 @@ class RowSpace:
         """Raise `ConfigError`, which names `doing`, if layers keep states."""
         if self.states is not None:
             raise ConfigError(
-                f"cannot {doing} sequences of a model whose layers keep states (linear attention): "
-                "only keys and values can be handled so yet"
+                f"cannot {doing} sequences of a model whose layers keep states (linear attention); "
+                "that works only for models with keys and values alone"
             )
 
     def can_begin(self, row: int, num_tokens: int) -> bool:

@@ -96,8 +96,8 @@ class Sequence:
         """Keep a copy of the layers' states after the present tokens; nothing without such layers.
 
         `truncate` and `fork` go back to it, and prompts that begin with the recorded tokens begin
-        there. A sequence has two: its first and its latest. They end with their tokens, or when
-        memory is short.
+        there. A sequence keeps at most two: its first and its latest. They are dropped when their
+        tokens are, or when memory is short.
 
         Raises:
             OutOfPagesError: The pool cannot supply the pages.

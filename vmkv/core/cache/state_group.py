@@ -8,7 +8,7 @@ same pool. All layers lie side by side in it, so only the last page is filled in
 A row is mapped with the sequence's first token and copied in a fork, because every step overwrites
 it. It holds the state after the last token and none before. To go back to an earlier one, or share
 it, takes a checkpoint: a copy in a further row, which belongs to the sequence's row until that is
-cut before it, begins anew or is evicted. The own state of a parked row is one without a copy.
+cut before it, begins anew or is evicted. A parked row's own state serves as one without a copy.
 
 See DESIGN.md, Note [States beside rows].
 """
@@ -163,7 +163,7 @@ class StateGroup(LayerGroup):
         self.pool.backend.copy(to, start, self.geometry.bytes_for(1), stream)
 
     def go_back(self, row: int, num_tokens: int, stream: int, fence: Callable[[], Fence]) -> None:
-        """Make the state after `num_tokens` the live or taken row's; drop later checkpoints.
+        """Set the state of a live or taken row back to `num_tokens`; drop later checkpoints.
 
         It is at rest, unless `num_tokens` is 0. Locked. After an error nothing has changed.
         """

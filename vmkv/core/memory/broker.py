@@ -178,7 +178,7 @@ class Broker(AbstractContextManager["Broker"]):
         except ConnectionError:  # It has ended with an order unread; what it sent comes after this.
             return
         except Exception as error:  # noqa: BLE001  # of another process, which may send anything
-            _LOG.warning("process %d sent what is no message: %s", its.pid, one_line(error))
+            _LOG.warning("process %d sent an invalid message: %s", its.pid, one_line(error))
         self._hang_up(its)
 
     def _take(self, its: _Connection, kind: str, values: list[Any]) -> None:
@@ -244,7 +244,7 @@ class Broker(AbstractContextManager["Broker"]):
             member = its.member
             is_hung = member is not None and member.is_hung(now_s - (self._kills_after_s or 0.0))
             if is_hung and _parent_of(its.pid) == os.getpid():
-                _LOG.error("process %d gives nothing back that was asked for: killed", its.pid)
+                _LOG.error("process %d does not carry out an order, and was killed", its.pid)
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(its.pidfd, signal.SIGKILL)
 

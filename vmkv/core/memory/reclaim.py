@@ -47,7 +47,7 @@ class Reclaimer:
     Attributes:
         batches: The retired mappings of each fence, oldest first.
         waited_s: Seconds spent waiting for fences so far.
-        idle_reservations: Reservations to be freed, each with a function that forbids it.
+        idle_reservations: Reservations to be freed, each with a check for tensors in it.
     """
 
     def __init__(

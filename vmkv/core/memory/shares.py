@@ -7,14 +7,14 @@ A member's pool creates at most its budget, which only an order raises. It answe
 it has carried it out as far as it can at once, and reports each later decrease. So memory counts as
 handed over only after the giver has released it to the driver.
 
-Who wants more than is free gets it from, in this order: memory that members hold beyond their live
+A member that wants more than is free gets, in this order: what other members hold beyond their live
 rows, from idle and least recently busy members first; live rows of idle members; and what requests
 of busy members give back when they end, down to fair shares. A fair share is the most that all
 members can have in proportion to their weights, none below its floor and none above what it wants.
 A member with nothing running comes first, and gets the memory for its first request whole. Running
 requests keep their memory, unless such a member has waited for `TURN_S`: then live rows of busy
-members go too, down to fair shares. So members whose fair shares do not hold a single request have
-the memory for one by turns.
+members go too, down to fair shares. So members whose fair shares do not hold a single request take
+turns.
 
 See DESIGN.md, Note [One budget for many processes].
 """

@@ -200,14 +200,14 @@ class ParallelEngine(Engine):
         super()._check_open()
         self._ranks.check()
         if self._ranks.rank and not self._is_following:
-            raise ConfigError("this engine follows that of rank 0: call follow(), and ask there")
+            raise ConfigError("this rank follows rank 0: call follow(); requests go to rank 0")
 
     # ---- other ranks ----------------------------------------------------------------------
 
     def follow(self) -> None:
         """Repeat rank 0's calls and steps until its engine closes; then close this one."""
         if not self._ranks.rank:
-            raise ConfigError("this engine is asked, and follows nobody")
+            raise ConfigError("this is rank 0, which takes requests; other ranks call follow()")
         self._is_following = True
         threading.Thread(target=self.grammars.prepare, daemon=True).start()
         try:
@@ -230,7 +230,7 @@ def checked_options(options: Mapping[str, Any]) -> EngineOptions:
         raise ConfigError("ranks cannot share a pool with others; leave pool out")
     given = EngineOptions(**options)
     if given.kv_scales is not None:
-        raise ConfigError("kv_scales are of all heads, of which a rank has some; leave them out")
+        raise ConfigError("kv_scales are of all heads, a rank has some only: leave kv_scales out")
     return given
 
 

@@ -171,7 +171,7 @@ class Lockstep:
         books = (pool.page_bytes, pool.stats().budget_bytes, *facts)
         self._checksum = zlib.crc32(repr(books).encode())
         if self.group.min(self._checksum) != self.group.max(self._checksum):
-            raise self.group.fail(f"the ranks differ; here page, budget, and so on are {books}")
+            raise self.group.fail(f"ranks differ in page size, budget or other facts: here {books}")
 
     # ---- rank 0 ---------------------------------------------------------------------------
 
@@ -201,9 +201,9 @@ class Lockstep:
     # ---- all ranks ------------------------------------------------------------------------
 
     def or_end(self, call: Callable[[], _R], agreed: type[Exception] = ConfigError) -> _R:
-        """Return the result of a call, whose failure on one rank ends all ranks.
+        """Return the result of a call; an error on one rank ends all ranks.
 
-        But for an error that all ranks raise: a `ConfigError`, or one of the kind `agreed`.
+        An error that all ranks raise is only raised: a `ConfigError`, or one of type `agreed`.
         """
         try:
             return call()

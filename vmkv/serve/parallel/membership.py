@@ -68,7 +68,7 @@ class Memberships:
         self._members[number].obey(order)
 
     def come_down(self) -> None:
-        """Go on with orders that are not carried out whole; all ranks call it at the same time."""
+        """Continue orders that were carried out in part; all ranks call it at the same time."""
         for each in self._members:
             if each.withheld_bytes:
                 each.go_on()

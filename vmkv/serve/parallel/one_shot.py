@@ -89,14 +89,14 @@ __device__ word now_ns() {
   return time;
 }
 
-// Whether the turn has come; else nobody waits for it any more.
+// Whether the turn has come; false once the kernel has given up waiting for it.
 __device__ bool has_come(const word* flag, word turn, volatile int* given_up, word patience_ns) {
   const word start = now_ns();
   word asked = start;
   for (int tries = 1; said(flag) < turn; ++tries) {
     if (tries % 64) continue;
-    // The word is in the host's memory, which answers 256 blocks one by one, in 0.2 ms. Whoever
-    // asked after less would be late for that, and the other rank would ask, and so on for ever.
+    // The word is in the host's memory, which answers 256 blocks one by one, in 0.2 ms. A rank that
+    // asked earlier would be late by that, so that the next sum would make the other rank ask, too.
     const word now = now_ns();
     if (now - asked < ASK_AFTER_NS) continue;
     asked = now;

@@ -209,7 +209,7 @@ def run_engine(make: MakeEngine, connection: socket.socket) -> None:
         with make(relay) as engine:
             link.put(Ready(engine.max_tokens, engine.cache.pool.page_bytes, engine.cache.stats()))
             is_ready = True
-            # Conversion of a vocabulary takes a second: not of the first guided request.
+            # Converting the vocabulary takes a second, which the first guided request is spared.
             threading.Thread(target=engine.grammars.prepare, daemon=True).start()
             # Exclude the model and the libraries from garbage collection.
             gc.collect()

@@ -271,7 +271,7 @@ def _first_message(connection: socket.socket) -> Ready:
     while True:
         data = connection.recv(_READ_BYTES)
         if not data:
-            raise ClosedError("the engine's process ended before its engine was there")
+            raise ClosedError("the engine's process ended before its engine was ready")
         for message in unpacker.feed(data):
             if isinstance(message, Failed):
                 raise message.error

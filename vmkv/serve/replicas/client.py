@@ -109,8 +109,8 @@ class ReplicatedEngine:
             return ClosedError("the server is shutting down")
         if isinstance(error, _LOST):
             return LostError(
-                "the replica that computed this request is gone; what came of it is not all, and "
-                "the rest will not come: ask again"
+                "the replica that computed this request has ended, and the answer is incomplete: "
+                "send the request again"
             )
         if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
             return error.cause

@@ -23,7 +23,7 @@ from ...errors import (
 _LOG = logging.getLogger(__name__)
 #: Statuses after which a client may try again, here after a second.
 _PASSING = (429, 503)
-_LOST_PART = "a part of the engine has ended, and all of it is started anew; try again"
+_LOST_PART = "a process of the engine has ended, and the engine is restarted; try again"
 #: Status, code and message of vmkv's errors; the first kind that fits counts.
 _KNOWN: tuple[tuple[type[Exception], int, str | None, str], ...] = (
     (SequenceFullError, 400, "context_length_exceeded", "{}"),
@@ -43,7 +43,7 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-#: By beginning of a path: names in its bodies of parameters of chats, as which they are served.
+#: By path prefix: what bodies call parameters of a chat, since such requests are served as chats.
 _NAMES = {
     "/v1/responses": {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
     | {"reasoning_effort": "reasoning.effort", "response_format": "text.format"},
@@ -97,7 +97,7 @@ class ApiError(VMKVError):
         return JSONResponse(body, error.status, headers=error.headers)
 
     def _renamed(self, names: Mapping[str, str]) -> ApiError:
-        """Return the error with the parameter's name in the body of another API than chats'."""
+        """Return the error with the name that the client's API has for the parameter."""
         told = self.body["error"]
         first, dot, rest = (told["param"] or "").partition(".")
         if first not in names:
@@ -107,7 +107,7 @@ class ApiError(VMKVError):
             # The format holds the schema itself.
             rest = rest.removeprefix("json_schema.")
             message = message.replace("json_schema.", "", 1)
-        # A name that is an English word may be just that within the sentence.
+        # Inside a sentence, `prompt` or `stop` may be the English word and not the parameter.
         if "_" in first or message.startswith(first):
             message = re.sub(rf"\b{first}\b", name, message)
         param = f"{name}{dot}{rest}"

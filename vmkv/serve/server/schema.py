@@ -224,7 +224,7 @@ class CompletionRequest(GenerationRequest):
             most = min(_COMPLETION_TOKENS, (defaults or {}).get("max_tokens", _COMPLETION_TOKENS))
         if most == 0 and not self.echo:
             raise invalid(
-                "max_tokens=0 leaves nothing to answer; with echo=true the prompt is", "max_tokens"
+                "max_tokens=0 leaves nothing to answer; add echo=true for the prompt", "max_tokens"
             )
         wanted = (self.prompt_logprobs, self.logprobs if self.echo else None)
         of_prompt = max((each for each in wanted if each is not None), default=None)
@@ -292,8 +292,8 @@ class ChatBody(_Strict):
             check_tools(self.tools or (), self.tool_choice)
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid(
-                "a final message that is continued is followed by no other: send one of "
-                "continue_final_message and add_generation_prompt",
+                "continue_final_message and add_generation_prompt exclude each other: send one of "
+                "them",
                 "continue_final_message",
             )
         return self
@@ -364,7 +364,7 @@ class TokenizeRequest(ChatBody):
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise invalid("either a prompt or messages become tokens", "prompt")
+            raise invalid("send either prompt or messages", "prompt")
         return self
 
     @property
