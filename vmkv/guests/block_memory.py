@@ -127,14 +127,11 @@ class BlockMemory:
         now_s = time.monotonic()
         is_urgent = lacking > 0 and num_blocks > self._num_asked
         if is_urgent or now_s - self._asked_s >= _ASK_S or (self._num_asked and not num_blocks):
-            more = max(0, num_blocks + 1 - self._num_live())
+            num_live = self.num_mapped - self._blocks.get_num_free_blocks()
+            more = max(0, num_blocks + 1 - num_live)
             more_bytes, first_bytes = more * self.block_bytes, first_blocks * self.block_bytes
             member.ask(more_bytes, first_bytes, is_busy=num_blocks > 0, preempts=False)
             self._num_asked, self._asked_s = num_blocks, now_s
-
-    def _num_live(self) -> int:
-        assert self._blocks is not None
-        return self.num_mapped - self._blocks.get_num_free_blocks()
 
     def _unmap(self, num_blocks: int) -> None:
         assert self._blocks is not None

@@ -380,9 +380,8 @@ class ModelRunner:
 
     def _is_scored(self, piece: Piece) -> bool:
         """Whether log-probabilities are wanted of tokens that follow the piece's in its prompt."""
-        if piece.slot not in self._scored:
-            return False
-        return piece.num_past_tokens + 1 < len(self._scored[piece.slot][1])
+        _, prompt = self._scored.get(piece.slot, (0, ()))
+        return piece.num_past_tokens + 1 < len(prompt)
 
     def _sample(
         self,

@@ -168,7 +168,8 @@ class EngineProcess(EngineClient):
         if self._transport is None:
             if self._opening is None:
                 self._opening = asyncio.get_running_loop().create_task(self._open())
-                self._opening.add_done_callback(_heed)
+                # A failure may be nobody's: each request that waited was cancelled.
+                self._opening.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(self._opening)
 
     async def _open(self) -> None:
@@ -257,12 +258,6 @@ class EngineProcess(EngineClient):
         """Reset observers to an empty cache and no requests."""
         self.stats = self._empty
         self._tell([Idle()])
-
-
-def _heed(task: asyncio.Task[None]) -> None:
-    """Mark a failure as seen: perhaps nobody waits for the task any more."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _first_message(connection: socket.socket) -> Ready:
