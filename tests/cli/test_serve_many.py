@@ -192,7 +192,7 @@ def test_each_of_several_models_may_have_ranks(models: list[str]) -> None:
     ("options", "words"),
     [
         (["b", "--replicas", "2"], "--replicas and several models do not go together"),
-        (["b", "--trace", "t"], "--trace is for one model: start one server per model, with a --pool"),
+        (["b", "--trace", "t"], "--trace is for one model: start one server per model, with a"),
         (["b", "--served-model-name", "n"], "--served-model-name is for one model"),
         (["b", "--lazy"], "--lazy needs --memory"),
         (["--lazy"], "--lazy is for several models"),

@@ -363,8 +363,9 @@ class Service:
             prompts = f"{num_of_prompts} of the prompts, and " if num_of_prompts else ""
             raise invalid(
                 f"{prompts}{num_samples} samples of up to {num_tokens} tokens with {each} "
-                f"log-probabilities each are {num_logprobs}; this server allows {most}: ask for "
-                "fewer samples (n), tokens (max_tokens) or log-probabilities",
+                f"log-probabilities each are {num_logprobs}; this server allows "
+                f"max_answer_logprobs={most}: ask for fewer samples (n), tokens (max_tokens) or "
+                "log-probabilities",
                 "max_tokens" if params.logprobs is not None else "prompt_logprobs",
             )
 
