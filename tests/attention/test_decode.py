@@ -184,6 +184,19 @@ def test_the_source_computes_attention_on_the_host(
         check(replace(call, sinks=sinks), with_sinks(replace(call, sinks=sinks), out, logsumexp))
 
 
+def test_sinks_leave_outputs_that_backward_needs() -> None:
+    """They are applied in place, but not where a kernel has saved its output."""
+    call = replace(call_of(64, 1, 2, None, device="cpu"), sinks=torch.zeros(2))
+    query = torch.zeros(call.query.shape, requires_grad=True)
+    logsumexp = torch.zeros(2, len(query))
+    out = with_sinks(call, query.exp(), logsumexp)  # Which saves what it returns.
+    assert (out == 0.5).all()
+    out.sum().backward()
+    assert (query.grad == 0.5).all()
+    out = torch.ones_like(call.query)
+    assert with_sinks(call, out, logsumexp) is out
+
+
 def test_a_row_without_keys_gives_zeros_on_the_host(on_host: list[int]) -> None:
     """Padding of a captured step has no keys; the other rows are as without it."""
     for parts in (1, 2):

@@ -121,13 +121,12 @@ def test_make_ready_takes_nothing_from_live_rows(make_cache: MakeCache) -> None:
         append(sequence, range(80))
     before = cache.pool.stats()
     assert not make_ready(cache, [(live[0], 100)])
-    assert not make_ready(cache, [(live[0], 100)], wait=True)
     assert before == cache.pool.stats()
     for sequence in live:
         assert_holds(sequence, range(80))
 
 
-def test_make_ready_does_not_wait_by_default(host: HostBackend, make_cache: MakeCache) -> None:
+def test_make_ready_does_not_wait(host: HostBackend, make_cache: MakeCache) -> None:
     """`make_ready` returns False until the fences of retired memory have passed."""
     cache = make_cache(budget_bytes=40 * PAGE)
     live = cache.open(row=2)
@@ -142,15 +141,6 @@ def test_make_ready_does_not_wait_by_default(host: HostBackend, make_cache: Make
     host.hold_fences()
     assert make_ready(cache, [(live, 8)])
     assert MAPS == set(_calls_of(cache, lambda: live.append(8)))
-
-
-def test_make_ready_waits_on_request(host: HostBackend, make_cache: MakeCache) -> None:
-    cache = make_cache(budget_bytes=40 * PAGE)
-    live = cache.open(row=2)
-    host.hold_fences()
-    _parked(cache, 80, 80)
-    assert make_ready(cache, [(live, 60)], wait=True)
-    assert MAPS == set(_calls_of(cache, lambda: live.append(60)))
 
 
 def test_make_ready_skips_swapped_and_fitting_sequences(make_cache: MakeCache) -> None:

@@ -7,7 +7,8 @@ interface, by `SERVED_LATELY`.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,6 +27,9 @@ from transformers.models.llama4 import modeling_llama4
 
 import vmkv
 from vmkv import ConfigError, Engine, SamplingParams, VMKVCache
+from vmkv.attention import Call, register, registry
+from vmkv.attention.append import append
+from vmkv.attention.sdpa import SdpaBackend
 from vmkv.hf.layers import VirtualLayer
 from vmkv.hf.proof import prove
 from vmkv.serve.runner import RunnerOptions
@@ -121,6 +125,42 @@ def test_a_prompt_that_ends_one_token_past_a_chunk_is_no_decode_step(model: Any)
         [output] = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=4))
     said = alone(model, prompt, max_new_tokens=4, do_sample=False)
     assert said == [*prompt, *output.outputs[0].token_ids]
+
+
+class Appending(SdpaBackend):
+    """Appends by itself, as FlashAttention-2 does, whose launch appends all entries at once."""
+
+    name, appends = "appending", True
+    #: Rows of the calls that appended.
+    rows: ClassVar[list[list[int]]] = []
+
+    def attend(self, call: Call) -> torch.Tensor:
+        """Append, and attend."""
+        if call.new is not None:
+            self.rows.append(call.batch.row_indices.tolist())
+            append(call, call.new)
+        return super().attend(replace(call, new=None))
+
+
+def test_parts_of_one_row_are_not_appended_by_attention(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in layers without chunks: one of the parts reads what the other writes."""
+    monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
+    register("appending", Appending)
+    for prompt in random_prompts(9, 16):
+        with Engine(
+            model,
+            runner="eager",
+            attention_backend="appending",
+            max_num_seqs=1,
+            max_num_batched_tokens=7,
+            budget_bytes=BUDGET_BYTES,
+        ) as engine:
+            [output] = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=4))
+        said = alone(model, prompt, max_new_tokens=4, do_sample=False)
+        assert said == [*prompt, *output.outputs[0].token_ids]
+    assert all(len({*rows}) == len(rows) for rows in Appending.rows)
 
 
 def test_layers_with_chunks_are_not_compiled(model: Any) -> None:

@@ -329,7 +329,7 @@ def _make_ready(state: FaultyCache) -> Prepared:
     sequence = state.begin(16)
     state.begin(20)
     state.begin(40).close()
-    return lambda: make_ready(state.cache, [(sequence, 40)], 16, wait=True)
+    return lambda: make_ready(state.cache, [(sequence, 40)], 16)
 
 
 @operation("mem_create", "join_streams", "stream_wait", "copy", *_EXCHANGES, **_WITH_HOST)
@@ -371,9 +371,9 @@ def _move_prefixes_and_bring_them_back(state: FaultyCache) -> Prepared:
     @uninterrupted
     def there_and_back() -> None:
         if not away:
-            moved = move_prefixes(cache)
-            assert moved is not None
-            away.append(moved)
+            move_prefixes(cache)
+            assert cache.away is not None
+            away.append(cache.away)
         assert {*away[0].rows} == cache.rows.parked.keys() == {0, 1}
         if not cache.resident_tokens(0):
             away[0].come_back()

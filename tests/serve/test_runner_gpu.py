@@ -394,3 +394,18 @@ def test_engines_over_one_model_close_in_any_order(runner: str) -> None:
     assert wanted == said(second)
     second.close()
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_engine_on_another_device_than_the_current_one() -> None:
+    """Its events are recorded, and its graphs timed, on its own device."""
+    prompts, greedy = [[5, 6, 7] * 20, [8] * 50], SamplingParams(temperature=0, max_tokens=32)
+    said = []
+    for device in ("cuda:0", "cuda:1"):
+        model = make_model(torch.bfloat16, "sdpa").to(device)
+        with torch.cuda.device(0), Engine(model, max_num_seqs=4, max_tokens=256) as engine:
+            said.append([each.outputs[0].token_ids for each in engine.generate(prompts, greedy)])
+            graphs = engine._runner.stepper.mixed_graphs
+            assert graphs is not None
+            assert graphs._step_ms(graphs.keys()[0]) > 0.05
+    assert said[0] == said[1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -361,6 +362,23 @@ def test_prefixes_that_were_trimmed_meanwhile_stay_away(
         check_books(engine)
         assert said == outputs[0].outputs[0].token_ids
         assert num_cached <= cached(outputs)[0] <= 2 * num_cached
+
+
+def test_a_collected_engine_gives_back_what_sleeps() -> None:
+    """Also its prefixes in host memory; the model is served by the next engine."""
+    model, (prompt,) = copy.deepcopy(tiny_model("llama")), prompts(1)
+    options = {"host_budget_bytes": MiB, "budget_bytes": MiB, "max_tokens": 100} | EAGER
+    engine = Engine(model, **options)
+    engine.generate([prompt], GREEDY)
+    engine.sleep(prefixes=True)
+    backend = engine.cache.pool.backend
+    assert backend.usage().host_bytes
+    with pytest.warns(ResourceWarning, match="Engine was never closed"):
+        del engine
+        gc.collect()
+    with Engine(model, **options) as engine:
+        assert BackendUsage() == backend.usage()
+        check_said([prompt], engine.generate([prompt], GREEDY))
 
 
 def test_prefixes_that_the_host_does_not_hold_are_dropped(

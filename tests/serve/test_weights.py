@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import Device
 from helpers.tiny_models import tiny_model
 
 from vmkv import BackendUsage, HostBackend
-from vmkv.core.backend import Backend, MemoryLocation
+from vmkv.core.backend import Access, Backend, MemoryLocation
 from vmkv.core.backend.forwarding import ForwardingBackend
 from vmkv.core.memory import Broker, PoolMember, check_pool
 from vmkv.errors import ConfigError, DriverError, OutOfPagesError
+from vmkv.serve import weights as weights_module
 from vmkv.serve.weights import Weights
 from vmkv.step.joined_layers import SiblingLinear
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
@@ -43,6 +45,15 @@ class Limited(ForwardingBackend):
 
     def close(self) -> None:
         """Do nothing, so that it can be looked at, and used again."""
+
+
+class Late(Device):
+    """A device whose pending work runs before it is closed."""
+
+    def close(self) -> None:
+        """Close it."""
+        self.run_some()
+        super().close()
 
 
 def make_model(name: str = "llama") -> Any:
@@ -124,6 +135,30 @@ def test_weights_return_to_their_addresses(name: str, joins: bool) -> None:
     weights.close()
     assert expected == contents(model)
     assert BackendUsage() == backend.usage()
+
+
+@pytest.mark.parametrize("sleeps", [False, True], ids=["", "sleeps"])
+def test_weights_are_copied_out_before_they_are_unmapped(
+    monkeypatch: pytest.MonkeyPatch, sleeps: bool
+) -> None:
+    """On a device that works late; also if nothing has noted the stream of the copies before."""
+    device = Late(PAGE, is_late=True, seed=0)
+    device.stream = 101
+    monkeypatch.setattr(weights_module, "stream_getter", lambda _: lambda: device.stream)
+    weights = held(make_model(), device)
+    if sleeps:
+        weights.leave()
+        weights.come_back()
+    move_out = weights._move_out
+
+    def copy_late(its: Any, start: int) -> int:
+        storage = its[0].untyped_storage()
+        place = storage.data_ptr(), storage.nbytes(), Access.READ
+        device.submit(lambda: device.check_access("a copy reads", *place))
+        return move_out(its, start)
+
+    monkeypatch.setattr(weights, "_move_out", copy_late)
+    weights.close()
 
 
 def test_tied_weights_stay_tied() -> None:

@@ -111,7 +111,7 @@ def window_bounds(window: int | None) -> tuple[int, int]:
 
 
 def with_sinks(call: Call, out: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tensor:
-    """Apply the call's sinks, if any, to an output in place, given its log-sum-exp; return it.
+    """Return an output with the call's sinks, if any, given its log-sum-exp; it may be overwritten.
 
     A sink s joins the softmax's denominator, exp(lse), and no numerator:
 
@@ -124,4 +124,5 @@ def with_sinks(call: Call, out: torch.Tensor, logsumexp: torch.Tensor) -> torch.
     by_token = logsumexp.transpose(-2, -1)  # [Tq, Hq], or [B, t, Hq].
     by_token = by_token if by_token.ndim == 2 else by_token.flatten(0, 1)
     weight = torch.sigmoid(by_token - call.sinks.float())
+    out = out.clone() if out.requires_grad else out  # Which backward would need.
     return out.mul_(weight.unsqueeze(-1))  # Computed in float32.

@@ -114,7 +114,7 @@ def model_shape(
         plan = sharding.plan_of(model)
         sharding.check_heads(config, plan, num_ranks)
         weights_bytes = sharding.bytes_per_rank(model, plan, num_ranks)
-        divisor = sharding.kv_heads_divisor(plan, num_ranks)
+        divisor = num_ranks if sharding.divides_heads(plan) else 1
     layers = probe.kept_layers(model)
     kinds = Counter(
         (

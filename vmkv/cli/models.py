@@ -94,7 +94,7 @@ def load_model(model: str, *, device: str, dtype: str | None, **source: Any) -> 
     """Load a model with its weights onto a device, in eval mode.
 
     `source` are options of `from_pretrained`. With accelerate, weights are read onto the device
-    without a copy in host memory.
+    without a copy in host memory. A CUDA device becomes the current one.
 
     Raises:
         ConfigError: It is not a causal language model with all its weights, or there is no such
@@ -102,6 +102,8 @@ def load_model(model: str, *, device: str, dtype: str | None, **source: Any) -> 
         CapacityError: Its weights do not fit the device.
     """
     check_device(device)
+    if device.startswith("cuda"):  # Kernels are chosen and timed on the current device.
+        torch.cuda.set_device(torch.device(device).index or 0)
     if importlib.util.find_spec("accelerate") is not None:
         source["device_map"] = {"": device}
     loaded = compat.load_causal_lm(model, dtype, **source)

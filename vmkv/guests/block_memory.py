@@ -171,6 +171,7 @@ class BlockMemory:
     def close(self) -> None:
         """Give all memory back, once the device has finished, and leave the broker. Idempotent."""
         if self._table in self._pool.page_tables:
+            self._pool.backend.note_stream(self._current_stream())
             self._pool.pressure.remove_source(self._victims)
             self._table.close(lambda: self._counter.live > 0)
             self._pool.detach()

@@ -111,7 +111,8 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
         for layer in sorted(self.layers, key=lambda each: isinstance(each, VirtualLayer)):
             layer.crop(argument)  # Layers of other kinds first: they may still refuse.
         self._settle()
-        self._store.forget_past()
+        for rows in self._store.rows.values():  # Even while past tokens are kept.
+            rows.core.retire_behind_windows()
 
     def reset(self) -> None:
         """Forget all tokens; memory stays parked for the next batch, of any size."""

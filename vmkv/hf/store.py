@@ -425,11 +425,6 @@ class Store:
         """Whether the batch can go back to `num_tokens`: its windows still hold their tokens."""
         return all(rows.keeps(num_tokens) for rows in self.rows.values())
 
-    def forget_past(self) -> None:
-        """Retire tokens behind the windows, even while past tokens are kept."""
-        for rows in self.rows.values():
-            rows.core.retire_behind_windows()
-
     # ---- the whole ------------------------------------------------------------------------
 
     def _end_readers(self) -> None:

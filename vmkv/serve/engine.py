@@ -603,7 +603,7 @@ class Engine:
 
     def _away(self) -> str:
         """Say how much is in host memory."""
-        weights, moved = self._weights, self._view.away
+        weights, moved = self._weights, self.cache.away
         parts = [(weights.num_bytes, "weights")] if weights and weights.are_away else []
         parts += [(moved.copy.num_bytes, "cached prefixes")] if moved else []
         return " and ".join(f"{format_bytes(size)} of {what}" for size, what in parts)
@@ -662,9 +662,6 @@ class Engine:
 
     def _release(self) -> None:
         """Give the model its weights in torch's memory, before joined ones are parted."""
-        if self._view.away is not None:
-            self._view.away.drop()
-            self._view.away = None
         if self._weights is not None:
             self._view.reclaim()
             self._weights.close()

@@ -21,7 +21,7 @@ from ..core.cache.device_memory import free_bytes, open_member_pool, open_pool
 from ..core.cache.growing import lacking_room, retire_surplus, surplus_bytes
 from ..core.cache.layer_group import UNDERREAD_TOKENS
 from ..core.cache.prefix import BLOCK_TOKENS
-from ..core.cache.swap import MovedPrefixes, move_prefixes
+from ..core.cache.swap import move_prefixes
 from ..core.memory import ExtentPool, PoolMember
 from ..errors import CapacityError, ConfigError, DriverError
 from ..hf.configuration import check_length, layer_windows
@@ -208,8 +208,6 @@ class MemoryView:
         self._num_steps = 0
         self._submitted_at = (0, 0)  # The last two submissions.
         self._fitting = (0, 0), 0
-        #: Cached prefixes in host memory, while the engine sleeps.
-        self.away: MovedPrefixes | None = None
         self._padding: list[CacheSequence] = []  # Without memory, from `sleep` to the next step.
 
     # ---- requests -------------------------------------------------------------------------
@@ -395,10 +393,10 @@ class MemoryView:
                 sequence.truncate(0)
         if keeps_prefixes:
             try:
-                self.away = move_prefixes(self.cache)
+                move_prefixes(self.cache)
             except CapacityError as error:
                 _LOG.warning("cached prefixes are dropped: %s", error)
-        if self.away is None:
+        if self.cache.away is None:
             self.cache.trim()
             return
         pool = self.cache.pool
@@ -411,14 +409,13 @@ class MemoryView:
 
         After a `DriverError` they stay in host memory, and another call tries again.
         """
-        if self.away is None:
+        if self.cache.away is None:
             return
         try:
-            self.away.come_back()
+            self.cache.away.come_back()
         except CapacityError as error:
             _LOG.warning("cached prefixes are dropped: %s", error)
-            self.away.drop()
-        self.away = None
+            self.cache.away.drop()
 
     def _record(self, request: Request) -> None:
         sequence = request.sequence

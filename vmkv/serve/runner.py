@@ -136,12 +136,13 @@ class PendingTokens:
         self._histories = histories
         self._ready: Any = None
         self._parts, self._scores = parts, scores
-        if any(part.token_ids.is_cuda for part in (*parts, *(each.tokens for each in scores))):
+        tokens = [part.token_ids for part in (*parts, *(each.tokens for each in scores))]
+        if tokens and tokens[0].is_cuda:
             self._parts = [part.to_host() for part in parts]
             self._scores = [each._replace(tokens=each.tokens.to_host()) for each in scores]
             # Reading a tensor would also wait for later steps.
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._ready.record()
+            self._ready.record(torch.cuda.current_stream(tokens[0].device))
 
     @property
     def has_ended(self) -> bool:

@@ -277,6 +277,7 @@ class Weights:
             while self._away:
                 self._away.pop().drop()
             self.come_back()  # As none is away now, the model alone: it may be called again.
+        pool.backend.note_stream(self._current_stream())  # Which reads what moves out.
         num_free = 0
         for address, its in sorted(_by_storage(self._model, self._device).items()):
             if 0 <= address - table.address < table.reserved_bytes:  # Else it has moved elsewhere.

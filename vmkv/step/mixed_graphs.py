@@ -195,15 +195,15 @@ class MixedGraphs(StepGraphs[Bucket]):
         if graph is None:
             return bucket.num_tokens
         self._send(self.unlike_tokens(bucket))
-        times_ms = []
+        times_ms, stream = [], torch.cuda.current_stream(self.space.device)
         for _ in range(_TIMED_REPLAYS):
             start, end = (
                 torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
                 for _ in range(2)
             )
-            start.record()
+            start.record(stream)
             graph.replay()
-            end.record()
+            end.record(stream)
             end.synchronize()
             times_ms.append(float(start.elapsed_time(end)))
         return self.space.agree(round(1e3 * min(times_ms))) / 1e3

@@ -272,8 +272,8 @@ class RowAttention:
         call = _call(its, asked, step)
         rows, for_new, mixes = self._kernels_for(its.cache, call)
         is_whole = step.is_decode is None and step.num_decode_tokens == call.query.shape[0]
-        # Attention kernels that append cannot rotate by angles.
-        is_plain = asked.angles is None and call.batch.left_pad is None
+        # Attention kernels that append neither rotate by angles nor append two parts of one row.
+        is_plain = asked.angles is None and call.batch.left_pad is None and not self._calls.chunks
         if is_whole and is_plain and appends and rows.appends:
             return rows.attend(replace(call, new=new))[None]
         if not is_whole and mixes:

@@ -162,13 +162,10 @@ class Geometry:
         """Bytes of virtual addresses of all rows."""
         return self.num_rows * self.row_bytes
 
-    def k_offset_bytes(self, layer: int) -> int:
-        """Offset of the keys of the group's `layer` in a token row."""
-        return layer * self.layer_bytes
-
-    def v_offset_bytes(self, layer: int) -> int:
-        """Offset of the values of the group's `layer` in a token row."""
-        return layer * self.layer_bytes + align_up(self.shape.k_bytes, 16)
+    @property
+    def v_offset_bytes(self) -> int:
+        """Offset of a layer's values from its keys in a token row."""
+        return align_up(self.shape.k_bytes, 16)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold the first `num_tokens` tokens of a row."""

@@ -147,21 +147,20 @@ def make_ready(
     num_new_tokens: int = 0,
     *,
     begins_empty: bool = True,
-    wait: bool = False,
 ) -> bool:
     """Prepare free memory for a later `KVCache.grow`, which then only maps; returns success.
 
     Call it while the device works; see `ExtentPool.make_ready`. It covers the resident sequences of
     `wanted`, and `num_new_tokens` of a sequence that will begin: with nothing (`begins_empty`), so
-    that it can adopt a parked row, or after tokens that it brings or shares. Blocks only to `wait`
-    for fences. After a `DriverError` parked rows may have lost memory.
+    that it can adopt a parked row, or after tokens that it brings or shares. Never blocks. After a
+    `DriverError` parked rows may have lost memory.
     """
     space.check_open()
     changes = _plan(space, _targets(space, wanted))
     classes = [size_class for each in changes for size_class in each.classes]
     if num_new_tokens:
         classes += _lacking_at_first(space, num_new_tokens, begins_empty=begins_empty)
-    return space.pool.make_ready(classes, wait=wait)
+    return space.pool.make_ready(classes)
 
 
 @uninterrupted

@@ -207,6 +207,8 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
         self.check_open()
         self.pool.reclaimer.poll()
         if num_bytes is None:
+            if self.away is not None:
+                self.away.drop()
             with self.pool.lock:
                 for row in list(self.rows.parked):
                     self.retire_parked(row, 0)
@@ -245,6 +247,8 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
         if self.is_closed:
             return
         self.is_closing = True  # After a failing driver call another `close` continues from there.
+        if self.away is not None:
+            self.away.drop()
         for sequence in self.sequences:
             sequence.is_closed = True
             sequence.drop_host_copy()

@@ -88,8 +88,8 @@ def group_views(
             )
 
         shape = geometry.shape
-        keys = strided(shape.num_k_heads, shape.k_dim, geometry.k_offset_bytes(0))
-        values = strided(shape.num_v_heads, shape.v_dim, geometry.v_offset_bytes(0))
+        keys = strided(shape.num_k_heads, shape.k_dim, 0)
+        values = strided(shape.num_v_heads, shape.v_dim, geometry.v_offset_bytes)
     return GroupViews(keys, values)
 
 

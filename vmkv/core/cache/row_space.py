@@ -32,6 +32,7 @@ from .stats import SharingStats
 
 if TYPE_CHECKING:
     from .sequence import Sequence
+    from .swap import MovedPrefixes
 
 # ---- rows ----------------------------------------------------------------------------------------
 
@@ -204,6 +205,7 @@ class RowSpace:
         states: The group of layers' states, which is one of `groups`; None without such layers.
         live: The sequence of each live row.
         moving: By row on its way to the host, a function that makes its victim.
+        away: Parked rows in host memory; until they are back, no sequence may begin.
         overread_tokens: Tokens past a sequence's length that are kept resident; see
             `KVCache.keep_resident`.
         keeps_past: While true, sliding-window groups keep tokens that have left the window (for
@@ -245,6 +247,7 @@ class RowSpace:
         self.live: dict[int, Sequence] = {}
         self.moving: dict[int, Callable[[], Victim]] = {}
         self.prefixes = PrefixIndex()
+        self.away: MovedPrefixes | None = None
         self.sharing = SharingStats()
         self.cost_model = cost_model or CostModel.of(backend)
         self.overread_tokens = 0

@@ -250,12 +250,10 @@ class MovedPrefixes(NamedTuple):
     def come_back(self) -> None:
         """Bring the rows back, all or none; the current stream waits for the copies.
 
-        None if `KVCache.trim` has emptied one meanwhile. Raises as `HostCopy.come_back`.
+        Raises as `HostCopy.come_back`.
         """
-        if all(self.space.prefixes.num_recorded(row) for row in self.rows):
-            self.copy.come_back(self.space.side_stream(), self.space.current_stream())
-        else:
-            self.drop()
+        self.copy.come_back(self.space.side_stream(), self.space.current_stream())
+        self.space.away = None
 
     @uninterrupted
     def drop(self) -> None:
@@ -265,14 +263,16 @@ class MovedPrefixes(NamedTuple):
                 if row in self.space.rows.parked:
                     self.space.retire_parked(row, 0)
         self.copy.drop()
+        self.space.away = None
 
 
 @uninterrupted
-def move_prefixes(space: RowSpace) -> MovedPrefixes | None:
+def move_prefixes(space: RowSpace) -> None:
     """Move parked rows with prefixes to host memory, the last used first, as many as it holds.
 
-    Other parked rows are emptied. The caller waits for the fence and gives the memory back. Returns
-    None where nothing moved. Raises as `HostCopy`; the chosen rows are then as before.
+    They are the cache's `away`, unless nothing moved. Other parked rows are emptied. The caller
+    waits for the fence and gives the memory back. Raises as `HostCopy`; the chosen rows are then as
+    before.
     """
     pool, chosen = space.pool, dict[int, List_[tuple[PageTable, int]]]()
     host = pool.stats(MemoryLocation.HOST)
@@ -293,12 +293,11 @@ def move_prefixes(space: RowSpace) -> MovedPrefixes | None:
         for row in tuple(space.rows.parked):
             if row not in chosen:
                 space.retire_parked(row, 0)
-        if not chosen:
-            return None
-        side, rows = space.side_stream(), sorted(chosen)
-        pool.backend.join_streams(side)
-        tables = [each for row in rows for each in chosen[row]]
-        return MovedPrefixes(space, rows, HostCopy(pool, tables, side))
+        if chosen:
+            side, rows = space.side_stream(), sorted(chosen)
+            pool.backend.join_streams(side)
+            tables = [each for row in rows for each in chosen[row]]
+            space.away = MovedPrefixes(space, rows, HostCopy(pool, tables, side))
 
 
 # ---- spill ---------------------------------------------------------------------------------------

@@ -339,13 +339,13 @@ class ExtentPool:
         return self.available_bytes > start_bytes
 
     @uninterrupted
-    def make_ready(self, size_classes: Sequence[int], *, wait: bool = False) -> bool:
+    def make_ready(self, size_classes: Sequence[int]) -> bool:
         """Prepare free extents of these classes, so that a later `acquire` only pops them.
 
         `size_classes` are the acquisitions of all users until the next call. Evicts parked rows
-        until twice that memory is free, then converts free extents. Blocks only with `wait`, for
-        the fences of retired memory; without it such memory is ready after a later call. Returns
-        whether all are ready. See Note [Memory is made ready ahead].
+        until twice that memory is free, then converts free extents. Never blocks: memory whose
+        fences have not passed is ready after a later call. Returns whether all are ready. See Note
+        [Memory is made ready ahead].
         """
         shelf = self._device
         wanted_bytes = sum([self.page_bytes << size_class for size_class in size_classes])
@@ -368,9 +368,7 @@ class ExtentPool:
                     except OutOfPagesError:
                         return False
                     return True
-            if not wait:
-                return False
-            self.reclaimer.wait(until_bytes=1)
+            return False
 
     # ---- budget and books -----------------------------------------------------------------
 

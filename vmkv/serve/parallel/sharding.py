@@ -64,7 +64,7 @@ def plan_of(model: Any) -> Mapping[str, str]:
 
 def check_heads(config: Any, plan: Mapping[str, str], size: int) -> None:
     """Check that every rank gets whole heads; raises `ConfigError` otherwise."""
-    if not _divides_heads(plan):
+    if not divides_heads(plan):
         return  # Every rank has all heads.
     decoder = compat.text_config(config)
     num_heads = decoder.num_attention_heads
@@ -78,12 +78,8 @@ def check_heads(config: Any, plan: Mapping[str, str], size: int) -> None:
             )
 
 
-def kv_heads_divisor(plan: Mapping[str, str], size: int) -> int:
-    """Return by which factor a rank has fewer key-value heads than the model."""
-    return size if _divides_heads(plan) else 1
-
-
-def _divides_heads(plan: Mapping[str, str]) -> bool:
+def divides_heads(plan: Mapping[str, str]) -> bool:
+    """Whether a rank has a part of the key-value heads only."""
     return any(
         key.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise"
         for key, style in plan.items()
