@@ -373,8 +373,8 @@ def test_a_collected_engine_gives_back_what_sleeps() -> None:
     engine.sleep(prefixes=True)
     backend = engine.cache.pool.backend
     assert backend.usage().host_bytes
+    del engine
     with pytest.warns(ResourceWarning, match="Engine was never closed"):
-        del engine
         gc.collect()
     with Engine(model, **options) as engine:
         assert BackendUsage() == backend.usage()
