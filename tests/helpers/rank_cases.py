@@ -601,7 +601,7 @@ def is_not_asked(group: TensorParallel) -> None:
                     ask()
             engine.follow()
         else:
-            with refused(ConfigError, "nobody"):
+            with refused(ConfigError, "this is rank 0"):
                 engine.follow()
             with refused(ConfigError, "cannot be sent"):
                 engine.add([1, 2], SamplingParams(logits_processors=(lambda ids, scores: scores,)))
