@@ -280,7 +280,17 @@ def test_who_cannot_join_is_told_why(
         PoolMember.join(path, **its, floor_bytes=30 * PAGE)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="late runs on cuda:7, and the broker"):
         PoolMember.join(path, **its | {"device": "cuda:7"})  # type: ignore[arg-type]
-    for message in (["join", {**its, "version": 0}], ["report", *Report()], 7, ["join"]):
+    asked = {**its, "limit_bytes": None, "floor_bytes": 0, "brought_bytes": 0, "weight": 1}
+    asked |= {"name": "odd", "version": VERSION}
+    for message in (
+        ["join", {**its, "version": 0}],
+        ["report", *Report()],
+        7,
+        ["join"],
+        ["join", asked | {"weight": "2"}],
+        ["join", asked | {"weight": None}],
+        ["join", asked | {"floor_bytes": "1"}],
+    ):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(PATIENCE_S)
             connection.connect(path)
@@ -288,6 +298,49 @@ def test_who_cannot_join_is_told_why(
             with suppress(ConnectionResetError):
                 assert b'"order"' not in connection.recv(1 << 16)
     assert budgets(broker) == {"first": 40}
+
+
+#: Joins with a message, and reports by another until it is sent away.
+ODD = """
+import contextlib, socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+    connection.connect(sys.argv[1])
+    for message in sys.argv[2:]:
+        connection.send(message.encode())
+        with contextlib.suppress(ConnectionResetError):
+            answer = connection.recv(1 << 16)
+            if message.startswith('["join"'):
+                assert b'"order"' in answer
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(1 << 16):
+            pass
+"""
+
+
+def test_a_member_that_reports_no_numbers_is_sent_away(
+    broker: Broker, join: Callable[..., ExtentPool]
+) -> None:
+    """The others stay."""
+    asked = {"version": VERSION, "name": "odd", "device": HostBackend(PAGE).name, "weight": 1}
+    asked |= {"free_bytes": 0, "floor_bytes": 0, "limit_bytes": None, "brought_bytes": 0}
+    messages = [json.dumps(["join", asked]), json.dumps(["report", *Report()[:-2], "7", True])]
+    command = [sys.executable, "-c", ODD, broker.socket_path, *messages]
+    subprocess.run(command, check=True, timeout=PATIENCE_S)
+    assert filled(join("second"), 20)
+    until(lambda: {"second"} == budgets(broker).keys())
+
+
+def test_members_do_not_wait_for_a_broker_that_is_stopped(
+    broker: Broker, join: Callable[..., ExtentPool]
+) -> None:
+    """Its queue fills; what it could not hold is told once there is room."""
+    pool = join("first")
+    assert pool.member is not None
+    with broker._lock:
+        for number in range(5000):
+            pool.member.ask(number * PAGE, 0, is_busy=True, preempts=False)
+    pool.member.ask(30 * PAGE, 0, is_busy=True, preempts=False)
+    until(lambda: pool.budget_bytes >= 30 * PAGE)
 
 
 def test_a_member_waits_for_its_floor_no_longer_than_it_says(

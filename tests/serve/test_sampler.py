@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -560,3 +561,32 @@ def test_zeros_of_either_sign_are_equally_likely() -> None:
     assert [[1, 2, 3, 0]] == ids.tolist()
     assert torch.equal(scores.gather(1, ids), values)
     assert 1 == int(scores.argmax())
+
+
+def test_sleep_forgets_biases() -> None:
+    """Of a slot that is plain afterwards, beside one that has others."""
+    sampler = Sampler(2, VOCABULARY, "cpu")
+    greedy = SamplingParams(temperature=0)
+    sampler.set_slot(0, dataclasses.replace(greedy, logit_bias={5: 100.0}), [1])
+    sampler.sleep()
+    sampler.set_slot(0, greedy, [1])
+    sampler.set_slot(1, dataclasses.replace(greedy, logit_bias={9: 100.0}), [1])
+    logits = torch.zeros(2, VOCABULARY)
+    logits[:, 7] = 1
+    assert [7, 9] == sampler.sample(logits, torch.tensor([0, 1]), [0, 1]).token_ids.tolist()
+
+
+def test_a_slot_that_could_not_be_set_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the earlier request allowed does not stay."""
+    sampler = Sampler(2, VOCABULARY, "cpu")
+    greedy = SamplingParams(temperature=0)
+    sampler.set_slot(0, dataclasses.replace(greedy, allowed_token_ids=[5]), [1])
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "_mark", mock.Mock(side_effect=torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            sampler.set_slot(0, greedy, [1])
+    sampler.set_slot(0, greedy, [1])
+    sampler.set_slot(1, dataclasses.replace(greedy, allowed_token_ids=[9]), [1])
+    logits = torch.zeros(2, VOCABULARY)
+    logits[:, 7] = 1
+    assert [7, 9] == sampler.sample(logits, torch.tensor([0, 1]), [0, 1]).token_ids.tolist()

@@ -207,11 +207,12 @@ class Sampler:
         """Set the state of a slot; see `ModelRunner.set_slot`."""
         if not self._marks.numel():  # After `sleep`.
             self._make_tables()
-        needs, earlier = _Needs.of(params, self.vocab_size), self._needs.pop(slot, _PLAIN)
+        needs, earlier = _Needs.of(params, self.vocab_size), self._needs.get(slot, _PLAIN)
         if needs.penalties or needs.bans or earlier.bans:
             self._mark(slot, params, prompt_token_ids, output_token_ids)
         if needs.biases or earlier.biases:
             self._bias(slot, params)
+        self._needs.pop(slot, None)  # Not before: a call that failed is repeated.
         if needs != _PLAIN:
             self._needs[slot] = needs
         self._staged[slot] = self._as_tensors(params, needs, len(output_token_ids))
@@ -235,6 +236,7 @@ class Sampler:
     def sleep(self) -> None:
         """Free the token counts until the next `set_slot`; no slot is in use, nor the device."""
         self._needs.clear()
+        self._biases.zero_()
         self._marks, self._token_counts = self._marks.new_empty(0), self._token_counts.new_empty(0)
 
     def is_greedy(self, slots: Sequence[int]) -> bool:

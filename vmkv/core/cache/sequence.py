@@ -219,7 +219,7 @@ class Sequence:
     def unspill(self) -> int:
         """Bring spilled extents back; returns the bytes moved. Raises the errors of `spill`."""
         self.check_open()
-        return unspill(self)
+        return asking_broker(self.cache.pool, partial(unspill, self))
 
     # ---- other processes ------------------------------------------------------------------
 

@@ -186,7 +186,7 @@ class Broker(AbstractContextManager["Broker"]):
         if kind == "join" and its.member is None:
             self._join(its, **values[0])
         elif kind == "report" and its.member is not None:
-            self._shares.take(its, Report(*values), now_s)
+            self._shares.take(its, Report(*[+each for each in values]), now_s)  # Numbers alone.
         elif kind == "fit" and its.member is not None:
             self._fit(*values)
         elif kind == "leave":
@@ -221,10 +221,10 @@ class Broker(AbstractContextManager["Broker"]):
         if self._fits_device:
             self._fit(int(_FREE_SHARE * free_bytes))
         most_bytes = _UNKNOWN_BYTES if limit_bytes is None else limit_bytes
-        its.member = Member(name, floor_bytes, most_bytes, weight, brought_bytes)
+        its.member = Member(name, +floor_bytes, +most_bytes, +weight, +brought_bytes)
         try:
             shares.join(its, its.member, time.monotonic())
-        except ConfigError:
+        except BaseException:
             its.member = None
             raise
         self._device = device

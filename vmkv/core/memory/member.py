@@ -350,12 +350,15 @@ class PoolMember:
         )
 
     def _tell(self, created_bytes: int | None = None) -> None:
-        self._told = self._report(created_bytes)
-        self._send("report", *self._told)
+        report = self._report(created_bytes)
+        if self._send("report", *report):  # Else the next look tells it again.
+            self._told = report
 
-    def _send(self, *message: Any) -> None:
-        with suppress(OSError):  # Its thread finds that the broker is gone.
-            self._socket.send(json.dumps(message).encode())
+    def _send(self, *message: Any) -> bool:
+        try:
+            return self._socket.send(json.dumps(message).encode(), socket.MSG_DONTWAIT) > 0
+        except OSError:  # The broker does not read, or is gone, which the member's thread finds.
+            return False
 
     def _poke(self) -> None:
         with self._changed:

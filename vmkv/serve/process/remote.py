@@ -159,11 +159,6 @@ class EngineProcess(EngineClient):
     async def __aenter__(self) -> Self:
         return self if self._worker is None else await super().__aenter__()
 
-    async def sleep(self, *, aborts: bool = False) -> None:
-        """As `EngineClient.sleep`; a lazy engine that has not started sleeps already."""
-        if self._worker is not None:
-            await super().sleep(aborts=aborts)
-
     async def _connect(self) -> None:
         if self._transport is None:
             if self._opening is None:

@@ -42,7 +42,6 @@ def encoded(value: Any) -> bytes:
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _UNKNOWN = "\ufffd"
-_SPACE = "\u2581"  # SentencePiece's.
 #: GPT-2's table from characters to bytes.
 _BYTE_LEVEL = {char: byte for byte, char in bytes_to_unicode().items()}
 
@@ -69,8 +68,8 @@ class Tokens(dict[int, TokenText]):
     def __missing__(self, token_id: int) -> TokenText:
         text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
         entry = str(self._tokenizer.convert_ids_to_tokens(token_id))
-        if entry.startswith(_SPACE) and not text.startswith(" "):
-            text = f" {text}"  # Decoders drop the space at a text's beginning.
+        if entry.startswith("\u2581") and not text.startswith(" "):
+            text = f" {text}"  # SentencePiece drops the space at a text's beginning.
         raw: bytes | None = text.encode()
         if _UNKNOWN in text:
             raw = _bytes_of(entry)
