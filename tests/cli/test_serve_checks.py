@@ -97,7 +97,7 @@ def test_impossible_ranks_are_refused_before_the_start(
         (["--trace", "trace.json"], "--trace is for one engine"),
         (["--device", "cuda:1"], "CUDA_VISIBLE_DEVICES"),
         (["--tensor-parallel", "2"], "take one"),
-        (["--sleep-after", "60"], "leave --sleep-after out"),
+        (["--sleep-after", "60"], "leave --sleep-after, --enable-sleep-mode out"),
         (["--enable-sleep-mode"], "do not sleep"),
     ],
 )

@@ -406,13 +406,13 @@ def _check_combination(arguments: argparse.Namespace) -> None:
     can_sleep = EngineOptions(**_chosen(EngineOptions, arguments)).can_sleep
     if arguments.sleep_keeps_prefixes and not (can_sleep and arguments.host_budget_bytes):
         raise ConfigError(
-            "--sleep-keeps-prefixes needs --sleep-after, and host memory for them: --swap"
+            "--sleep-keeps-prefixes needs --sleep-after or --enable-sleep-mode, and --swap memory"
         )
     _check_sharing(arguments)
     if not arguments.replicas:
         return
     if can_sleep:
-        raise ConfigError("--replicas are on a GPU each and do not sleep: leave --sleep-after out")
+        raise ConfigError("--replicas do not sleep: leave --sleep-after, --enable-sleep-mode out")
     if arguments.trace:
         raise ConfigError("--trace is for one engine, --replicas are several: leave --trace out")
     if arguments.tensor_parallel > 1:

@@ -29,7 +29,7 @@ def listen(path: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"{path} exists already; choose another socket_path") from error
+            raise ConfigError(f"{path} exists already; choose another path") from error
         if error.errno is None:  # Python's own check, before the kernel's.
             raise ConfigError(f"socket_path {path!r} cannot be used: {error}") from error
         raise
