@@ -41,6 +41,12 @@ if "llama4" not in SERVED_LATELY:
     pytest.skip("this release counts the positions of Llama 4 elsewhere", allow_module_level=True)
 
 BUDGET_BYTES = 64 * MiB
+#: An engine whose second step has a prompt of nine tokens' last two, on both sides of a chunk's end.
+CUT: dict[str, Any] = {
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 7,
+    "budget_bytes": BUDGET_BYTES,
+}
 
 
 @pytest.fixture
@@ -114,14 +120,7 @@ def test_a_prompt_that_ends_one_token_past_a_chunk_is_no_decode_step(model: Any)
     """Its last two tokens are two pieces of one token, and captured steps have one of each slot."""
     [prompt] = random_prompts(9)
     options = RunnerOptions(capture=True, show_progress=False)
-    with Engine(
-        model,
-        runner="graphs",
-        runner_options=options,
-        max_num_seqs=1,
-        max_num_batched_tokens=7,
-        budget_bytes=BUDGET_BYTES,
-    ) as engine:
+    with Engine(model, runner="graphs", runner_options=options, **CUT) as engine:
         [output] = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=4))
     said = alone(model, prompt, max_new_tokens=4, do_sample=False)
     assert said == [*prompt, *output.outputs[0].token_ids]
@@ -149,14 +148,7 @@ def test_parts_of_one_row_are_not_appended_by_attention(
     monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
     register("appending", Appending)
     for prompt in random_prompts(9, 16):
-        with Engine(
-            model,
-            runner="eager",
-            attention_backend="appending",
-            max_num_seqs=1,
-            max_num_batched_tokens=7,
-            budget_bytes=BUDGET_BYTES,
-        ) as engine:
+        with Engine(model, runner="eager", attention_backend="appending", **CUT) as engine:
             [output] = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=4))
         said = alone(model, prompt, max_new_tokens=4, do_sample=False)
         assert said == [*prompt, *output.outputs[0].token_ids]
