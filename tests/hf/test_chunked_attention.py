@@ -41,7 +41,7 @@ if "llama4" not in SERVED_LATELY:
     pytest.skip("this release counts the positions of Llama 4 elsewhere", allow_module_level=True)
 
 BUDGET_BYTES = 64 * MiB
-#: An engine whose second step has a prompt of nine tokens' last two, on both sides of a chunk's end.
+#: An engine whose second step has a prompt of nine tokens' last two: a chunk ends between them.
 CUT: dict[str, Any] = {
     "max_num_seqs": 1,
     "max_num_batched_tokens": 7,
