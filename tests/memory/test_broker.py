@@ -338,8 +338,8 @@ def test_members_do_not_wait_for_a_broker_that_is_stopped(
     assert pool.member is not None
     with broker._lock:
         for number in range(5000):
-            pool.member.ask(number * PAGE, 0, is_busy=True, preempts=False)
-    pool.member.ask(30 * PAGE, 0, is_busy=True, preempts=False)
+            pool.member.ask(number % 2 * PAGE, 0, is_busy=True, preempts=False)
+        pool.member.ask(30 * PAGE, 0, is_busy=True, preempts=False)
     until(lambda: pool.budget_bytes >= 30 * PAGE)
 
 

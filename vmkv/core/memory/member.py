@@ -252,8 +252,8 @@ class PoolMember:
             while not self._is_left:
                 self._come_down(pool)
                 self._look(pool)
-                is_quiet = self._asks_ahead and not self.withheld_bytes
-                poll.poll(None if is_quiet else 1000 * _TICK_S)
+                is_quiet = self._asks_ahead and self._report() == self._told
+                poll.poll(None if is_quiet and not self.withheld_bytes else 1000 * _TICK_S)
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._waker)
                 for order in self._orders():
