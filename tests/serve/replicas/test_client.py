@@ -117,7 +117,7 @@ def test_a_request_with_outputs_is_not_run_again(death: Callable[[], Exception])
     async def main() -> None:
         handle = Handle(Response(["x"], death()))
         found: list[Any] = []
-        with pytest.raises(LostError, match="ask again"):
+        with pytest.raises(LostError, match="send the request again"):
             await outputs_of(engine_of(handle), found)
         assert found == ["x"]
 
