@@ -66,8 +66,8 @@ class PoolMember:
         self._changed = threading.Condition()  # Guards what is told, and its order.
         self._told = Report()
         self._live_bytes = self._kept_bytes = 0
-        # What an engine will need beyond live rows: in all, for its first request, and for its
-        # running requests.
+        # What an engine needs beyond live rows: in all, for its first request, and for its running
+        # requests.
         self._more_bytes = self._first_bytes = self._growth_bytes = 0
         self._is_busy = self._asks_ahead = self._preempts = self._is_awaited = False
         self._is_left = False

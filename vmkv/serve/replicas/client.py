@@ -39,7 +39,7 @@ class ReplicatedEngine:
 
     def __init__(self, handle: Any):
         self._handle = handle.options(stream=True)
-        #: Those of all replicas.
+        #: Metrics of all replicas.
         self.metrics = ReplicaMetrics()
         #: The reason why no replica serves requests, or None; some seconds old.
         self.failure: str | None = None
