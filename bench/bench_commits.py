@@ -161,7 +161,8 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
     bench = Bench("commits", __doc__, needs_gpu=True)
-    bench.option("--older", type=Path, default=ROOT, help="a checkout; by default this one")
+    said = "a checkout, in a folder called after its commit; by default this one"
+    bench.option("--older", type=Path, default=ROOT, help=said)
     bench.option("--rounds", type=int, default=3, help="of each, after one for warm-up")
     bench.option("--only", nargs="+", metavar="NAME", help="W0 … W4, chat; by default all")
     bench.option("--memory", type=float, default=40, help="GiB for keys and values of each engine")
@@ -177,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in measure(roots, options):
             rows.append(row)
             print(json.dumps(row), flush=True)
-        bench.finish(rows, figures_of(rows))
+        bench.finish(rows, figures_of(rows), {"older": options.older.resolve().name})
     return 0
 
 

@@ -30,9 +30,8 @@ from .row_attention import autocast_dtype
 
 _Compiled = Callable[..., Any]
 #: A kernel from a worker process is tuned again in each start: triton's `Config` loses the mark of
-#: tuned ones when it is pickled. Worker processes also import torch first. Sums over a token's at
-#: most 16 experts are unrolled: as a reduction, each element reads each expert's place again.
-_ALWAYS = {"compile_threads": 1, "unroll_reductions_threshold": 17}
+#: tuned ones when it is pickled. Worker processes also import torch first.
+_IN_PROCESS = {"compile_threads": 1}
 #: Torch 2.11's static launcher tunes kernels that have one configuration again in each process.
 _KEEPS_TUNED = {"use_static_cuda_launcher": False} if torch.__version__.startswith("2.11.") else {}
 
@@ -56,8 +55,8 @@ class CompiledLayers:
         self._paused: list[tuple[Any, Any, dict[str, Any]]] = []
         joined_layers.join(model, autocast_dtype(next(model.parameters()).device))
         tuning = {"coordinate_descent_tuning": True, **_KEEPS_TUNED}
-        self._one = _compiler(backend, {**_ALWAYS, **tuning})
-        self._many = _compiler(backend, _ALWAYS)
+        self._one = _compiler(backend, {**_IN_PROCESS, **tuning})
+        self._many = _compiler(backend, _IN_PROCESS)
         self._variants: dict[tuple[Any, bool, bool], _Compiled] = {}
         self._decoder, self._last = layers, _last_norm(model)
         self._compiled = [*layers, *self._last]
