@@ -202,9 +202,10 @@ def free_device_bytes() -> int:
 
 
 def reset_memory() -> None:
-    """Give torch's cached memory back and restart its peak."""
+    """Give torch's cached memory back, with cuBLAS's workspaces in it, and restart its peak."""
     gc.collect()
     if HAS_GPU:
+        torch._C._cuda_clearCublasWorkspaces()  # Else their segments would be kept.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     synchronize()

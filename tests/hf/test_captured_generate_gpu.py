@@ -227,3 +227,17 @@ def test_compiled_layers_are_captured(plain: Any, exact: Any) -> None:
                 _check(_generate(model, inputs, cache), inputs, plain, exact)
                 assert _graphs(model, cache).captured
         assert 2 * (NEW_TOKENS - 1) == capture.num_steps
+
+
+def test_steps_outlive_the_workspaces_of_another_cache(model: Any) -> None:
+    """All caches capture on one stream, for which cuBLAS has one workspace."""
+    _needs("flash2")
+    inputs = _inputs()
+    with VMKVCache(model.config) as first, VMKVCache(model.config) as cache:
+        _generate(model, inputs, first)
+        wanted = _generate(model, inputs, cache).sequences
+        first.close()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        cache.reset()
+        assert torch.equal(wanted, _generate(model, inputs, cache).sequences)

@@ -90,3 +90,22 @@ def test_little_is_held_while_a_model_is_trained() -> None:
                 assert 0 == engine.cache.pool.stats().created_bytes
                 assert torch.cuda.memory_allocated() - before < most_bytes
             assert said == said_by(engine)
+
+
+def test_workspaces_keep_no_segment_while_a_model_is_trained() -> None:
+    """CuBLAS's are in any free block of torch's memory, whose segment is then kept."""
+    with open_engine(make_model(), compiles=False) as engine:
+        said_by(engine)
+        with engine.paused():
+            engine.sleep()
+            before = torch.cuda.memory_reserved()
+            large = torch.empty(512 * MiB, dtype=torch.uint8, device="cuda")
+            del large
+            matrix = torch.ones(64, 64, device="cuda")
+            _ = matrix @ matrix
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() - before > 500 * MiB, "no workspace is there"
+            del matrix, _
+            engine.sleep()
+            assert torch.cuda.memory_reserved() - before < 8 * MiB
+        said_by(engine)

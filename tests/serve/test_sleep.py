@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.hybrids import HYBRIDS, hybrid
-from helpers.requests import check_said, prompts
+from helpers.requests import check_said, prompts, reference
 from helpers.tiny_models import tiny_model
 
 from vmkv import BackendUsage, HostBackend
@@ -378,6 +378,34 @@ def test_a_collected_engine_gives_back_what_sleeps() -> None:
         gc.collect()
     with Engine(model, **options) as engine:
         assert BackendUsage() == backend.usage()
+        check_said([prompt], engine.generate([prompt], GREEDY))
+
+
+@pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "asleep"])
+@RUNNERS
+def test_a_collected_engine_gives_weights_back(options: dict[str, Any], sleeps: bool) -> None:
+    """To torch's memory, when the next engine is made, also of another model."""
+    model, (prompt,) = copy.deepcopy(tiny_model("llama")), prompts(1)
+    sizes = {"budget_bytes": MiB, "max_tokens": 100}
+    engine = Engine(model, enable_sleep_mode=True, **sizes, **options)
+    engine.generate([prompt], GREEDY)
+    if sleeps:
+        engine.sleep(weights=True)
+    assert engine._weights is not None
+    assert engine._weights._pool is not None
+    backends = [engine.cache.pool.backend, engine._weights._pool.backend]
+    assert sleeps or backends[1].usage().num_handles
+    del engine
+    with pytest.warns(ResourceWarning, match="Engine was never closed"):
+        gc.collect()
+    if sleeps:
+        with pytest.raises(ConfigError, match="make another engine"):
+            model(torch.tensor([prompt]))
+    with Engine(tiny_model("mistral"), **sizes, **EAGER):
+        assert [BackendUsage()] * 2 == [each.usage() for each in backends]
+    said = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+    assert reference(prompt) == said[0, len(prompt) :].tolist()
+    with Engine(model, **sizes, **options) as engine:
         check_said([prompt], engine.generate([prompt], GREEDY))
 
 

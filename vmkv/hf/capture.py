@@ -240,7 +240,7 @@ class CapturedDecoding(AbstractContextManager["CapturedDecoding"]):
         if not known.is_checked:
             known.is_checked = True
             known.runs_plainly = has_hooks(model) or _is_divided_or_adapted(model)
-            if steps is not None and not (steps.is_current and steps.has_weights_of(model)):
+            if steps is not None and not (steps.is_current and steps.weights == _addresses(model)):
                 steps.close()
         if known.runs_plainly or store.cores[0].device != token_ids.device:
             return None
@@ -344,7 +344,8 @@ class CapturedSteps:
     """The decode steps of one cache, while its layers stay where they are.
 
     `store` has rows on the model's device alone, `logits` is `[B, …, vocabulary]` as the model
-    returned them for this batch, and `layers` are compiled and stand aside, or None.
+    returned them for this batch, and `layers` are compiled and stand aside, or None. `weights` are
+    the addresses of the model's parameters.
     """
 
     def __init__(
@@ -374,7 +375,7 @@ class CapturedSteps:
                 calls=calls,
             )
             self._graphs = self._stepper.make_batch_graphs(logits.shape[-1], logits.dtype, stream)
-        self._weights = _addresses(model)
+        self.weights = _addresses(model)
         self._attention = chosen_attention(model)
         self._padding: LeftPadding | None = None
         # Tokens and batch count of a step that continues the last one, and whether the last one was
@@ -398,10 +399,6 @@ class CapturedSteps:
             self._stepper.guard.is_as_captured()
             and chosen_attention(self._model) == self._attention
         )
-
-    def has_weights_of(self, model: Any) -> bool:
-        """Whether the model's parameters have the same addresses. Cost: a look at each."""
-        return self._weights == _addresses(model)
 
     def takes(self, mask: torch.Tensor | None, num_past_tokens: int, num_batches: int) -> bool:
         """Whether the next step's mask `[B, num_past_tokens + 1]` is left padding, or None.

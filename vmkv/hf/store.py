@@ -512,17 +512,20 @@ class StoreOwner:
 
 # ---- orphans -------------------------------------------------------------------------------------
 
-_orphans: deque[Store | KVCache] = deque()
+_orphans: deque[Any] = deque()
 _collecting = threading.Lock()
 
 
-def close_later(owner: object, memory: Store | KVCache) -> None:
-    """Make `memory`, which does not refer to `owner`, an orphan if `owner` ends without closing."""
+def close_later(owner: object, memory: Any) -> None:
+    """Make `memory`, which does not refer to `owner`, an orphan if `owner` ends without closing.
+
+    `memory` is a `Store`, a `KVCache`, or an engine's `Weights`.
+    """
     finalizer = weakref.finalize(owner, _keep_orphan, memory, type(owner).__name__)
     finalizer.atexit = False
 
 
-def _keep_orphan(memory: Store | KVCache, owner: str) -> None:
+def _keep_orphan(memory: Any, owner: str) -> None:
     if memory.is_closed:
         return
     _orphans.append(memory)

@@ -115,9 +115,10 @@ class Engine:
             self._weights: Weights | None = None
             if given.can_sleep:
                 agree = (given.runner_options or RunnerOptions()).agree
-                open_memory = partial(self._open_memory, pool)
+                open_memory = self._memory_opener(pool)
                 self._weights = Weights(model, open_memory, agree, pool.member)
                 undo.callback(self._weights.close)
+                close_later(self, self._weights)
             self.cache: KVCache = rows.cache
             self._view = MemoryView(self.cache, given, self._scheduler.requests)
             runner = make_runner(model, rows, given, self._weights)
@@ -144,9 +145,9 @@ class Engine:
         self._is_closed = False
         self.loop.rest()
 
-    def _open_memory(self, pool: ExtentPool) -> Backend:
-        """Open a further backend of a pool's device."""
-        return open_backend(pool.backend.name)
+    def _memory_opener(self, pool: ExtentPool) -> Callable[[], Backend]:
+        """Return what opens a further backend of a pool's device, without this engine."""
+        return partial(open_backend, pool.backend.name)
 
     @property
     def _runner(self) -> ModelRunner:
@@ -572,6 +573,8 @@ class Engine:
         except BaseException:
             self._view.wake()
             raise
+        if self._turns.is_paused and self.cache.device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # They keep whole segments of torch's memory.
         torch.cuda.empty_cache()
         if away := self._away():
             _LOG.info("the engine sleeps: %s, %.2f s", away, time.perf_counter() - start_s)

@@ -82,6 +82,15 @@ class Weights:
         """Whether they are in host memory."""
         return bool(self._away)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the weights are in torch's memory."""
+        return self._pool is None
+
+    def has_outside_views(self) -> bool:
+        """Whether `close` must wait for tensors: never, since it moves the weights."""
+        return False
+
     # ---- holding --------------------------------------------------------------------------
 
     @uninterrupted
@@ -317,7 +326,8 @@ class Weights:
 
 def _refuse(model: Any, args: Any) -> NoReturn:
     raise ConfigError(
-        "this model sleeps, its weights are in host memory: call wake() of its engine first"
+        "this model sleeps, its weights are in host memory: call wake() of its engine first, or "
+        "make another engine if that one is gone"
     )
 
 

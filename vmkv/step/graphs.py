@@ -95,13 +95,13 @@ class GraphSpace:
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture `step` as a graph without running it; other threads may use CUDA meanwhile."""
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self._stream = self._stream or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         # `torch.cuda.graph` would collect garbage and wait for the device each time.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
+            # So that cuBLAS has one in this graph's memory, which stays as long as the graph does.
+            torch._C._cuda_clearCublasWorkspaces()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 step()

@@ -44,10 +44,6 @@ class LayerScales:
                         f"numbers from {_SCALE_MIN:.0e} to {_SCALE_MAX:.0e}"
                     )
 
-    def as_values(self) -> list[list[float]]:
-        """Return the scales as JSON-serializable lists."""
-        return [list(map(float, self.keys)), list(map(float, self.values))]
-
 
 class Scales(NamedTuple):
     """The scales of one layer on its device, and their inverses: `[heads] float32` each.

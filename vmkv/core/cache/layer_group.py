@@ -153,7 +153,7 @@ class LayerGroup:
             "num_v_heads": shape.num_v_heads,
             "v_dim": shape.v_dim,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "scales": None if self.scales is None else [each.as_values() for each in self.scales],
+            "scales": self.scales and [[[*each.keys], [*each.values]] for each in self.scales],
             "window_tokens": self.window_tokens,
             "token_bytes": self.geometry.token_bytes,
         }

@@ -118,10 +118,9 @@ class PoolMember:
                     "its socket"
                 ) from error
             peer_of(connection)
-            figures = {"free_bytes": free_bytes, "floor_bytes": floor_bytes}
-            figures |= {"limit_bytes": limit_bytes, "weight": weight}  # type: ignore[dict-item]
-            figures["brought_bytes"] = brought_bytes
-            facts = {"version": VERSION, "name": name, "device": device, **figures}
+            facts: dict[str, Any] = {"version": VERSION, "name": name, "device": device}
+            facts |= {"free_bytes": free_bytes, "floor_bytes": floor_bytes}
+            facts |= {"limit_bytes": limit_bytes, "weight": weight, "brought_bytes": brought_bytes}
             connection.send(json.dumps(["join", facts]).encode())
             try:
                 data = interruptible(connection.recv, MESSAGE_BYTES_MAX)
@@ -334,8 +333,7 @@ class PoolMember:
 
     def _report(self, created_bytes: int | None = None) -> Report:
         assert self._pool is not None
-        if created_bytes is None:
-            created_bytes = self._told.created_bytes
+        created_bytes = self._told.created_bytes if created_bytes is None else created_bytes
         live_bytes, kept_bytes = self._live_bytes, min(self._kept_bytes, self._live_bytes)
         return Report(
             self._order.serial,

@@ -173,8 +173,8 @@ class ParallelEngine(Engine):
             self._announce_now("wake")
             self._lockstep.or_end(super().wake, CapacityError)
 
-    def _open_memory(self, pool: ExtentPool) -> Backend:
-        return self._lockstep.another_backend(pool.backend.name)
+    def _memory_opener(self, pool: ExtentPool) -> Callable[[], Backend]:
+        return partial(self._lockstep.another_backend, pool.backend.name)
 
     def _pause(self) -> None:
         raise ConfigError("engine.paused() is for models on one device; this one is on several")
