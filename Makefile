@@ -64,6 +64,7 @@ replicas: $(VENV)/.ray
 
 # TRL's trainers over the engine, and peft's adapters, in an environment of their own.
 ADAPTER_TESTS = tests/serve/test_paused.py::test_adapters_are_seen \
+	tests/serve/test_paused.py::test_adapters_that_are_merged_and_disabled_are_taken_out \
 	tests/serve/test_autocast.py::test_adapters_in_float32_are_served_under_autocast \
 	tests/step/test_joined_layers.py
 rollouts:

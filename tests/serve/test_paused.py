@@ -383,3 +383,29 @@ def test_adapters_are_seen(
         assert runner is not engine.loop.runner, "captured steps would add a merged adapter again"
     assert plain == seen[-1]
     assert len({*map(tuple, seen)}) >= 3
+
+
+@RUNNERS
+def test_adapters_that_are_merged_and_disabled_are_taken_out(
+    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any]
+) -> None:
+    """As the model's next call would, which changes weights; also within `paused()`."""
+    peft = pytest.importorskip("peft")
+    plain = expected(model)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
+    adapted = peft.get_peft_model(model, config).eval()
+    with_adapter = expected(model)
+    assert plain != with_adapter
+    adapted.merge_adapter()
+    adapted.base_model.disable_adapter_layers()
+    engine = make_engine(model, **options)
+    assert plain == said_by(engine)
+    with engine.paused():
+        adapted.base_model.enable_adapter_layers()
+        adapted.merge_adapter()
+    assert with_adapter == said_by(engine)
+    with engine.paused():
+        adapted.base_model.disable_adapter_layers()
+    assert plain == said_by(engine)

@@ -115,8 +115,7 @@ class Engine:
             self._weights: Weights | None = None
             if given.can_sleep:
                 agree = (given.runner_options or RunnerOptions()).agree
-                open_memory = self._memory_opener(pool)
-                self._weights = Weights(model, open_memory, agree, pool.member)
+                self._weights = Weights(model, self._memory_opener(pool), agree, pool.member)
                 undo.callback(self._weights.close)
                 close_later(self, self._weights)
             self.cache: KVCache = rows.cache

@@ -21,7 +21,7 @@ from ..errors import ClosedError, ConfigError, VMKVError
 from ..hf import compat as vocabulary
 from ..options import EngineOptions
 from ..step import Piece, Stepper
-from ..step.model_guard import places_of, settings_of
+from ..step.model_guard import places_of, settings_of, unmerge_disabled
 from ..step.piece import HeadInParts, StepLogits
 from ..step.row_attention import AttentionCalls, check_free
 from ..step.states import run_packed
@@ -495,6 +495,7 @@ def make_runner(
         options = replace(options, compile_layers=False)
     if kind == "eager":
         options = replace(options, compile_layers=False, capture=False)
+    unmerge_disabled(model)
     if weights is not None:
         chosen = options.compile_layers
         weights.hold(joins=rows.cache.device.type == "cuda" if chosen is None else chosen)

@@ -19,7 +19,7 @@ from ..core.cache import KVCache
 from ..errors import ConfigError
 from ..hf.proof import Proof, prove
 from ..options import EngineOptions
-from ..step.model_guard import checksums_of
+from ..step.model_guard import checksums_of, unmerge_disabled
 from .memory_view import ServedRows
 from .runner import ModelRunner, make_runner
 from .weights import Weights
@@ -62,6 +62,7 @@ class TrainingTurns:
         for module in training:
             module.training = False
         try:
+            unmerge_disabled(self._model)
             if self.runner.is_current():
                 self.runner.resume()
             else:

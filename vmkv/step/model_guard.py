@@ -259,6 +259,14 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
+def unmerge_disabled(model: torch.nn.Module) -> None:
+    """Unmerge peft's adapters that are merged and disabled, as the model's next call would."""
+    module: Any
+    for module in model.modules():
+        if getattr(module, "merged", False) and getattr(module, "disable_adapters", False):
+            module.unmerge()
+
+
 def places_of(model: torch.nn.Module) -> list[object]:
     """Return the type, the device and the address of each parameter."""
     return [(id(each), each.dtype, each.device, each.data_ptr()) for each in model.parameters()]

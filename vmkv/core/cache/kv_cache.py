@@ -112,8 +112,7 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
             if found is not None:
                 row, num_cached_tokens = found
                 return self._restored(row, num_cached_tokens, (), tenant)
-            if row is None:
-                row = choose_row(self, num_tokens)
+            row = choose_row(self, num_tokens) if row is None else row
             self.take(row, 0, tenant)
             return Sequence(self, row, 0, tenant)
 

@@ -471,8 +471,7 @@ class RowSpace:
     def beginning(self, row: int | None = None) -> Iterator[int]:
         """Take a row without memory for the block to fill; if the block fails, empty it again."""
         with self.pool.lock:
-            if row is None:
-                row = self.rows.choose_unneeded()
+            row = self.rows.choose_unneeded() if row is None else row
             if row in self.rows.parked:
                 self.retire_parked(row, 0)
             # A row without memory needs no scrubbing and no wait for readers.

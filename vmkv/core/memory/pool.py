@@ -177,8 +177,7 @@ class ExtentPool:
         self.pressure = Pressure()
         self.arbiter = Arbiter(self.lock)
         self.reclaimer = Reclaimer(backend, self.lock, self._recycle, self.pressure.tick)
-        if checks is None:
-            checks = os.environ.get("VMKV_CHECKS") == "1"
+        checks = os.environ.get("VMKV_CHECKS") == "1" if checks is None else checks
         self.submitted = SubmittedWrites(self.reclaimer) if checks else None
         self.member: PoolMember | None = None
         self._close_when_unused = close_when_unused

@@ -151,8 +151,7 @@ class Shelf:
             self.release_free(self.free_bytes)
             handle = create()
         extent_id = self._free_ids.pop(self._vacant)
-        if extent_id is None:
-            extent_id = self._free_ids.bump()
+        extent_id = self._free_ids.bump() if extent_id is None else extent_id
         if extent_id is None:
             self.backend.mem_release(handle)
             raise self._out_of_budget(num_bytes)
