@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -17,7 +18,14 @@ import pytest
 from helpers.waiting import PATIENCE_S, until
 
 from vmkv import BackendUsage, ConfigError, ExtentPool, HostBackend, OutOfPagesError
-from vmkv.core.memory import Broker, Extent, PoolMember, default_socket_path, shares
+from vmkv.core.memory import (
+    Broker,
+    Extent,
+    PoolMember,
+    asking_broker,
+    default_socket_path,
+    shares,
+)
 from vmkv.core.memory.broker import VERSION
 from vmkv.core.memory.shares import Report
 from vmkv.units import KiB
@@ -148,6 +156,25 @@ def test_free_memory_moves_to_who_asks(broker: Broker, join: Callable[..., Exten
     assert first.stats().created_bytes <= 24 * PAGE
     second.disown(held)  # type: ignore[arg-type]
     assert filled(first, 60)
+
+
+def test_free_memory_of_members_that_wait_is_not_withheld(
+    join: Callable[..., ExtentPool],
+) -> None:
+    """Each has 30 pages free, and needs 40: first one gets them, then the other."""
+    pools = [join("first"), join("second")]
+    for pool in pools:
+        assert pool.member is not None
+        assert pool.member.grow(29 * PAGE)
+        pool.member._grow_timeout_s = PATIENCE_S / 2
+
+    def take_many(pool: ExtentPool) -> int:
+        extents = asking_broker(pool, lambda: pool.acquire([0] * 40))
+        pool.disown(extents)
+        return len(extents)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [40, 40] == list(threads.map(take_many, pools))
 
 
 def test_live_memory_stays_with_its_member(broker: Broker, join: Callable[..., ExtentPool]) -> None:

@@ -107,15 +107,24 @@ def test_an_idle_engine_keeps_its_floor(broker: Broker, open_engine: Callable[..
 
 
 def test_requests_are_preempted_where_all_have_too_little(
-    broker: Broker, open_engine: Callable[..., Engine], alone: list[list[int]]
+    broker: Broker,
+    open_engine: Callable[..., Engine],
+    alone: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both engines are busy: the second takes its share from the first one's live rows."""
-    first, second = open_engine(), open_engine(pool_weight=3.0)
+    monkeypatch.setattr(shares, "TURN_S", 0.0)  # It does not wait for their requests to end.
+    open_engine(floor_bytes=50 * PAGE)  # What is left does not hold the first engine's requests.
+    first, second = open_engine(), open_engine(pool_weight=3.0, floor_bytes=PAGE)
     handles = [first.add(prompt, LONG) for prompt in PROMPTS]
-    while held(first) < 60:  # At the most it holds some 70.
+    while held(first) < 46:
         assert first.has_unfinished
         first.step()
     others = [second.add(prompt, LONG) for prompt in PROMPTS]
+    second.step()
+    member = first.cache.pool.member
+    assert member is not None
+    until(lambda: member.excess_bytes > 0)
     has_more = False
     while first.has_unfinished or second.has_unfinished:
         first.step()

@@ -304,7 +304,8 @@ def _is_step(model: Any, given: Mapping[str, Any]) -> bool:
         and token_ids.shape[1] == 1
         and all(given[name] is None or given[name] is False for name in given.keys() - _KNOWN)
         and all(_is_on(name, given, config) for name in ("use_cache", "return_dict"))
-        and _keeps_last(given.get("logits_to_keep", 0))
+        and isinstance(kept := given.get("logits_to_keep", 0), int)
+        and kept in (0, 1)
         and not any(getattr(config, name, False) for name in _OUTPUTS)
         and not (model.training or torch.is_grad_enabled())
         and not torch.is_autocast_enabled(token_ids.device.type)
@@ -314,10 +315,6 @@ def _is_step(model: Any, given: Mapping[str, Any]) -> bool:
 def _is_on(name: str, given: Mapping[str, Any], config: Any) -> bool:
     value = given.get(name)
     return bool(getattr(config, name, True) if value is None else value)
-
-
-def _keeps_last(logits_to_keep: Any) -> bool:
-    return isinstance(logits_to_keep, int) and logits_to_keep in (0, 1)
 
 
 def _fits(given: Any, device: torch.device, *shapes: tuple[int, int]) -> bool:

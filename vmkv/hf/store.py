@@ -521,8 +521,7 @@ def close_later(owner: object, memory: Any) -> None:
 
     `memory` is a `Store`, a `KVCache`, or an engine's `Weights`.
     """
-    finalizer = weakref.finalize(owner, _keep_orphan, memory, type(owner).__name__)
-    finalizer.atexit = False
+    weakref.finalize(owner, _keep_orphan, memory, type(owner).__name__).atexit = False
 
 
 def _keep_orphan(memory: Any, owner: str) -> None:

@@ -69,7 +69,8 @@ class PoolMember:
         # What an engine needs beyond live rows: in all, for its first request, and for its running
         # requests.
         self._more_bytes = self._first_bytes = self._growth_bytes = 0
-        self._is_busy = self._asks_ahead = self._preempts = self._is_awaited = False
+        self._is_busy = self._asks_ahead = self._preempts = False
+        self._awaited: list[int] = []  # Budgets that threads wait for.
         self._is_left = False
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._pool: ExtentPool | None = None
@@ -217,20 +218,19 @@ class PoolMember:
         if pool is None or self._asks_ahead or not self.may_grow:
             return False
         before_bytes = pool.budget_bytes
-        ahead_bytes = min(before_bytes // _GROWTH_SHARE, _GROWTH_MAX_BYTES)
-        with self._changed:
-            self._live_bytes = self._kept_bytes = before_bytes - self.withheld_bytes
-            self._more_bytes, self._is_busy = max(num_bytes, ahead_bytes), True
-            self._is_awaited = True
-            self._tell()
+        more_bytes = max(num_bytes, min(before_bytes // _GROWTH_SHARE, _GROWTH_MAX_BYTES))
+        goal_bytes = before_bytes - self.withheld_bytes + more_bytes
 
-            def has_grown() -> bool:
-                return self._is_left or pool.budget_bytes > before_bytes
+        def has_grown() -> bool:
+            return self._is_left or pool.budget_bytes > before_bytes
 
-            try:
+        self._awaited.append(goal_bytes)
+        try:
+            self._look(pool)
+            with self._changed:
                 interruptible(self._changed.wait_for, has_grown, self._grow_timeout_s)
-            finally:
-                self._is_awaited = False
+        finally:
+            self._awaited.remove(goal_bytes)
         return pool.budget_bytes > before_bytes
 
     def fit(self, free_bytes: int) -> None:
@@ -321,11 +321,10 @@ class PoolMember:
             parked_bytes = pool.pressure.freeable_bytes(stats.resident_bytes)
         with self._changed:
             before_bytes, live_bytes = self._live_bytes, stats.resident_bytes - parked_bytes
-            # Growth that is waited for adds to the budget, which may not be resident yet.
-            self._live_bytes = max(live_bytes, before_bytes) if self._is_awaited else live_bytes
-            if not self._asks_ahead and not self._is_awaited:
-                self._is_busy = self._live_bytes != before_bytes
-                self._more_bytes = 0
+            self._live_bytes = live_bytes
+            if not self._asks_ahead:
+                self._is_busy = bool(self._awaited) or live_bytes != before_bytes
+                self._more_bytes = max([live_bytes, *self._awaited]) - live_bytes
             if not self._preempts or not self._is_busy:
                 self._kept_bytes = self._live_bytes
             if self._report(stats.created_bytes) != self._told:

@@ -121,16 +121,15 @@ class RanksMember(PoolMember):
         if pool is None or self._asks_ahead or not self.may_grow:
             return False
         before_bytes = pool.budget_bytes
-        with self._changed:
-            self._more_bytes, self._is_busy, self._is_awaited = num_bytes, True, True
-            self._tell()
+        self._awaited = [before_bytes - self.withheld_bytes + num_bytes]
+        self._look(pool)
         while pool.budget_bytes <= before_bytes and self.may_grow:
             every.wait(self._grow_timeout_s)
             numbered = every.group.share(every.orders.popleft() if every.orders else None)
             if numbered is None:
                 break
             every.obey(*numbered)
-        self._is_awaited = False
+        self._awaited = []
         self._keep(pool)
         return pool.budget_bytes > before_bytes
 

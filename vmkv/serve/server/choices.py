@@ -125,8 +125,7 @@ class Form:
 
         Their `index` is the choice's; each has at most `SLICE_LOGPROBS` log-probabilities.
         """
-        if self.first_s is None:
-            self.first_s = time.monotonic()
+        self.first_s = time.monotonic() if self.first_s is None else self.first_s
         self._cached_tokens[prompt_index] = output.num_cached_tokens
         self._prompt_ids[prompt_index] = output.prompt_token_ids
         for sample in output.outputs:
