@@ -200,8 +200,7 @@ class TensorParallel:
 
     def lose(self, reason: str) -> None:
         """End the ranks because one was lost, and abort every wait for it. Thread-safe."""
-        if self.failure is None:
-            self.failure = RankError(reason)
+        self.failure = self.failure or RankError(reason)
         if self._sums is not None:
             self._sums.give_up()
         if dist.is_initialized() and dist.get_backend() == "nccl":
