@@ -337,6 +337,7 @@ def test_states_of_prefixes_sleep_with_their_rows(
         if sleeps:
             engine.sleep(weights=True, prefixes=True)
             assert at_start == held_bytes(engine)
+            engine.cache.check()
         later = [[*prompt, *first, 5, 6], [*prompt[:36], 9, 8, 7]]
         outputs = engine.generate(later, GREEDY)
         check_books(engine)

@@ -113,9 +113,12 @@ def test_chat(server) -> None:
     """The prompt of a chat is the messages as rendered by the tokenizer's template."""
     messages = [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "What is a page?"}]},
+        {"role": "user", "content": [{"type": "text", "text": "What is a row?"}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I won't say."}]},
+        {"role": "user", "content": "What is a page?"},
     ]
-    rendered = "<system>Be brief.\n<user>What is a page?\n<assistant>"
+    rendered = "<system>Be brief.\n<user>What is a row?\n<assistant>I won't say.\n"
+    rendered += "<user>What is a page?\n<assistant>"
     expected = expected_text(server, rendered, 15, add_special_tokens=False)
     client = server.client()
     answer = client.chat.completions.create(messages=messages, max_completion_tokens=15, **GREEDY)

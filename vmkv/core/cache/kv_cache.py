@@ -230,7 +230,7 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
         for sequence in self.live_sequences():
             for group in self.groups:
                 group.check_row(sequence.row, sequence.num_tokens, self.overread_tokens)
-        if self.states is not None:
+        if self.states is not None and self.away is None:
             self.states.check_at_rest({row: its.num_tokens for row, its in self.live.items()})
 
     # ---- closing --------------------------------------------------------------------------

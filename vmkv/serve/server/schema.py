@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from ...errors import ConfigError, shown
@@ -234,10 +234,10 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(Lenient):
-    """A text part of a message's content; other fields, such as cache hints, are ignored."""
+    """A text of a message's content, or a refusal; other fields, as cache hints, are ignored."""
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
 class Message(BaseModel):
