@@ -106,11 +106,12 @@ class Plan:
 
 
 class Watch:
-    """Times of the parts of each step, and the driver's memory in use at most."""
+    """Times of the parts of each step, and the driver's memory in use at most in each."""
 
     def __init__(self) -> None:
         self.parts: list[dict[str, float]] = []
-        self.held_bytes = self.peak_bytes = 0
+        self.held_bytes = 0
+        self._peaks, self._part = {"training": 0}, "training"
         self._now: dict[str, float] = {}
         self._start_s = 0.0
         self._ended = threading.Event()
@@ -127,15 +128,22 @@ class Watch:
     def _poll(self) -> None:
         while HAS_GPU and not self._ended.wait(POLL_S):
             free_bytes, all_bytes = torch.cuda.mem_get_info()
-            self.peak_bytes = max(self.peak_bytes, all_bytes - free_bytes)
+            part = self._part
+            self._peaks[part] = max(self._peaks.get(part, 0), all_bytes - free_bytes)
+
+    def peaks(self) -> Row:
+        """Memory in use at most, in all and in each part; that of scoring is `rollout`'s."""
+        its = {f"{name}_peak_bytes": peak for name, peak in self._peaks.copy().items()}
+        return {"peak_bytes": max(its.values()), **its}
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Add to a part of the step, waiting for the device at both ends."""
         synchronize()
-        start_s = time.perf_counter()
+        start_s, outer, self._part = time.perf_counter(), self._part, name
         yield
         synchronize()
+        self._part = outer
         self._now[name] = self._now.get(name, 0.0) + time.perf_counter() - start_s
 
     def next_step(self) -> None:
@@ -343,7 +351,7 @@ def row_of(plan: Plan, watch: Watch, row: Row) -> Row:
     times["first_step_s"] = watch.parts[0]["step"]
     if not HAS_GPU or plan.smoke:
         return times
-    return {**times, "peak_bytes": watch.peak_bytes, **row, "held_bytes": watch.held_bytes}
+    return {**times, **watch.peaks(), **row, "held_bytes": watch.held_bytes}
 
 
 # ---- all of them --------------------------------------------------------------------------------
