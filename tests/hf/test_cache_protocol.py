@@ -42,11 +42,13 @@ from vmkv import (
     BackendUsage,
     ClosedError,
     ConfigError,
+    DriverError,
     HostBackend,
     OutOfPagesError,
     SequenceFullError,
     VMKVCache,
 )
+from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
 
 NewCache = Callable[..., Any]
@@ -849,6 +851,24 @@ def test_unclosed_cache_warns_and_is_freed_by_the_next_one(new_cache: NewCache) 
     with pytest.warns(ResourceWarning, match="never closed"):
         _drop(caches)
     assert held == backend.usage(), "a destructor freed memory"
+    new_cache(tiny_config("llama"))
+    assert BackendUsage() == backend.usage()
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 3])
+def test_an_unclosed_cache_is_freed_again_where_a_call_failed(
+    new_cache: NewCache, fail_at: int
+) -> None:
+    """By the next cache but one; the error is that of the next one."""
+    backend = FaultInjectingBackend(HostBackend(4 * KiB))
+    caches = [VMKVCache(tiny_config("llama"), backend=backend)]
+    _append(caches[0], 30)
+    with pytest.warns(ResourceWarning, match="never closed"):
+        _drop(caches)
+    backend.arm(fail_at)
+    with pytest.raises(DriverError):
+        VMKVCache(tiny_config("llama"))
+    assert BackendUsage() != backend.usage()
     new_cache(tiny_config("llama"))
     assert BackendUsage() == backend.usage()
 

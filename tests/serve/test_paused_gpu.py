@@ -93,7 +93,7 @@ def test_little_is_held_while_a_model_is_trained() -> None:
 
 
 def test_workspaces_keep_no_segment_while_a_model_is_trained() -> None:
-    """CuBLAS's are in any free block of torch's memory, whose segment is then kept."""
+    """CuBLAS's workspaces lie in any free block of torch's memory, whose segment then stays."""
     with open_engine(make_model(), compiles=False) as engine:
         said_by(engine)
         with engine.paused():

@@ -383,7 +383,7 @@ def test_a_collected_engine_gives_back_what_sleeps() -> None:
 
 
 @pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "asleep"])
-@RUNNERS
+@pytest.mark.parametrize("options", [EAGER, PADDED, COMPILED], ids=["eager", "padded", "compiled"])
 def test_a_collected_engine_gives_weights_back(options: dict[str, Any], sleeps: bool) -> None:
     """To torch's memory, when the next engine is made, also of another model."""
     model, (prompt,) = copy.deepcopy(tiny_model("llama")), prompts(1)

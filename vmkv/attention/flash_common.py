@@ -124,5 +124,5 @@ def with_sinks(call: Call, out: torch.Tensor, logsumexp: torch.Tensor) -> torch.
     by_token = logsumexp.transpose(-2, -1)  # [Tq, Hq], or [B, t, Hq].
     by_token = by_token if by_token.ndim == 2 else by_token.flatten(0, 1)
     weight = torch.sigmoid(by_token - call.sinks.float())
-    out = out.clone() if out.requires_grad else out  # Which backward would need.
+    out = out.clone() if out.requires_grad else out  # Backward needs it as it is.
     return out.mul_(weight.unsqueeze(-1))  # Computed in float32.

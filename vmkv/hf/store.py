@@ -438,9 +438,7 @@ class Store:
         return any([core.has_outside_views() for core in self.cores])
 
     def close(self) -> None:
-        """Close readers, and the caches of all devices. Idempotent."""
-        if self.is_closed:
-            return
+        """Close readers, and the caches of all devices. Idempotent; after an error it goes on."""
         self._end_readers()
         self.is_closed = True
         self._forget_steps()
@@ -540,8 +538,8 @@ def close_orphans() -> None:
     """Close the orphans that no tensor points into any more."""
     with _collecting:
         for _ in range(len(_orphans)):
-            memory = _orphans.popleft()
-            if memory.has_outside_views():
-                _orphans.append(memory)
+            if _orphans[0].has_outside_views():
+                _orphans.rotate(-1)
             else:
-                memory.close()
+                _orphans[0].close()
+                _orphans.popleft()  # After an error another call tries again.

@@ -573,7 +573,7 @@ class Engine:
             self._view.wake()
             raise
         if self._turns.is_paused and self.cache.device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # They keep whole segments of torch's memory.
+            torch._C._cuda_clearCublasWorkspaces()  # Each keeps a segment of torch's memory.
         torch.cuda.empty_cache()
         if away := self._away():
             _LOG.info("the engine sleeps: %s, %.2f s", away, time.perf_counter() - start_s)

@@ -29,7 +29,7 @@ from ..core.cache.layer_group import bytes_over, stream_getter
 from ..core.memory import Extent, ExtentPool, HostCopy, PageTable, PoolMember, size_classes
 from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
 from ..interrupts import uninterrupted
-from ..step.joined_layers import join
+from ..step.joined_layers import AWAY, join, separate
 from ..step.model_guard import has_users
 from ..units import align_up, div_ceil, format_bytes
 
@@ -75,7 +75,6 @@ class Weights:
         self._pool: ExtentPool | None = None
         self._side_stream = 0
         self._away: list[HostCopy] = []
-        self._hook: Any = None
 
     @property
     def are_away(self) -> bool:
@@ -234,7 +233,7 @@ class Weights:
             OutOfPagesError: The host has no memory for them.
             DriverError: A call failed.
         """
-        self._hook = self._model.register_forward_pre_hook(_refuse)
+        vars(self._model)[AWAY] = self._model.register_forward_pre_hook(_refuse)
         try:
             self._send_away()
         except BaseException:
@@ -263,9 +262,8 @@ class Weights:
         while self._away:
             self._away[0].come_back(self._side_stream, self._current_stream())
             del self._away[0]
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if hook := vars(self._model).pop(AWAY, None):
+            hook.remove()
 
     # ---- end ------------------------------------------------------------------------------
 
@@ -298,6 +296,7 @@ class Weights:
                     num_free = num_done
                     pool.reclaimer.wait()
                     pool.trim()
+        separate(self._model)  # An engine that was collected while it slept could not.
         counter = self._counter
         table.close(lambda: counter.live > 0)
         if self._side_stream:

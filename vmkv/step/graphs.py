@@ -101,7 +101,7 @@ class GraphSpace:
         # `torch.cuda.graph` would collect garbage and wait for the device each time.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            # So that cuBLAS has one in this graph's memory, which stays as long as the graph does.
+            # cuBLAS then makes a workspace in the graph's memory, which lives as long as the graph.
             torch._C._cuda_clearCublasWorkspaces()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

@@ -24,6 +24,8 @@ from torch.nn import functional
 
 #: Names that transformers' models give to projections of one input, in the order of the parts.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+#: Attribute of a model whose weights are in host memory: the hook that refuses calls.
+AWAY = "_vmkv_refusing"
 _PRODUCTS = (functional.linear, torch._C._nn.linear)
 _PARTS = {("call_method", "narrow"), ("call_method", "as_strided")}
 
@@ -81,8 +83,8 @@ def refresh(model: torch.nn.Module) -> None:
 
 
 def separate(model: torch.nn.Module) -> None:
-    """Undo `join`: copy every weight out of the joint one. Idempotent."""
-    for module in model.modules():
+    """Undo `join`: copy each weight out of the joint one, unless `AWAY` is set. Idempotent."""
+    for module in () if AWAY in vars(model) else model.modules():
         if type(module) is SiblingLinear:
             module.__class__ = torch.nn.Linear  # type: ignore[assignment]  # what it was
             for name in [each for each in vars(module) if each.startswith("_vmkv_")]:

@@ -259,9 +259,8 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def unmerge_disabled(model: torch.nn.Module) -> None:
+def unmerge_disabled(model: Any) -> None:
     """Unmerge peft's adapters that are merged and disabled, as the model's next call would."""
-    module: Any
     for module in model.modules():
         if getattr(module, "merged", False) and getattr(module, "disable_adapters", False):
             module.unmerge()

@@ -66,7 +66,7 @@ class PoolMember:
         self._changed = threading.Condition()  # Guards what is told, and its order.
         self._told = Report()
         self._live_bytes = self._kept_bytes = 0
-        # What an engine needs beyond live rows: in all, for its first request, and for its running
+        # Needs of an engine beyond live rows: in all, of its first request, and of its running
         # requests.
         self._more_bytes = self._first_bytes = self._growth_bytes = 0
         self._is_busy = self._asks_ahead = self._preempts = False
@@ -219,7 +219,7 @@ class PoolMember:
             return False
         before_bytes = pool.budget_bytes
         more_bytes = max(num_bytes, min(before_bytes // _GROWTH_SHARE, _GROWTH_MAX_BYTES))
-        goal_bytes = before_bytes - self.withheld_bytes + more_bytes
+        goal_bytes = before_bytes + more_bytes
 
         def has_grown() -> bool:
             return self._is_left or pool.budget_bytes > before_bytes

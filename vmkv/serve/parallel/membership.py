@@ -121,7 +121,7 @@ class RanksMember(PoolMember):
         if pool is None or self._asks_ahead or not self.may_grow:
             return False
         before_bytes = pool.budget_bytes
-        self._awaited = [before_bytes - self.withheld_bytes + num_bytes]
+        self._awaited = [before_bytes + num_bytes]
         self._look(pool)
         while pool.budget_bytes <= before_bytes and self.may_grow:
             every.wait(self._grow_timeout_s)
