@@ -241,6 +241,25 @@ def test_cuda_copies_do_not_wait(cuda: Any) -> None:
     cuda.address_free(address, 2 * size)
 
 
+def test_cuda_fences_leave_streams_out_that_are_not_noted(cuda: Any) -> None:
+    """Such a stream is destroyed as others are."""
+    size = cuda.granularity_bytes
+    address = cuda.address_reserve(size)
+    _map(cuda, address, size)
+    busy = torch.cuda.Stream()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(500_000_000)
+    aside = cuda.new_stream(is_noted=False)
+    cuda.stream_wait(aside, busy.cuda_stream)
+    cuda.fill(address, size, 0x17, aside)
+    cuda.record_fence().wait()
+    assert not busy.query()
+    cuda.stream_destroy(aside)
+    assert busy.query()
+    cuda.mem_unmap(address, size)
+    cuda.address_free(address, size)
+
+
 def test_cuda_destroying_a_stream_waits_for_its_work(cuda: Any) -> None:
     """The stream's work needs no fence afterwards."""
     size = cuda.granularity_bytes

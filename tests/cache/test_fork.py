@@ -48,6 +48,22 @@ def test_fork_shares_whole_extents_and_copies_the_tail(cache: KVCache) -> None:
     ]
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_fork_takes_memory_of_an_ended_row(cache: KVCache, is_recorded: bool) -> None:
+    """The pool creates more only if the ended row has a prefix."""
+    source, ended = cache.open(), cache.open()
+    append(source, range(14))
+    append(ended, range(50, 70))
+    if is_recorded:
+        ended.record(range(50, 70))
+    ended.close()
+    before = cache.pool.stats().created_bytes
+    fork = source.fork()
+    assert before + is_recorded * 4 * PAGE == cache.pool.stats().created_bytes
+    assert_holds(fork, range(14))
+    assert (20 if is_recorded else 0) == cache.prefixes.num_recorded(ended.row)
+
+
 def test_fork_at_zero_tokens_is_empty(cache: KVCache) -> None:
     """A fork of an empty sequence is empty too."""
     source = cache.open()

@@ -151,9 +151,10 @@ class Device(HostBackend):
         if not self.has_done(place):
             self.submit(lambda: self.run_until(place), stream)
 
-    def new_stream(self) -> int:
-        stream = super().new_stream()
-        self.note_stream(stream)
+    def new_stream(self, *, is_noted: bool = True) -> int:
+        stream = super().new_stream(is_noted=is_noted)
+        if is_noted:
+            self.note_stream(stream)
         return stream
 
     def stream_destroy(self, stream: int) -> None:

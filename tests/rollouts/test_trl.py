@@ -134,6 +134,7 @@ def test_rollouts_capture_few_steps_and_hold_no_row(trainer_of: Any, opened: lis
     trainer._generate([[{"role": "user", "content": text}] for text in PROMPTS])
     engine = trainer.rollouts.engine
     assert RunnerOptions(max_graph_tokens=0, few_sizes=True) == engine.options.runner_options
+    assert not engine.options.prefix_caching, "no turn follows that would find prefixes"
     assert 0 == engine.cache.pool.backend.usage().physical_bytes
 
 
@@ -372,7 +373,7 @@ def test_turns_of_a_rollout_find_the_earlier_ones_cached(
     trainer_of: Any, opened: list[Any]
 ) -> None:
     """Tools make several turns under the same weights, whose conversations go on."""
-    trainer = trainer_of(VMKVGRPOTrainer)
+    trainer = trainer_of(VMKVGRPOTrainer, engine_options={"prefix_caching": True})
     opened.append(trainer)
     one_turn(trainer)
     engine = trainer.rollouts.engine
@@ -494,6 +495,7 @@ def test_tools_are_called_and_their_results_are_read(trainer_of: Any, opened: li
     trainer._sync_tool_dicts, trainer._async_tool_dicts = [{"double": double}] * 2, [{}] * 2
     _, completion_ids, tool_mask, completions, logprobs, *_ = trainer._generate(chats)
     assert called == [21] * 4
+    assert trainer.rollouts.engine.options.prefix_caching
     roles = [message["role"] for message in completions[0]]
     assert roles == ["assistant", "tool", "assistant", "tool", "assistant"]
     for ids, mask, told in zip(completion_ids, tool_mask, logprobs, strict=True):

@@ -222,6 +222,17 @@ def test_samples_share_their_prompt(make_engine: MakeEngine, prefix_caching: boo
     assert prefix_caching == bool(output.num_cached_tokens), "nothing else is shared without"
 
 
+def test_samples_take_the_memory_of_ended_ones(make_engine: MakeEngine) -> None:
+    """Without cached prefixes, twelve samples of which four run at once need little more."""
+    engine = make_engine(prefix_caching=False)
+    params = SamplingParams(n=4, seed=40, max_tokens=60, ignore_eos=True)
+    created: list[int] = []
+    for count in (1, 3):
+        engine.generate(prompts(3, longest=30, seed=11)[:count], [params] * count)
+        created.append(engine.cache.pool.stats().created_bytes)
+    assert created[1] <= 1.25 * created[0]
+
+
 def test_deterministic_samples_compute_their_prompt_each(make_engine: MakeEngine) -> None:
     """A fork's last token would have a pass of its own, and be rounded differently."""
     prompt = prompts(1, longest=60, seed=11)[0] * 2

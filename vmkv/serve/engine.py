@@ -564,7 +564,8 @@ class Engine:
         if self.is_sleeping:
             return
         start_s, self._is_stale = time.perf_counter(), True
-        self._runner.sleep(graphs=graphs)
+        copies = graphs and self._turns.is_paused and self._weights is None
+        self._runner.sleep(graphs=graphs, copies=copies)
         try:
             self._view.sleep(keeps_prefixes=prefixes)
             if weights and self._weights is not None:

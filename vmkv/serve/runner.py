@@ -437,6 +437,7 @@ class ModelRunner:
     def resume(self) -> None:
         """Serve the model again after `pause`; `is_current` must hold."""
         self.stepper.resume()
+        self._places = places_of(self._model)
 
     def is_current(self) -> bool:
         """Whether only values of the model have changed since this runner was made."""
@@ -444,16 +445,20 @@ class ModelRunner:
             return False
         return self._places == places_of(self._model) and self._settings == settings_of(self._model)
 
-    def sleep(self, *, graphs: bool) -> None:
+    def sleep(self, *, graphs: bool, copies: bool) -> None:
         """Wait for the device, and free workspaces until the next step, `graphs` too if asked.
 
-        No slot is in use. torch's allocator keeps what is freed.
+        With `copies`, within `pause`, copies of adapters are freed, which moves the weights beside
+        them. No slot is in use. torch's allocator keeps what is freed.
         """
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
         self.sampler.sleep()
         if graphs:
             self.stepper.drop_graphs()
+        if copies:
+            self.stepper.drop_copies()
+            self._places = places_of(self._model)
 
     def close(self) -> None:
         """Detach the model and free everything. Idempotent."""

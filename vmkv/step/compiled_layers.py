@@ -53,7 +53,8 @@ class CompiledLayers:
                 "cannot be compiled; serve it with compile_layers=False"
             )
         self._paused: list[tuple[Any, Any, dict[str, Any]]] = []
-        joined_layers.join(model, autocast_dtype(next(model.parameters()).device))
+        self._autocast = autocast_dtype(next(model.parameters()).device)
+        joined_layers.join(model, self._autocast)
         tuning = {"coordinate_descent_tuning": True, **_KEEPS_TUNED}
         self._one = _compiler(backend, {**_IN_PROCESS, **tuning})
         self._many = _compiler(backend, _IN_PROCESS)
@@ -96,10 +97,19 @@ class CompiledLayers:
             for name in its:
                 del vars(module)[name]
 
-    def resume(self) -> None:
-        """Undo `pause`, of a model whose modules and addresses are the same."""
+    def drop_copies(self) -> None:
+        """Within `pause`, part all weights if there are copies of adapters beside them."""
+        paused = list(self._paused)
         self._have_classes()
-        joined_layers.refresh(self._model)
+        kind = joined_layers.SiblingLinear
+        if any(type(each) is kind and joined_layers.is_copied(each) for each, *_ in paused):
+            joined_layers.separate(self._model)
+        self.pause()
+
+    def resume(self) -> None:
+        """Undo `pause`, of a model with the same modules, and join weights that were parted."""
+        self._have_classes()
+        joined_layers.join(self._model, self._autocast)
         self._step_in()
 
     def _have_classes(self) -> None:

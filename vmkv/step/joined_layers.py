@@ -77,7 +77,7 @@ def join(model: torch.nn.Module, autocast: torch.dtype | None = None) -> None:
 def refresh(model: torch.nn.Module) -> None:
     """Renew the copies of adapters, after their weights have changed."""
     for each in model.modules():
-        if isinstance(each, SiblingLinear) and each.weight.dtype != each._vmkv_joint.dtype:
+        if isinstance(each, SiblingLinear) and is_copied(each):
             rows = each._vmkv_joint.narrow(0, each._vmkv_start, each.out_features)
             rows.narrow(1, each._vmkv_column, each.in_features).copy_(each.weight.detach())
 
@@ -86,11 +86,19 @@ def separate(model: torch.nn.Module) -> None:
     """Undo `join`: copy each weight out of the joint one, unless `AWAY` is set. Idempotent."""
     for module in () if AWAY in vars(model) else model.modules():
         if type(module) is SiblingLinear:
+            parameters = () if is_copied(module) else module.parameters(recurse=False)
             module.__class__ = torch.nn.Linear  # type: ignore[assignment]  # what it was
             for name in [each for each in vars(module) if each.startswith("_vmkv_")]:
                 del vars(module)[name]
-            for parameter in module.parameters(recurse=False):
+            for parameter in parameters:
                 parameter.data = parameter.data.clone()
+            if module.weight.is_cuda:
+                torch.cuda.empty_cache()  # As in `join`.
+
+
+def is_copied(layer: SiblingLinear) -> bool:
+    """Whether the joint weight has a copy of the layer's, in another type."""
+    return layer.weight.dtype != layer._vmkv_joint.dtype
 
 
 def merge_equal_products(module: torch.fx.GraphModule) -> None:

@@ -158,8 +158,9 @@ class Stepper:
     def resume(self) -> None:
         """Have the model attend over this stepper's rows, until `pause` or `close`.
 
-        After `pause` the model's modules and addresses must be those that this stepper was made
-        for. Raises as `attending`, with the model unchanged.
+        After `pause` the model's modules must be those that this stepper was made for, and the
+        parameters where `pause` or `drop_copies` left them. Raises as `attending`, with the model
+        unchanged.
         """
         if not self.uses_operator:
             self._serving.enter_context(self.attending())
@@ -167,6 +168,7 @@ class Stepper:
         self._attend_by_operator()
         if self._layers is not None:
             self._layers.resume()
+            self.guard = ModelGuard(self.model, row_attention.IMPLEMENTATION)
 
     def pause(self) -> None:
         """Restore the model's own code and attention; no step may run until `resume`."""
@@ -350,6 +352,13 @@ class Stepper:
             for each in trained:
                 each.requires_grad = True
 
+    def new_stream(self) -> torch.cuda.Stream:
+        """Return a stream for captures, until `close`; torch's first one takes 70 MiB (H200)."""
+        backend = self.caches[0].pool.backend
+        stream = backend.new_stream(is_noted=False)
+        self._undo.callback(backend.stream_destroy, stream)
+        return torch.cuda.ExternalStream(stream, self.device)  # type: ignore[no-untyped-call]
+
     def head_in(self, room: torch.Tensor | None) -> contextlib.AbstractContextManager[None]:
         """Context in which a large head under autocast converts slices, into `room` if it fits."""
         return _head_in_slices(self.model.get_output_embeddings(), self._autocast, room)
@@ -471,6 +480,11 @@ class Stepper:
             self._space.sleep()
         if self._is_cuda:  # Captures have allocated some in the graphs' memory.
             torch._C._cuda_clearCublasWorkspaces()
+
+    def drop_copies(self) -> None:
+        """Within `pause` and after `drop_graphs`, free what `CompiledLayers` has copied."""
+        if self._layers is not None:
+            self._layers.drop_copies()
 
     def _close_graphs(self) -> None:
         for graphs in (self.mixed_graphs, self.decode_graphs):

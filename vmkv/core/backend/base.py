@@ -291,8 +291,11 @@ class Backend(abc.ABC):
         """Make later work on `stream` wait for the work submitted to the other noted streams."""
 
     @abc.abstractmethod
-    def new_stream(self) -> int:
-        """Create and note a stream whose work runs concurrently with all others'."""
+    def new_stream(self, *, is_noted: bool = True) -> int:
+        """Create a stream whose work runs concurrently with all others'.
+
+        Without `is_noted` no fence waits for its work.
+        """
 
     @abc.abstractmethod
     def stream_destroy(self, stream: int) -> None:

@@ -432,11 +432,12 @@ class BookedBackend(Backend):
     # ---- streams --------------------------------------------------------------------------
 
     @uninterrupted
-    def new_stream(self) -> int:
-        """Create and note a stream."""
+    def new_stream(self, *, is_noted: bool = True) -> int:
+        """Create a stream, and note it with `is_noted`."""
         self.calls["new_stream"] += 1
         stream = self._new_stream()
-        self.note_stream(stream)
+        if is_noted:
+            self.note_stream(stream)
         with self._lock:
             self._books.streams.add(stream)
         return stream

@@ -68,12 +68,18 @@ def fork_row(
     """Take a row that begins with the first `num_tokens` tokens of another row. Locked.
 
     `origin` holds the source row, live or parked; both spaces are over one pool and have the same
-    groups. By default the row is an empty one, or the least recently used parked one. Returns the
-    row; after any error no row is taken. Cost: a map and access call per extent and a copy of the
-    tail on the current stream.
+    groups. By default the row is an empty one, or the least recently used parked one; with an empty
+    one, a parked row without a prefix gives up its memory, so that the pool need not create more.
+    Returns the row; after any error no row is taken. Cost: a map and access call per extent and a
+    copy of the tail on the current stream.
     """
     if row is None:
         row = space.rows.choose_unneeded(but=source_row if origin is space else None)
+        parked = islice(space.rows.parked, _LOOKED_AT)
+        plain = (each for each in parked if each not in space.prefixes.recorded)
+        if row not in space.rows.parked and (unneeded := next(plain, None)) is not None:
+            space.retire_parked(unneeded, 0)
+        space.pool.reclaimer.poll()
     with space.beginning(row):
         if num_tokens:
             space.pool.backend.join_streams(space.current_stream())
