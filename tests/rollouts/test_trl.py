@@ -6,6 +6,7 @@ Run by `make rollouts`, which installs TRL; skipped without it. Not covered: sev
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import os
 import subprocess
@@ -20,7 +21,7 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from vmkv import StructuredOutputs
+from vmkv import Engine, StructuredOutputs
 from vmkv.errors import ConfigError
 from vmkv.serve.runner import RunnerOptions
 
@@ -430,13 +431,24 @@ def test_evaluation_closes_the_engine_outside_of_training(trainer_of: Any) -> No
     assert first is second
 
 
-def test_a_failed_rollout_leaves_the_model_to_training(trainer_of: Any, opened: list[Any]) -> None:
-    """The next rollout uses the same engine."""
-    trainer = trainer_of(VMKVGRPOTrainer)
+def test_a_failed_rollout_leaves_the_model_to_training(
+    trainer_of: Any, opened: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next rollout uses the same engine. Python collects garbage again after each."""
+    trainer, generate, collects = trainer_of(VMKVGRPOTrainer), Engine.generate, []
+
+    def watched(*args: Any) -> Any:
+        collects.append(gc.isenabled())
+        return generate(*args)
+
+    monkeypatch.setattr(Engine, "generate", watched)
     opened.append(trainer)
     before = tokens_of(trainer)
+    assert gc.isenabled()
     with pytest.raises(ConfigError, match="leaves no room"):
         trainer._generate_single_turn([[3] * 256], None, {}, 1)
+    assert gc.isenabled()
+    assert [False, False] == collects
     assert all(module.training for module in trainer.model.modules())
     ids = torch.tensor([trainer.processing_class(PROMPTS[0])["input_ids"]])
     trainer.model(input_ids=ids, labels=ids).loss.backward()

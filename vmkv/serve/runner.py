@@ -455,9 +455,8 @@ class ModelRunner:
             torch.cuda.synchronize(self._device)
         self.sampler.sleep()
         if graphs:
-            self.stepper.drop_graphs()
+            self.stepper.drop_graphs(copies=copies)
         if copies:
-            self.stepper.drop_copies()
             self._places = places_of(self._model)
 
     def close(self) -> None:

@@ -99,10 +99,10 @@ class CompiledLayers:
 
     def drop_copies(self) -> None:
         """Within `pause`, part all weights if there are copies of adapters beside them."""
-        paused = list(self._paused)
         self._have_classes()
         kind = joined_layers.SiblingLinear
-        if any(type(each) is kind and joined_layers.is_copied(each) for each, *_ in paused):
+        joined = [each for each in self._model.modules() if isinstance(each, kind)]
+        if any(map(joined_layers.is_copied, joined)):
             joined_layers.separate(self._model)
         self.pause()
 

@@ -159,7 +159,7 @@ class Stepper:
         """Have the model attend over this stepper's rows, until `pause` or `close`.
 
         After `pause` the model's modules must be those that this stepper was made for, and the
-        parameters where `pause` or `drop_copies` left them. Raises as `attending`, with the model
+        parameters where `pause` or `drop_graphs` left them. Raises as `attending`, with the model
         unchanged.
         """
         if not self.uses_operator:
@@ -473,17 +473,17 @@ class Stepper:
         graphs.replay(bucket, integers)
         return True
 
-    def drop_graphs(self) -> None:
-        """Free all graphs and what they share; steps capture them again. The device is idle."""
+    def drop_graphs(self, *, copies: bool) -> None:
+        """Free all graphs and what they share; steps capture them again. The device is idle.
+
+        With `copies`, within `pause`, what `CompiledLayers` has copied is freed, too.
+        """
         self._close_graphs()
         if self._space is not None:
             self._space.sleep()
         if self._is_cuda:  # Captures have allocated some in the graphs' memory.
             torch._C._cuda_clearCublasWorkspaces()
-
-    def drop_copies(self) -> None:
-        """Within `pause` and after `drop_graphs`, free what `CompiledLayers` has copied."""
-        if self._layers is not None:
+        if copies and self._layers is not None:
             self._layers.drop_copies()
 
     def _close_graphs(self) -> None:
