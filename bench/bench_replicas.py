@@ -58,7 +58,7 @@ def tiny_engine(observer: Any) -> Any:
     import torch
     from helpers.serving import tiny_llama, tiny_tokenizer
 
-    from vmkv.serve import Engine
+    from vmkv.serve.engine import Engine
     from vmkv.units import MiB
 
     torch.set_num_threads(1)

@@ -26,18 +26,7 @@ if TYPE_CHECKING:
     from .core.cache import call_with_room as call_with_room
     from .core.memory import ExtentPool as ExtentPool
     from .core.memory import Scrub as Scrub
-    from .errors import CapacityError as CapacityError
-    from .errors import ClosedError as ClosedError
-    from .errors import ConfigError as ConfigError
-    from .errors import DriverError as DriverError
-    from .errors import InternalError as InternalError
-    from .errors import LostError as LostError
-    from .errors import OutOfAddressSpaceError as OutOfAddressSpaceError
-    from .errors import OutOfPagesError as OutOfPagesError
-    from .errors import PausedError as PausedError
-    from .errors import RankError as RankError
-    from .errors import SequenceFullError as SequenceFullError
-    from .errors import VMKVError as VMKVError
+    from .errors import *  # noqa: F403
     from .hf import KVScales as KVScales
     from .hf import RaggedCache as RaggedCache
     from .hf import VMKVCache as VMKVCache
@@ -45,11 +34,12 @@ if TYPE_CHECKING:
     from .hf import capture_decoding as capture_decoding
     from .hf import generate as generate
     from .hf import ragged_generate as ragged_generate
-    from .serve import AsyncEngine as AsyncEngine
-    from .serve import Engine as Engine
-    from .serve import RequestOutput as RequestOutput
-    from .serve import SamplingParams as SamplingParams
-    from .serve import StructuredOutputs as StructuredOutputs
+    from .serve.async_engine import AsyncEngine as AsyncEngine
+    from .serve.engine import Engine as Engine
+    from .serve.params import SamplingParams as SamplingParams
+    from .serve.params import StructuredOutputs as StructuredOutputs
+    from .serve.request import RequestOutput as RequestOutput
+    from .serve.request import joined as joined
 
 _HOMES = {
     "core.backend": "Backend BackendUsage HostBackend open_backend",
@@ -59,7 +49,10 @@ _HOMES = {
     "OutOfAddressSpaceError OutOfPagesError PausedError RankError SequenceFullError VMKVError",
     "hf": "KVScales RaggedCache VMKVCache calibrate_kv_scales capture_decoding generate "
     "ragged_generate",
-    "serve": "AsyncEngine Engine RequestOutput SamplingParams StructuredOutputs",
+    "serve.async_engine": "AsyncEngine",
+    "serve.engine": "Engine",
+    "serve.params": "SamplingParams StructuredOutputs",
+    "serve.request": "RequestOutput joined",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

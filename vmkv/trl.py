@@ -26,7 +26,8 @@ from trl import GRPOTrainer, RLOOTrainer
 
 from .errors import ConfigError
 from .options import EngineOptions
-from .serve import Engine, SamplingParams
+from .serve.engine import Engine
+from .serve.params import SamplingParams
 from .serve.runner import RunnerOptions
 from .serve.start import without_collections
 

@@ -25,7 +25,9 @@ from vmkv import Sequence as Sequence_
 from vmkv.core.cache import grow_ahead, make_ready
 from vmkv.errors import CapacityError, ConfigError, DriverError
 from vmkv.options import EngineOptions
-from vmkv.serve import Engine, FinishReason, RequestHandle, engine
+from vmkv.serve import engine
+from vmkv.serve.engine import Engine
+from vmkv.serve.request import FinishReason, RequestHandle
 from vmkv.serve.scheduler import PreemptionCosts
 
 #: Bound of steps per token, including recomputation after a few preemptions.

@@ -19,7 +19,8 @@ from helpers.stamp_runner import VOCABULARY, answer
 
 from vmkv import KVCache, SamplingParams
 from vmkv.errors import ConfigError
-from vmkv.serve import Engine, FinishReason, RequestHandle
+from vmkv.serve.engine import Engine
+from vmkv.serve.request import FinishReason, RequestHandle
 
 #: Bound of steps per token of one engine, including waits for other engines.
 _STEPS_PER_TOKEN_MAX = 300

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from vmkv import RankError
-from vmkv.serve import Engine
+from vmkv.serve.engine import Engine
 from vmkv.serve.engine_loop import EngineLoop
 from vmkv.serve.observer import EngineObserver
 from vmkv.serve.process import EngineProcess

@@ -17,7 +17,7 @@ from helpers.pool_play import cost_model
 from helpers.tiny_models import tiny_model
 
 from vmkv import SamplingParams
-from vmkv.serve import Engine
+from vmkv.serve.engine import Engine
 from vmkv.serve.runner import RunnerOptions
 
 #: Length of the reference output; requests are limited to it.

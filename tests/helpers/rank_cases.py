@@ -39,13 +39,12 @@ from vmkv.core.backend import ForwardingBackend, MemoryLocation
 from vmkv.core.memory import Broker, PoolMember, shares
 from vmkv.errors import HostDriverError
 from vmkv.hf import VMKVCache
-from vmkv.serve import FinishReason
 from vmkv.serve.parallel import Ranks, TensorParallel, localise, lockstep, one_shot
 from vmkv.serve.parallel.collectives import all_reduce
 from vmkv.serve.parallel.engine import ParallelEngine
 from vmkv.serve.parallel.localise import load
 from vmkv.serve.params import StructuredOutputs
-from vmkv.serve.request import RequestHandle
+from vmkv.serve.request import FinishReason, RequestHandle
 from vmkv.serve.runner import RunnerOptions, SlotError
 from vmkv.serve.sampler import Sampler
 from vmkv.serve.scheduler import PreemptionCosts

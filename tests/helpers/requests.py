@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vmkv.serve import RequestHandle, RequestOutput, joined
+from vmkv.serve.request import RequestHandle, RequestOutput, joined
 
 from .tiny_models import VOCABULARY, tiny_model
 

@@ -15,7 +15,7 @@ from helpers.tiny_models import tiny_model
 
 from vmkv import Engine, ExtentPool, HostBackend, KVCache, OutOfPagesError, SamplingParams
 from vmkv.core.memory.arbiter import PATIENCE_STEPS
-from vmkv.serve import RequestHandle
+from vmkv.serve.request import RequestHandle
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

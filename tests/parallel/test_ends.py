@@ -25,8 +25,8 @@ from helpers.hosted import hosted
 from helpers.tiny_models import VERSION
 
 from vmkv import RankError, SamplingParams
-from vmkv.serve import FinishReason
 from vmkv.serve.parallel.engine import open_parallel_engine
+from vmkv.serve.request import FinishReason
 from vmkv.units import MiB
 
 pytestmark = [

@@ -12,7 +12,7 @@ import torch
 from helpers.serving import serving
 
 from vmkv import Engine
-from vmkv.serve import AsyncEngine
+from vmkv.serve.async_engine import AsyncEngine
 from vmkv.serve.server import ServerOptions, create_app
 from vmkv.units import MiB
 

@@ -10,7 +10,7 @@ import pytest
 from helpers.tiny_models import tiny_model
 
 from vmkv import BackendUsage, ExtentPool, HostBackend
-from vmkv.serve import Engine
+from vmkv.serve.engine import Engine
 from vmkv.units import KiB, MiB
 
 

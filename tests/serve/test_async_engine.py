@@ -22,7 +22,10 @@ from helpers.tiny_models import tiny_model
 
 from vmkv import ClosedError, ConfigError
 from vmkv.errors import PausedError
-from vmkv.serve import AsyncEngine, Engine, FinishReason, RequestOutput, SamplingParams, joined
+from vmkv.serve.async_engine import AsyncEngine
+from vmkv.serve.engine import Engine
+from vmkv.serve.params import SamplingParams
+from vmkv.serve.request import FinishReason, RequestOutput, joined
 from vmkv.serve.step_loop import StepLoop
 
 MakeEngine = Callable[..., Engine]

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import linear
 
 from vmkv.errors import ConfigError
-from vmkv.serve import Engine
+from vmkv.serve.engine import Engine
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import RunnerOptions
 from vmkv.step import graphs, stepper

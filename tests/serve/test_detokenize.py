@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from vmkv.serve import SamplingParams
 from vmkv.serve.detokenize import Detokenizer
+from vmkv.serve.params import SamplingParams
 
 CORPUS = ["the cat sat on the mat. END of the story, naïve café, 猫 👋🏽"] * 3
 

@@ -20,8 +20,10 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from vmkv import ClosedError, ConfigError, OutOfPagesError
-from vmkv.serve import Engine, FinishReason, SamplingParams
+from vmkv.serve.engine import Engine
 from vmkv.serve.observer import Event, FirstToken, StepRecord
+from vmkv.serve.params import SamplingParams
+from vmkv.serve.request import FinishReason
 from vmkv.serve.runner import RunnerOptions
 from vmkv.units import KiB
 

@@ -21,7 +21,9 @@ from helpers.tiny_models import VOCABULARY, tiny_model
 
 from vmkv import HostBackend
 from vmkv.errors import ConfigError, DriverError
-from vmkv.serve import Engine, FinishReason, SamplingParams
+from vmkv.serve.engine import Engine
+from vmkv.serve.params import SamplingParams
+from vmkv.serve.request import FinishReason
 from vmkv.serve.runner import PendingTokens
 from vmkv.serve.scheduler import PreemptionCosts
 from vmkv.testing.faults import FaultInjectingBackend

@@ -19,7 +19,9 @@ from helpers.scheduler_books import check_scheduler
 from helpers.tiny_models import VOCABULARY
 
 from vmkv import KVCache
-from vmkv.serve import Engine, RequestHandle, SamplingParams
+from vmkv.serve.engine import Engine
+from vmkv.serve.params import SamplingParams
+from vmkv.serve.request import RequestHandle
 from vmkv.serve.scheduler import PreemptionCosts
 from vmkv.units import KiB, MiB
 

@@ -24,7 +24,8 @@ from helpers.hosted import hosted
 from helpers.serving import tiny_llama, tiny_tokenizer
 
 from vmkv import ClosedError, ConfigError, OutOfPagesError
-from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams, joined
+from vmkv.serve.async_engine import AsyncEngine
+from vmkv.serve.engine import Engine
 from vmkv.serve.engine_loop import Add, Look, News, Stop, Update
 from vmkv.serve.observer import (
     EngineObserver,
@@ -34,8 +35,10 @@ from vmkv.serve.observer import (
     RequestAdded,
     RequestRecord,
 )
+from vmkv.serve.params import SamplingParams
 from vmkv.serve.process import EngineProcess, remote
 from vmkv.serve.process.host import Failed, Relay, SocketLink, Unpacker, packed
+from vmkv.serve.request import RequestOutput, joined
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 

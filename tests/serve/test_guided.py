@@ -21,9 +21,10 @@ from helpers.serving import TEXT, tiny_llama, tiny_tokenizer
 from tokenizers import AddedToken
 
 from vmkv import ConfigError
-from vmkv.serve import Engine, FinishReason, RequestHandle, SamplingParams, StructuredOutputs
+from vmkv.serve.engine import Engine
 from vmkv.serve.guided import TEXT_BYTES_MAX, Grammars, check_grammar
-from vmkv.serve.request import CompletionOutput, Request, joined
+from vmkv.serve.params import SamplingParams, StructuredOutputs
+from vmkv.serve.request import CompletionOutput, FinishReason, Request, RequestHandle, joined
 from vmkv.serve.runner import ModelRunner, RunnerOptions
 from vmkv.serve.scheduler import PreemptionCosts
 from vmkv.units import KiB, MiB

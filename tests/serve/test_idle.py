@@ -18,9 +18,11 @@ from helpers.serving import Watch
 
 from vmkv import ConfigError, HostBackend
 from vmkv.cli.arguments import Commands
-from vmkv.serve import AsyncEngine, Engine, SamplingParams
 from vmkv.serve import engine as engine_module
+from vmkv.serve.async_engine import AsyncEngine
+from vmkv.serve.engine import Engine
 from vmkv.serve.engine_loop import Cancel
+from vmkv.serve.params import SamplingParams
 from vmkv.testing.faults import FaultInjectingBackend
 from vmkv.units import GiB, Handle, KiB
 

@@ -20,8 +20,10 @@ from helpers.waiting import until
 from vmkv import BackendUsage, ConfigError, ExtentPool, HostBackend
 from vmkv.core.memory import Broker, PoolMember, shares
 from vmkv.core.memory.arbiter import PATIENCE_STEPS
-from vmkv.serve import Engine, SamplingParams, memory_view, step_loop
 from vmkv.serve import engine as engine_module
+from vmkv.serve import memory_view, step_loop
+from vmkv.serve.engine import Engine
+from vmkv.serve.params import SamplingParams
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

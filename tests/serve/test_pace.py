@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from vmkv.serve import Engine, FinishReason, SamplingParams
+from vmkv.serve.engine import Engine
 from vmkv.serve.engine_loop import Add, Cancel, Command, EngineLoop, News, Stop
 from vmkv.serve.observer import Event, StepRecord
+from vmkv.serve.params import SamplingParams
+from vmkv.serve.request import FinishReason
 from vmkv.serve.runner import PendingTokens, StepResult
 from vmkv.serve.step_loop import Pace, StepLoop, SubmittedStep
 from vmkv.step import Piece

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmkv import ConfigError
-from vmkv.serve import SamplingParams, StructuredOutputs
+from vmkv.serve.params import SamplingParams, StructuredOutputs
 
 
 @pytest.mark.parametrize(

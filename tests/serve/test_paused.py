@@ -12,7 +12,7 @@ import torch
 from helpers.tiny_models import VOCABULARY, tiny_model
 
 from vmkv.errors import ClosedError, ConfigError, PausedError
-from vmkv.serve import Engine
+from vmkv.serve.engine import Engine
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import RunnerOptions
 from vmkv.step.joined_layers import SiblingLinear

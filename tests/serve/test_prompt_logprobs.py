@@ -14,7 +14,10 @@ from helpers.requests import prompts
 from helpers.tiny_models import SERVED_LATELY, VOCABULARY, tiny_model
 
 from vmkv.core.backend import MemoryLocation
-from vmkv.serve import Engine, RequestOutput, SamplingParams, prompt_scores
+from vmkv.serve import prompt_scores
+from vmkv.serve.engine import Engine
+from vmkv.serve.params import SamplingParams
+from vmkv.serve.request import RequestOutput
 from vmkv.serve.runner import RunnerOptions
 from vmkv.serve.scheduler import PreemptionCosts
 from vmkv.step import Piece, Stepper

@@ -19,7 +19,7 @@ from helpers.engine_play import Asked, EnginePlay, Shape
 from helpers.stamp_runner import Mishap, answer
 
 from vmkv import SamplingParams
-from vmkv.serve import FinishReason, RequestHandle
+from vmkv.serve.request import FinishReason, RequestHandle
 
 #: Eight running requests hold some 50 pages; parked rows could fill 70 more, and have a third.
 CHURN = Shape(max_num_seqs=8, max_num_batched_tokens=64, budget_pages=76, is_late=True, swaps=False)

@@ -25,8 +25,8 @@ from vmkv.core.backend.forwarding import ForwardingBackend
 from vmkv.core.cache import device_memory
 from vmkv.core.memory.invariants import check_pool
 from vmkv.errors import ConfigError, DriverError, OutOfPagesError
-from vmkv.serve import Engine
 from vmkv.serve import engine as engine_module
+from vmkv.serve.engine import Engine
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import RunnerOptions
 from vmkv.testing.faults import FaultInjectingBackend

@@ -16,8 +16,9 @@ from helpers.serving import Watch
 
 from vmkv import ClosedError, ConfigError, HostBackend
 from vmkv.errors import DriverError, OutOfPagesError
-from vmkv.serve import AsyncEngine, Engine, SamplingParams
 from vmkv.serve import engine as engine_module
+from vmkv.serve.async_engine import AsyncEngine
+from vmkv.serve.engine import Engine
 from vmkv.serve.engine_loop import (
     Add,
     Cancel,
@@ -32,6 +33,7 @@ from vmkv.serve.engine_loop import (
 )
 from vmkv.serve.metrics import Metrics
 from vmkv.serve.observer import Observers
+from vmkv.serve.params import SamplingParams
 from vmkv.testing.faults import FaultInjectingBackend
 from vmkv.units import KiB, MiB
 

@@ -18,7 +18,10 @@ from helpers.tiny_models import VERSION
 
 from vmkv import ConfigError, OutOfPagesError
 from vmkv.core.backend import MemoryLocation
-from vmkv.serve import Engine, FinishReason, SamplingParams, prompt_scores
+from vmkv.serve import prompt_scores
+from vmkv.serve.engine import Engine
+from vmkv.serve.params import SamplingParams
+from vmkv.serve.request import FinishReason
 from vmkv.serve.runner import RunnerOptions
 from vmkv.serve.scheduler import PreemptionCosts
 from vmkv.units import KiB, MiB

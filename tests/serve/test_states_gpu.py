@@ -13,7 +13,8 @@ from helpers.ragged import assert_likeliest, random_prompts
 
 import vmkv
 from vmkv.attention import AttentionSpec
-from vmkv.serve import Engine, SamplingParams
+from vmkv.serve.engine import Engine
+from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import RunnerOptions
 from vmkv.units import MiB
 

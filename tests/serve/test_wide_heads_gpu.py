@@ -12,7 +12,8 @@ from helpers.tiny_models import SHARED_KEYS
 
 import vmkv
 from vmkv.attention import decode
-from vmkv.serve import Engine, SamplingParams
+from vmkv.serve.engine import Engine
+from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import RunnerOptions
 from vmkv.units import MiB
 

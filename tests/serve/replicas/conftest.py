@@ -15,7 +15,7 @@ import pytest
 from helpers.serving import MAX_TOKENS, serving, tiny_llama, tiny_tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 
-from vmkv.serve import Engine
+from vmkv.serve.engine import Engine
 from vmkv.serve.server import ServerOptions, create_app
 from vmkv.units import MiB
 

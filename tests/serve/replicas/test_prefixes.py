@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given
 
 from vmkv.core.cache.prefix import BLOCK_TOKENS, PrefixIndex, Where, block_hashes
-from vmkv.serve import Engine, SamplingParams
+from vmkv.serve.engine import Engine
 from vmkv.serve.observer import Idle, StepRecord
+from vmkv.serve.params import SamplingParams
 from vmkv.serve.replicas.prefixes import MARKED_LENGTHS, HeldPrefixes, names_of, told_names
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from vmkv import ClosedError, Engine, SamplingParams
-from vmkv.serve import joined
 from vmkv.serve.observer import Idle
 from vmkv.serve.replicas.prefixes import HeldPrefixes, names_of, told_names
 from vmkv.serve.replicas.replica import EngineReplica
+from vmkv.serve.request import joined
 
 MakeEngine = Callable[..., Engine]
 

@@ -26,7 +26,8 @@ from helpers.holders import holders_of_views
 from helpers.serving import LONG, MAX_TOKENS, Watch, serving, tiny_llama, tiny_tokenizer, wire
 
 from vmkv import BackendUsage
-from vmkv.serve import AsyncEngine, Engine
+from vmkv.serve.async_engine import AsyncEngine
+from vmkv.serve.engine import Engine
 from vmkv.serve.metrics import Metrics
 from vmkv.serve.observer import Observers
 from vmkv.serve.server import Limits, ServerOptions, create_app

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from helpers.serving import tiny_tokenizer
 
-from vmkv.serve import RequestOutput, SamplingParams
-from vmkv.serve.request import CompletionOutput, FinishReason, TokenLogprobs, joined
+from vmkv.serve.params import SamplingParams
+from vmkv.serve.request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs, joined
 from vmkv.serve.server import Limits, ServerOptions, create_app
 from vmkv.serve.server.choices import (
     SLICE_LOGPROBS,
