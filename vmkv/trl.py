@@ -132,11 +132,12 @@ class Rollouts(contextlib.AbstractContextManager["Rollouts"]):
         Python does not look for garbage meanwhile: it would look at all of training's objects
         several times, some 0.4 s each.
         """
-        with trainer.accelerator.autocast(), without_collections(freezes=False):
+        with trainer.accelerator.autocast():
             engine = self._open(trainer)
             try:
                 self._training.close()
-                yield engine
+                with without_collections(freezes=False):
+                    yield engine
             finally:
                 self._training.enter_context(engine.paused())
 

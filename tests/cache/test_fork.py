@@ -57,6 +57,8 @@ def test_fork_takes_memory_of_an_ended_row(cache: KVCache, is_recorded: bool) ->
     if is_recorded:
         ended.record(range(50, 70))
     ended.close()
+    source.fork(0)
+    assert [ended.row] == [*cache.rows.parked]
     before = cache.pool.stats().created_bytes
     fork = source.fork()
     assert before + is_recorded * 4 * PAGE == cache.pool.stats().created_bytes

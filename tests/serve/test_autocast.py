@@ -153,6 +153,53 @@ def test_adapters_in_float32_are_served_under_autocast(
     assert len({*map(tuple, seen)}) == len(seen) - 1
 
 
+@pytest.mark.parametrize(("call", "at"), [("cat", 1), ("cat", 3), ("clone", 1), ("clone", 4)])
+def test_memory_that_runs_out_leaves_the_model_to_training(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, call: str, at: int
+) -> None:
+    """Where copies of adapters are freed or made again; the engine goes on after another pause."""
+    peft = pytest.importorskip("peft")
+    model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    own = [type(each) for each in model.modules()], model.config._attn_implementation
+    with torch.autocast("cpu", torch.bfloat16):
+        engine = make_engine(model, **RUNNERS["traced"])
+    runner, owner = engine.loop.runner, torch if call == "cat" else torch.Tensor
+    real, calls = getattr(owner, call), itertools.count(1)
+
+    def short(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == at:
+            raise torch.OutOfMemoryError
+        return real(*args, **kwargs)
+
+    def check_own() -> None:
+        assert own == ([type(each) for each in model.modules()], model.config._attn_implementation)
+        adapted.zero_grad()
+        ids = torch.tensor([prompts()[1]])
+        adapted.train()(input_ids=ids, labels=ids).loss.backward()
+        assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
+
+    def turn() -> None:
+        with engine.paused():
+            if call == "clone":
+                monkeypatch.setattr(owner, call, short)
+            engine.sleep(graphs=True)
+            monkeypatch.setattr(owner, call, short)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(torch.OutOfMemoryError):
+            turn()
+        monkeypatch.undo()
+        if call == "cat":
+            check_own()
+        with engine.paused():
+            check_own()
+            plain = copy.deepcopy(model).eval()
+    check_tokens(plain, engine)
+    assert (runner is engine.loop.runner) == (at == 1), "weights have moved unnoticed"
+
+
 @pytest.mark.parametrize("options", ["eager", "padded"])
 def test_a_large_head_is_converted_in_slices(
     make_engine: Callable[..., Engine], options: str, monkeypatch: pytest.MonkeyPatch

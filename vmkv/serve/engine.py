@@ -538,8 +538,9 @@ class Engine:
         be woken, and the next request takes what is free then. A budget of the engine's own follows
         free memory, torch's idle memory included, up to what it was; that of a shared pool is its
         owner's. What stays is the captured steps without `graphs`, and a row of padding where
-        layers keep states. With `graphs` each step is captured again when it is next needed. Does
-        nothing while the engine sleeps.
+        layers keep states. With `graphs` each step is captured again when it is next needed, and
+        within `paused()` copies of adapters go as well, which moves the weights beside them, unless
+        `enable_sleep_mode` holds these in place. Does nothing while the engine sleeps.
 
         While the weights are away the model cannot be used: its call raises `ConfigError`, and a
         tensor of its weights must not be touched.

@@ -102,9 +102,11 @@ class CompiledLayers:
         self._have_classes()
         kind = joined_layers.SiblingLinear
         joined = [each for each in self._model.modules() if isinstance(each, kind)]
-        if any(map(joined_layers.is_copied, joined)):
-            joined_layers.separate(self._model)
-        self.pause()
+        try:
+            if any(map(joined_layers.is_copied, joined)):
+                joined_layers.separate(self._model)
+        finally:
+            self.pause()
 
     def resume(self) -> None:
         """Undo `pause`, of a model with the same modules, and join weights that were parted."""

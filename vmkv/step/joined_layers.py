@@ -92,8 +92,8 @@ def separate(model: torch.nn.Module) -> None:
                 del vars(module)[name]
             for parameter in parameters:
                 parameter.data = parameter.data.clone()
-            if module.weight.is_cuda:
-                torch.cuda.empty_cache()  # As in `join`.
+                if parameter.is_cuda:
+                    torch.cuda.empty_cache()  # As in `join`.
 
 
 def is_copied(layer: SiblingLinear) -> bool:

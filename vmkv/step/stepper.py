@@ -167,7 +167,11 @@ class Stepper:
             return
         self._attend_by_operator()
         if self._layers is not None:
-            self._layers.resume()
+            try:
+                self._layers.resume()
+            except BaseException:
+                self.pause()
+                raise
             self.guard = ModelGuard(self.model, row_attention.IMPLEMENTATION)
 
     def pause(self) -> None:
@@ -481,8 +485,6 @@ class Stepper:
         self._close_graphs()
         if self._space is not None:
             self._space.sleep()
-        if self._is_cuda:  # Captures have allocated some in the graphs' memory.
-            torch._C._cuda_clearCublasWorkspaces()
         if copies and self._layers is not None:
             self._layers.drop_copies()
 
@@ -490,6 +492,8 @@ class Stepper:
         for graphs in (self.mixed_graphs, self.decode_graphs):
             if graphs is not None:
                 graphs.close()
+        if self._is_cuda:  # Captures have allocated some in the graphs' memory.
+            torch._C._cuda_clearCublasWorkspaces()
 
     def run_layers_plainly(self) -> bool:
         """Run the layers eagerly from now on; return whether they were compiled."""

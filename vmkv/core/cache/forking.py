@@ -73,11 +73,14 @@ def fork_row(
     Returns the row; after any error no row is taken. Cost: a map and access call per extent and a
     copy of the tail on the current stream.
     """
+    if num_tokens:
+        _check_alike(origin, space, num_tokens)
     if row is None:
         row = space.rows.choose_unneeded(but=source_row if origin is space else None)
         parked = islice(space.rows.parked, _LOOKED_AT)
         plain = (each for each in parked if each not in space.prefixes.recorded)
-        if row not in space.rows.parked and (unneeded := next(plain, None)) is not None:
+        is_empty = row not in space.rows.parked
+        if num_tokens and is_empty and (unneeded := next(plain, None)) is not None:
             space.retire_parked(unneeded, 0)
         space.pool.reclaimer.poll()
     with space.beginning(row):
@@ -100,7 +103,6 @@ def fork_row(
 def _fill(
     origin: RowSpace, space: RowSpace, rows: tuple[int, int], num_tokens: int, tenant: object
 ) -> None:
-    _check_alike(origin, space, num_tokens)
     pool, stream = space.pool, space.current_stream()
     plan = _plan(origin, space, rows, num_tokens, tenant)
     # Pins the source's extents: making room must not evict them, even if the source is parked or
