@@ -370,6 +370,23 @@ def test_members_do_not_wait_for_a_broker_that_is_stopped(
     until(lambda: pool.budget_bytes >= 30 * PAGE)
 
 
+def test_a_quiet_member_tells_what_the_queue_could_not_hold(
+    broker: Broker, join: Callable[..., ExtentPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread waits for ever then, and no order of the broker's wakes it."""
+    member = (pool := join("first")).member
+    assert member is not None
+    member.ask(10 * PAGE, 0, is_busy=True, preempts=False)
+    until(lambda: pool.budget_bytes >= 10 * PAGE and member._report() == member._told)
+    *_, thread = (each for each in threading.enumerate() if each.name == "vmkv-member")
+    state = Path(f"/proc/self/task/{thread.native_id}/stat")
+    until(lambda: state.read_text().rpartition(")")[2].split()[0] == "S")
+    with monkeypatch.context() as patch:
+        patch.setattr(member, "_send", lambda *_: False)
+        member.ask(30 * PAGE, 0, is_busy=True, preempts=False)
+    until(lambda: pool.budget_bytes >= 30 * PAGE)
+
+
 def test_a_member_waits_for_its_floor_no_longer_than_it_says(
     broker: Broker, join: Callable[..., ExtentPool]
 ) -> None:

@@ -196,6 +196,8 @@ class PoolMember:
             self._growth_bytes = growth_bytes
         if not self._is_left:
             self._look(self._pool)
+            if self._report() != self._told:
+                self._poke()  # The thread, which may wait for ever, has to tell it.
 
     def gave_up(self, num_bytes: int) -> None:
         """Count memory of live rows that is parked or free now, of `excess_bytes`."""
