@@ -26,7 +26,18 @@ if TYPE_CHECKING:
     from .core.cache import call_with_room as call_with_room
     from .core.memory import ExtentPool as ExtentPool
     from .core.memory import Scrub as Scrub
-    from .errors import *  # noqa: F403
+    from .errors import CapacityError as CapacityError
+    from .errors import ClosedError as ClosedError
+    from .errors import ConfigError as ConfigError
+    from .errors import DriverError as DriverError
+    from .errors import InternalError as InternalError
+    from .errors import LostError as LostError
+    from .errors import OutOfAddressSpaceError as OutOfAddressSpaceError
+    from .errors import OutOfPagesError as OutOfPagesError
+    from .errors import PausedError as PausedError
+    from .errors import RankError as RankError
+    from .errors import SequenceFullError as SequenceFullError
+    from .errors import VMKVError as VMKVError
     from .hf import KVScales as KVScales
     from .hf import RaggedCache as RaggedCache
     from .hf import VMKVCache as VMKVCache

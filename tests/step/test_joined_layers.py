@@ -91,7 +91,7 @@ def test_projections_with_adapters_are_joined(
     assert calls.count("linear") == (8 if autocast is None else 4)
     for each in adapters:
         each.data.mul_(2)
-    joined_layers.refresh(model)
+    joined_layers.join(model, autocast)
     torch.testing.assert_close(_traced(layer, hidden)[0], layer(hidden))
     joined_layers.separate(model)
     assert _traced(layer, hidden)[1].count("linear") == 12

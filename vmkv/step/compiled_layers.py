@@ -98,7 +98,7 @@ class CompiledLayers:
                 del vars(module)[name]
 
     def drop_copies(self) -> None:
-        """Within `pause`, part all weights if there are copies of adapters beside them."""
+        """Within `pause`, separate all joined weights if copies of adapters lie beside them."""
         self._have_classes()
         kind = joined_layers.SiblingLinear
         joined = [each for each in self._model.modules() if isinstance(each, kind)]
@@ -109,7 +109,7 @@ class CompiledLayers:
             self.pause()
 
     def resume(self) -> None:
-        """Undo `pause`, of a model with the same modules, and join weights that were parted."""
+        """Undo `pause` and `drop_copies`, of a model with the same modules; renew the copies."""
         self._have_classes()
         joined_layers.join(self._model, self._autocast)
         self._step_in()

@@ -49,8 +49,8 @@ class GraphSpace:
 
     Graphs run one after the other, so each may reuse the memory of those before it. `head` is the
     output head if it is divided among ranks. `agree` returns the maximum of a value over all ranks,
-    so that they decide alike. `stream` is for captures: libraries keep a workspace of tens of MiB
-    for every stream that they have seen.
+    so that they decide alike. `stream` is for captures, by default one of the stepper's: libraries
+    keep a workspace of tens of MiB for every stream that they have seen.
     """
 
     def __init__(

@@ -10,7 +10,8 @@ LoRA adapters of float32, which autocast would convert for each product, are cop
     | query | key | value | first matrices |      one product of the projections' input
     diagonal of second matrices                   one product of what the first ones give
 
-`refresh` renews the copies when weights have changed. Other adapters' first matrices are joined.
+Another `join` renews the copies when weights have changed. The first matrices of other adapters are
+joined.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ def join(model: torch.nn.Module, autocast: torch.dtype | None = None) -> None:
                     _join(layers, copied)
                     if layers[0].weight.is_cuda:
                         torch.cuda.empty_cache()
-    refresh(model)
+    _refresh(model)
 
 
-def refresh(model: torch.nn.Module) -> None:
+def _refresh(model: torch.nn.Module) -> None:
     """Renew the copies of adapters, after their weights have changed."""
     for each in model.modules():
         if isinstance(each, SiblingLinear) and is_copied(each):

@@ -492,7 +492,7 @@ class Stepper:
         for graphs in (self.mixed_graphs, self.decode_graphs):
             if graphs is not None:
                 graphs.close()
-        if self._is_cuda:  # Captures have allocated some in the graphs' memory.
+        if self._is_cuda:  # Captures have made workspaces in the graphs' memory.
             torch._C._cuda_clearCublasWorkspaces()
 
     def run_layers_plainly(self) -> bool:
