@@ -9,6 +9,7 @@ import torch
 
 import vmkv.serve.parallel.collectives  # noqa: F401  # registers operators
 from vmkv.step import joined_layers
+from vmkv.units import MiB
 
 
 class _Parent(torch.nn.Module):
@@ -124,3 +125,28 @@ def test_products_that_are_changed_in_place_are_not_merged() -> None:
     got, calls = _traced(layer, hidden)
     torch.testing.assert_close(got, expected)
     assert calls.count("linear") == 2
+
+
+def _large_layer() -> torch.nn.ModuleDict:
+    """Projections of a layer on the GPU, of sizes for which torch has segments of their own."""
+    wide = dict.fromkeys(("q_proj", "o_proj"), (4096, 4096))
+    narrow = dict.fromkeys(("k_proj", "v_proj"), (4096, 1024))
+    mlp = {"gate_proj": (4096, 8192), "up_proj": (4096, 8192), "down_proj": (8192, 4096)}
+    options: Any = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+    shapes = {**wide, **narrow, **mlp}
+    return torch.nn.ModuleDict({name: torch.nn.Linear(*shapes[name], **options) for name in shapes})
+
+
+@pytest.mark.gpu
+def test_separated_weights_take_as_much_memory_as_before() -> None:
+    """The rest of a freed joint weight, if another weight were cut from it, would stay in use."""
+    peft = pytest.importorskip("peft")
+    layers = torch.nn.Sequential(*(_large_layer() for _ in range(3)))
+    model = peft.get_peft_model(layers, peft.LoraConfig(r=16, target_modules="all-linear"))
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    joined_layers.join(model, torch.bfloat16)
+    joined = torch.cuda.memory_reserved()
+    joined_layers.separate(model)
+    assert before < joined, "nothing was copied"
+    assert torch.cuda.memory_reserved() - before <= 4 * MiB * len(layers)

@@ -93,8 +93,8 @@ def separate(model: torch.nn.Module) -> None:
                 del vars(module)[name]
             for parameter in parameters:
                 parameter.data = parameter.data.clone()
-                if parameter.is_cuda:
-                    torch.cuda.empty_cache()  # As in `join`.
+            if module.weight.is_cuda:  # As in `join`, also after a copied layer.
+                torch.cuda.empty_cache()
 
 
 def is_copied(layer: SiblingLinear) -> bool:
