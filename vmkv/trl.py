@@ -30,6 +30,7 @@ from .serve.engine import Engine
 from .serve.params import SamplingParams
 from .serve.runner import RunnerOptions
 from .serve.start import without_collections
+from .step.model_guard import eval_mode
 
 #: Most samples of one request, and requests at once; each of these takes memory of its own.
 _SAMPLES_MAX = 256
@@ -158,16 +159,10 @@ class Rollouts(contextlib.AbstractContextManager["Rollouts"]):
         }
         if model.device.type == "cpu":
             defaults["memory_fraction"] = _HOST_FRACTION / trainer.accelerator.num_processes
-        in_training = [module for module in model.modules() if module.training]
-        for module in in_training:
-            module.training = False
-        try:
+        with eval_mode(model):
             options = {**defaults, **self._options}
             self.engine = Engine(model, tokenizer=trainer._tokenizer, **options)
             self._training.enter_context(self.engine.paused())
-        finally:
-            for module in in_training:
-                module.training = True
         self._model = model
         return self.engine
 

@@ -28,7 +28,7 @@ from ..core.cache import Sequence as Row
 from ..core.cache import StateShape
 from ..errors import VMKVError
 from ..step import Piece, Stepper, attending_through
-from ..step.model_guard import PACKED, chosen_attention, refusing_waits
+from ..step.model_guard import PACKED, chosen_attention, eval_mode, refusing_waits
 from ..step.piece import cut_at_chunks, packing_order
 from ..step.row_attention import AttentionCalls, LayerCall, autocast_dtype
 from ..step.states import StateLayer, StateProbe, splitting, state_modules, tensors_of, with_tensors
@@ -390,16 +390,12 @@ def _token_ids(model: Any, attempt: int) -> torch.Tensor:
 @contextlib.contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
     """Run in eval mode without a compiler; restores modes and generators, frees unused memory."""
-    training = [module for module in model.modules() if module.training]
     devices = {each.device for each in model.parameters() if each.device.type == "cuda"}
-    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
-        for module in training:
-            module.training = False
+    eager = torch.compiler.set_stance("force_eager")
+    with torch.random.fork_rng(devices), eager, eval_mode(model):
         try:
             yield
         finally:
-            for module in training:
-                module.training = True
             if devices:
                 torch.cuda.empty_cache()  # The logits' memory, a third of a short prompt's rows.
 

@@ -10,16 +10,15 @@ See DESIGN.md, Note [Training has the model in turns].
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from ..core.cache import KVCache
 from ..errors import ConfigError
 from ..hf.proof import Proof, prove
 from ..options import EngineOptions
-from ..step.model_guard import checksums_of, unmerge_disabled
+from ..step.model_guard import checksums_of, eval_mode, unmerge_disabled
 from .memory_view import ServedRows
 from .runner import ModelRunner, make_runner
 from .weights import Weights
@@ -39,7 +38,7 @@ class TrainingTurns:
         self._model = model
         self.runner = runner
         self._renew = renew
-        self._training: list[torch.nn.Module] = []  # Modules in training mode in the last turn.
+        self._modes = contextlib.ExitStack()  # Restores the modes of training's last turn.
         self._checksums: list[int] | None = None
         self.is_paused = False
 
@@ -50,29 +49,21 @@ class TrainingTurns:
         self.runner.pause()
         self.is_paused = True
         self._checksums = checksums_of(self._model) if compares_values else None
-        for module in self._training:
-            module.training = True
+        self._modes.close()
 
     def resume(self) -> bool:
         """Serve the model again, in eval mode; returns whether values differ, if compared.
 
         Raises `ConfigError` if the model can no longer be served; training then keeps it.
         """
-        training = [module for module in self._model.modules() if module.training]
-        for module in training:
-            module.training = False
-        try:
+        with eval_mode(self._model) as modes:
             unmerge_disabled(self._model)
             if self.runner.is_current():
                 self.runner.resume()
             else:
                 self.runner.close()
                 self.runner = self._renew()
-        except BaseException:
-            for module in training:
-                module.training = True
-            raise
-        self._training, self.is_paused = training, False
+            self._modes, self.is_paused = modes.pop_all(), False
         before, self._checksums = self._checksums, None
         return before is not None and before != checksums_of(self._model)
 

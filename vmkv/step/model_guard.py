@@ -259,6 +259,16 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
+def eval_mode(model: torch.nn.Module) -> contextlib.ExitStack:
+    """Put all modules in eval mode; closing the result puts those that trained back in training."""
+    undo = contextlib.ExitStack()
+    for module in model.modules():
+        if module.training:
+            module.training = False
+            undo.callback(setattr, module, "training", True)
+    return undo
+
+
 def unmerge_disabled(model: Any) -> None:
     """Unmerge peft's adapters that are merged and disabled, as the model's next call would."""
     for module in model.modules():
