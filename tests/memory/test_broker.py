@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import random
 import signal
 import socket
@@ -270,6 +272,7 @@ def test_a_broker_that_ends_leaves_members_what_they_have(tmp_path: Path) -> Non
             broker.close()
             until(lambda: not member.may_grow)
             assert not member.grow(PAGE)
+            until(lambda: member.most_bytes == pool.budget_bytes)
             pool.disown(extents)  # type: ignore[arg-type]
             pool.disown(pool.acquire([0] * 20))
 
@@ -309,7 +312,9 @@ def test_who_cannot_join_is_told_why(
         PoolMember.join(path, **its | {"device": "cuda:7"})  # type: ignore[arg-type]
     asked = {**its, "limit_bytes": None, "floor_bytes": 0, "brought_bytes": 0, "weight": 1}
     asked |= {"name": "odd", "version": VERSION}
+    of_another_version = ["join", {"version": VERSION + 1, "name": "odd", "unknown": 1}]
     for message in (
+        of_another_version,
         ["join", {**its, "version": 0}],
         ["report", *Report()],
         7,
@@ -317,14 +322,22 @@ def test_who_cannot_join_is_told_why(
         ["join", asked | {"weight": "2"}],
         ["join", asked | {"weight": None}],
         ["join", asked | {"floor_bytes": "1"}],
+        ["join", asked | {"floor_bytes": 1.0}],
+        ["join", asked | {"brought_bytes": float("nan")}],
+        ["join", asked | {"brought_bytes": -1}],
+        ["join", asked | {"limit_bytes": float("inf")}],
     ):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(PATIENCE_S)
             connection.connect(path)
             connection.send(json.dumps(message).encode())
             with suppress(ConnectionResetError):
-                assert b'"order"' not in connection.recv(1 << 16)
+                answer = connection.recv(1 << 16)
+                assert b'"order"' not in answer
+                if message == of_another_version:
+                    assert b"speaks version" in answer
     assert budgets(broker) == {"first": 40}
+    assert broker.budget_bytes == BUDGET
 
 
 #: Joins with a message, and reports by another until it is sent away.
@@ -385,6 +398,74 @@ def test_a_quiet_member_tells_what_the_queue_could_not_hold(
         patch.setattr(member, "_send", lambda *_: False)
         member.ask(30 * PAGE, 0, is_busy=True, preempts=False)
     until(lambda: pool.budget_bytes >= 30 * PAGE)
+
+
+def test_a_member_that_leaves_waits_for_room_in_the_queue(
+    broker: Broker, join: Callable[..., ExtentPool]
+) -> None:
+    """Its memory would count until its process ends."""
+    pool = join("first")
+    assert pool.member is not None
+    with broker._lock:
+        for number in range(5000):
+            pool.member.ask(number % 2 * PAGE, 0, is_busy=True, preempts=False)
+        pool.close()
+    until(lambda: not broker.members())
+
+
+def test_a_child_that_drops_an_inherited_pool_does_not_leave(
+    broker: Broker, join: Callable[..., ExtentPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = join("first").member
+    assert member is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 1)
+        member.leave()
+    assert member.is_connected
+    assert filled(join("second"), 2)  # The broker has heard all that came before.
+    assert budgets(broker).keys() == {"first", "second"}
+
+
+def test_members_of_one_name_are_told_apart(
+    broker: Broker, join: Callable[..., ExtentPool]
+) -> None:
+    for _ in range(3):
+        join("a cache")
+    assert budgets(broker).keys() == {"a cache", "a cache (2)", "a cache (3)"}
+
+
+def test_a_broker_leaves_the_socket_of_another_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "pool.sock"
+    with Broker(path, BUDGET, page_bytes=PAGE) as first:
+        path.unlink()
+        with Broker(path, BUDGET, page_bytes=PAGE):
+            first.close()
+            assert path.is_socket()
+        assert not path.exists()
+
+
+def test_brokers_replace_an_abandoned_socket_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the second would remove the first one's, having found the abandoned one too."""
+    path = tmp_path / "pool.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as abandoned:
+        abandoned.bind(str(path))
+    remove, seen = os.unlink, []
+
+    def unlink(its: str) -> None:
+        folder = os.open(tmp_path, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(folder)
+        seen.append(its)
+        remove(its)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink)
+        broker = Broker(path, BUDGET, page_bytes=PAGE)
+    broker.close()
+    assert seen == [str(path)]
 
 
 def test_a_member_waits_for_its_floor_no_longer_than_it_says(

@@ -37,7 +37,7 @@ from ...errors import ClosedError, ConfigError, VMKVError
 from ...interrupts import interruptible, uninterrupted
 from ..backend import Access, MemoryLocation
 from ..memory import Change, Extent, ExtentPool, RowChange, asking_broker, placed, protect
-from ..memory.unix_sockets import listen, peer_of
+from ..memory.unix_sockets import Listener, peer_of
 from .disk import check_fits, describe_groups
 from .growing import Target, map_rows
 from .row_space import RowSpace
@@ -284,7 +284,7 @@ class PrefixExporter(AbstractContextManager["PrefixExporter"]):
         self.num_failed = 0
         self._timeout_s = timeout_s
         self._pool = space.pool
-        self._listener = listen(self.socket_path)
+        self._listener = Listener(self.socket_path)
         try:
             space.note_stream()
             with self._pool.lock:
@@ -298,7 +298,6 @@ class PrefixExporter(AbstractContextManager["PrefixExporter"]):
                 self._pool.attach()
         except BaseException:
             self._listener.close()
-            os.unlink(self.socket_path)
             raise
         self.num_tokens = self._offer.num_tokens
         self._handles = [extent.handle for extent in self._extents]
@@ -407,8 +406,6 @@ class PrefixExporter(AbstractContextManager["PrefixExporter"]):
             if self._thread is not None:
                 self._thread.join()
             self._listener.close()
-            with suppress(FileNotFoundError):
-                os.unlink(self.socket_path)
         extents, self._extents = self._extents, []
         self._pool.disown(extents)
         if self._is_attached:

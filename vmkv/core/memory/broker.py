@@ -16,8 +16,10 @@ See DESIGN.md, Note [One budget for many processes].
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import operator
 import os
 import selectors
 import signal
@@ -32,7 +34,7 @@ from typing import Any
 from ...errors import ConfigError, one_line
 from ...units import MiB, format_bytes
 from .shares import Member, Report, Shares
-from .unix_sockets import listen, peer_of
+from .unix_sockets import Listener, peer_of
 
 _LOG = logging.getLogger(__name__)
 VERSION = 3
@@ -96,7 +98,7 @@ class Broker(AbstractContextManager["Broker"]):
         folder = Path(self.socket_path).parent
         if not folder.exists():
             folder.mkdir(mode=0o700, parents=True)
-        self._listener = listen(self.socket_path, socket.SOCK_SEQPACKET)
+        self._listener = Listener(self.socket_path, socket.SOCK_SEQPACKET)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._ours, self._closing = socket.socketpair()
@@ -122,8 +124,6 @@ class Broker(AbstractContextManager["Broker"]):
         self._is_closed = True
         self._ours.close()  # Wakes the thread.
         self._thread.join()
-        with suppress(FileNotFoundError):
-            os.unlink(self.socket_path)
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -184,11 +184,17 @@ class Broker(AbstractContextManager["Broker"]):
     def _take(self, its: _Connection, kind: str, values: list[Any]) -> None:
         now_s = time.monotonic()
         if kind == "join" and its.member is None:
+            if (version := values[0].pop("version")) != VERSION:
+                raise ConfigError(
+                    f"{values[0].get('name')} speaks version {version} of the protocol, and the "
+                    f"broker at {self.socket_path} {VERSION}: run the same vmkv on both sides"
+                )
             self._join(its, **values[0])
         elif kind == "report" and its.member is not None:
-            self._shares.take(its, Report(*[+each for each in values]), now_s)  # Numbers alone.
+            numbers: Any = map(operator.index, values)  # Refuses anything else.
+            self._shares.take(its, Report(*numbers), now_s)
         elif kind == "fit" and its.member is not None:
-            self._fit(*values)
+            self._fit(operator.index(*values))
         elif kind == "leave":
             self._end(its)
         else:
@@ -198,7 +204,6 @@ class Broker(AbstractContextManager["Broker"]):
         self,
         its: _Connection,
         *,
-        version: int,
         name: str,
         device: str,
         free_bytes: int,
@@ -207,21 +212,22 @@ class Broker(AbstractContextManager["Broker"]):
         weight: float,
         brought_bytes: int,
     ) -> None:
-        if version != VERSION:
-            raise ConfigError(
-                f"{name} speaks version {version} of the protocol, and the broker at "
-                f"{self.socket_path} {VERSION}: run the same vmkv on both sides"
-            )
         if self._device not in (None, device):
             raise ConfigError(
                 f"{name} runs on {device}, and the broker at {self.socket_path} shares memory of "
                 f"{self._device}: start another `vmkv pool` for it"
             )
         shares = self._shares
+        most_bytes = _UNKNOWN_BYTES if limit_bytes is None else limit_bytes
+        for size in (free_bytes, floor_bytes, most_bytes, brought_bytes):
+            if not isinstance(size, int) or size < 0:
+                raise ConfigError(f"{name} joins with {size!r}, which is no number of bytes")
         if self._fits_device:
             self._fit(int(_FREE_SHARE * free_bytes))
-        most_bytes = _UNKNOWN_BYTES if limit_bytes is None else limit_bytes
-        its.member = Member(name, +floor_bytes, +most_bytes, +weight, +brought_bytes)
+        taken = {each.name for each in shares.members.values()}
+        names = (name if at == 1 else f"{name} ({at})" for at in itertools.count(1))
+        name = next(each for each in names if each not in taken)
+        its.member = Member(name, floor_bytes, most_bytes, +weight, brought_bytes)
         try:
             shares.join(its, its.member, time.monotonic())
         except BaseException:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...errors import ClosedError, ConfigError, DriverError, OutOfPagesError
+from ...errors import ClosedError, ConfigError, DriverError, OutOfPagesError, one_line
 from ...interrupts import interruptible
 from ...units import GiB, MiB, format_bytes
 from .broker import MESSAGE_BYTES_MAX, VERSION
@@ -71,7 +71,7 @@ class PoolMember:
         self._more_bytes = self._first_bytes = self._growth_bytes = 0
         self._is_busy = self._asks_ahead = self._preempts = False
         self._awaited: list[int] = []  # Budgets that threads wait for.
-        self._is_left = False
+        self._is_left, self._process_id = False, os.getpid()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._pool: ExtentPool | None = None
 
@@ -115,7 +115,7 @@ class PoolMember:
                 interruptible(connection.connect, where)
             except OSError as error:
                 raise ConfigError(
-                    f"there is no broker at {where} ({error.strerror}): start `vmkv pool`, or name "
+                    f"no broker answers at {where} ({one_line(error)}): start `vmkv pool`, or name "
                     "its socket"
                 ) from error
             peer_of(connection)
@@ -153,9 +153,11 @@ class PoolMember:
     def leave(self) -> None:
         """Tell the broker that all memory is released, and end. Idempotent."""
         with self._changed:
-            if not self._is_left:
+            if not self._is_left and self._process_id == os.getpid():  # Not forked from it.
                 self._is_left = True
-                self._send("leave")
+                if not self._send("leave"):  # Perhaps the broker does not read now.
+                    its = (self._socket.dup(),)
+                    threading.Thread(target=_leave_late, args=its, daemon=True).start()
                 self._changed.notify_all()
         if self._pool is None:
             self._close()
@@ -266,7 +268,7 @@ class PoolMember:
                 _LOG.warning("the broker is gone; the budget stays what it is: %s", error)
         finally:
             with self._changed:
-                self._is_left = True
+                self._is_left, self.most_bytes = True, pool.budget_bytes
                 self.withheld_bytes = self.excess_bytes = 0
                 self._changed.notify_all()
                 self._close()
@@ -363,6 +365,12 @@ class PoolMember:
         with self._changed:
             if self._waker >= 0:
                 os.eventfd_write(self._waker, 1)
+
+
+def _leave_late(connection: socket.socket) -> None:
+    """Tell a broker that a member has left, as soon as its queue has room."""
+    with connection, suppress(OSError):
+        connection.send(b'["leave"]')
 
 
 def asking_broker(pool: ExtentPool, map_all: Callable[[], Result]) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import struct
@@ -12,28 +13,54 @@ from ...errors import ConfigError
 
 _CREDENTIALS = struct.Struct("3i")
 _QUEUE = 64
+#: Device and inode of a file that is not there.
+_NO_FILE = (0, 0)
 
 
-def listen(path: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
-    """Listen on a socket at `path`, of mode 0600; an abandoned socket there is replaced.
+class Listener(socket.socket):
+    """A listening socket at `path`, of mode 0600; an abandoned socket there is replaced.
+
+    `close` removes its file, unless somebody has put another there.
 
     Raises `ConfigError` if the path is taken or no path of a socket; `OSError` if it cannot be.
     """
-    if _is_abandoned(path, kind):
-        os.unlink(path)
-    listener = socket.socket(socket.AF_UNIX, kind)
+
+    def __init__(self, path: str, kind: int = socket.SOCK_STREAM):
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        super().__init__(socket.AF_UNIX, kind)
+        self._path, self._file = path, _NO_FILE
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # Others would remove what is bound meanwhile.
+            if _is_abandoned(path, kind):
+                os.unlink(path)
+            self.bind(path)
+            self._file = _file_at(path)
+            os.chmod(path, 0o600)  # Before `listen`, so that no connection precedes the mode.
+            self.listen(_QUEUE)
+        except OSError as error:
+            self.close()
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(f"{path} exists already; choose another path") from error
+            if error.errno is None:  # Python's own check, before the kernel's.
+                raise ConfigError(f"socket_path {path!r} cannot be used: {error}") from error
+            raise
+        finally:
+            os.close(folder)
+
+    def close(self) -> None:
+        """Stop listening, and remove the file. Idempotent."""
+        if self._file != _NO_FILE and _file_at(self._path) == self._file:
+            os.unlink(self._path)
+        self._file = _NO_FILE
+        super().close()
+
+
+def _file_at(path: str) -> tuple[int, int]:
     try:
-        listener.bind(path)
-        os.chmod(path, 0o600)  # Before `listen`, so that no connection precedes the mode.
-        listener.listen(_QUEUE)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"{path} exists already; choose another path") from error
-        if error.errno is None:  # Python's own check, before the kernel's.
-            raise ConfigError(f"socket_path {path!r} cannot be used: {error}") from error
-        raise
-    return listener
+        found = os.stat(path)
+    except FileNotFoundError:
+        return _NO_FILE
+    return found.st_dev, found.st_ino
 
 
 def _is_abandoned(path: str, kind: int) -> bool:
