@@ -411,6 +411,14 @@ def test_clients_may_leave_while_a_lazy_engine_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_lazy_engine_is_not_started_to_sleep(tmp_path: Path) -> None:
+    engine = EngineProcess(WaitsForWord(tmp_path / "pipe"), is_lazy=True)
+    run(engine.sleep())
+    assert engine._worker is None
+    assert not engine.page_bytes
+    engine.close()
+
+
 def test_a_lazy_engine_is_shut_down_while_it_starts(tmp_path: Path) -> None:
     """The request that waits is refused."""
     engine = EngineProcess(WaitsForWord(tmp_path / "pipe"), is_lazy=True)

@@ -15,7 +15,7 @@ from helpers.requests import PATIENCE_S, check_said, last, prompts, reference, r
 from helpers.serving import Watch
 
 from vmkv import ClosedError, ConfigError, HostBackend
-from vmkv.errors import DriverError, OutOfPagesError
+from vmkv.errors import CapacityError, DriverError, OutOfPagesError
 from vmkv.serve import engine as engine_module
 from vmkv.serve.async_engine import AsyncEngine
 from vmkv.serve.engine import Engine
@@ -207,6 +207,36 @@ def test_a_process_ends_where_the_driver_does_not_wake_it(
     [(key, error)] = [each for _, news in link.news for each in news.refused]
     assert key == 2
     assert isinstance(error, OutOfPagesError if what == "memory" else DriverError)
+
+
+def test_requests_that_come_while_it_cannot_wake_are_refused_with_the_first(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would wait as long for memory. A request that can never be served spoils no other."""
+    wrong = Add(9, (), GREEDY, 0)
+    link = Scripted(
+        [
+            (0.0, Sleep(1, False)),
+            *((2.0, each) for each in (wrong, add(2), add(3), add(4))),
+            (3.0, add(5)),
+            (4.0, Stop(True)),
+        ]
+    )
+    engine = make_engine(enable_sleep_mode=True)
+    real, tries = engine.wake, []
+
+    def wake() -> None:
+        tries.append(link.now_s)
+        if link.now_s == 2.0:
+            raise CapacityError("others hold the memory")
+        real()
+
+    monkeypatch.setattr(engine, "wake", wake)
+    EngineLoop(engine, link, clock=link.clock).run()
+    assert 1 == tries.count(2.0)
+    refused = {key: type(error) for _, news in link.news for key, error in news.refused}
+    assert refused == {9: ConfigError} | dict.fromkeys((2, 3, 4), CapacityError)
+    assert reference(prompts(1)[0]) == told(link, 5)
 
 
 def _always(fault: Callable[[str], Any]) -> Callable[[str], Any]:

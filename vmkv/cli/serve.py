@@ -389,9 +389,9 @@ def _running(
         silence_max_s=silence_max_s,
     )
     stack.enter_context(contextlib.closing(process))
+    metrics.bind_pages(lambda: process.page_bytes)
     if arguments.lazy:
         return process, metrics, longest, 0
-    metrics.bind_pages(process.page_bytes)
     return process, metrics, process.max_tokens, process.stats.budget_bytes
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..core.cache import CacheStats
-from ..errors import DriverError, RankError
+from ..errors import CapacityError, DriverError, RankError
 from .params import SamplingParams
 from .request import FinishReason, RequestHandle, TokenLogprobs
 
@@ -297,6 +297,8 @@ class EngineLoop:
                 self._publish()
                 while not (asked.is_over.is_set() or self._is_stopping):
                     self._is_wanted(None)
+                if not asked.is_over.is_set():  # The model stays training's.
+                    self._engine.close()
         except Exception as error:  # noqa: BLE001  # reported to the client
             self._unpaused = error
             self._refuse(asked.key, error)
@@ -337,6 +339,10 @@ class EngineLoop:
                 if isinstance(command, Sleep) and command.aborts:
                     self._engine.cancel_all()
             elif isinstance(command, Resume):
+                if isinstance(self._rest, Pause) and self._rest.is_over.is_set():  # Cancelled.
+                    self._rest = None
+                    self._commands.extendleft(reversed(self._held))
+                    self._held.clear()
                 self._answer(command.key, self._check_pause)
             elif isinstance(command, Wake):
                 self._active_s = self._clock()
@@ -376,8 +382,19 @@ class EngineLoop:
             )
         except Exception as error:  # noqa: BLE001  # reported to the client
             self._refuse(asked.key, error)
+            if isinstance(error, CapacityError) and self._engine.is_sleeping:
+                self._refuse_waiting(error)
             return
         self._handles[asked.key], self._keys[handle] = handle, asked.key
+
+    def _refuse_waiting(self, error: Exception) -> None:
+        """Refuse the requests that have come meanwhile: each would wait to wake the engine."""
+        self._is_wanted()
+        waiting = [each for each in self._commands if isinstance(each, Add)]
+        for each in waiting:
+            self._commands.remove(each)
+            self._to_add.discard(each.key)
+            self._refuse(each.key, error)
 
     def _forget(self, handle: RequestHandle) -> None:
         del self._handles[self._keys.pop(handle)]

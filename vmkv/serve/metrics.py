@@ -11,7 +11,7 @@ idle, so a scrape never touches a cache that is changing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -72,7 +72,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self._page_bytes: int | None = None
+        self._page_bytes: Callable[[], int] = int
         self._stats: CacheStats | None = None
         self._snapshot_s = float("-inf")
         self._metrics = {
@@ -142,14 +142,14 @@ class Metrics:
 
     # ---- reporting ------------------------------------------------------------------------
 
-    def bind_pages(self, page_bytes: int) -> None:
-        """Set the page size once the cache exists, to report it too."""
+    def bind_pages(self, page_bytes: Callable[[], int]) -> None:
+        """Set what returns the page size, to report it too; 0 while there is no cache."""
         self._page_bytes = page_bytes
 
     def collect(self) -> Iterator[Metric]:
         """Yield metrics of the last cache statistics; called by the registry for a scrape."""
-        if self._page_bytes is not None:
-            yield GaugeMetricFamily("vmkv_page_bytes", "The unit of mapping", self._page_bytes)
+        if page_bytes := self._page_bytes():
+            yield GaugeMetricFamily("vmkv_page_bytes", "The unit of mapping", page_bytes)
         if self._stats is not None:
             yield from _families(self._stats)
 

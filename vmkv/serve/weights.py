@@ -112,38 +112,36 @@ class Weights:
                 "this model is served already, and its weights cannot move meanwhile: close what "
                 "serves it first, or leave enable_sleep_mode and sleep_after_s out"
             )
-        if joins:
-            join(self._model)
-        backend = self._open_memory()
-        sharing = [*_by_storage(self._model, self._device).values()]
-        sizes = [align_up(its[0].untyped_storage().nbytes(), _ALIGNMENT_BYTES) for its in sharing]
-        *starts, end_bytes = accumulate(sizes, initial=0)
-        page_bytes = backend.granularity_bytes
-        num_pages = self._agree(div_ceil(end_bytes, page_bytes))
-        num_bytes = num_pages * page_bytes
-        try:
-            pool = self._open_pool(backend, num_bytes)
-        except BaseException:
-            backend.close()
-            raise
-        # Consecutive rows, so that each moves by itself.
-        row_pages = min(num_pages, 1 << pool.largest_class)
         with contextlib.ExitStack() as undo:
+            if joins:
+                join(self._model)
+                undo.callback(separate, self._model)
+            backend = self._open_memory()
+            undo.callback(backend.close)
+            sharing = [*_by_storage(self._model, self._device).values()]
+            sizes = [
+                align_up(each[0].untyped_storage().nbytes(), _ALIGNMENT_BYTES) for each in sharing
+            ]
+            *starts, end_bytes = accumulate(sizes, initial=0)
+            page_bytes = backend.granularity_bytes
+            num_pages = self._agree(div_ceil(end_bytes, page_bytes))
+            num_bytes = num_pages * page_bytes
+            pool = self._open_pool(backend, num_bytes)
             undo.callback(pool.close)
+            # Consecutive rows, so that each moves by itself.
+            row_pages = min(num_pages, 1 << pool.largest_class)
             self._table = PageTable(pool, div_ceil(num_pages, row_pages), row_pages)
             undo.callback(self._table.close, lambda: False)
             self._side_stream = backend.new_stream()
             undo.pop_all()
-        self._pool, self._current_stream = pool, stream_getter(backend)
-        self.num_bytes = num_bytes
-        try:
-            self._have_budget()
+            self._pool, self._current_stream = pool, stream_getter(backend)
+            self.num_bytes = num_bytes
+            undo.callback(self.close)  # Separates joined weights, too.
+            self._has_budget()  # Else `acquire` fails.
             self._fill(sharing, starts)
             self.come_back()
             torch.cuda.empty_cache()
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def _open_pool(self, backend: Backend, num_bytes: int) -> ExtentPool:
         """Open the weights' pool, which brings a broker the memory that they take already."""
@@ -160,12 +158,13 @@ class Weights:
             brought_bytes=num_bytes,
         )
 
-    def _have_budget(self) -> None:
-        """Wait for a broker to give what the weights need; `acquire` fails if it does not."""
+    def _has_budget(self) -> bool:
+        """Wait for a broker to give what the weights need; false if it does not."""
         pool = self._table.pool
         while pool.member is not None and pool.budget_bytes < self.num_bytes:
             if not pool.member.grow(self.num_bytes - pool.budget_bytes):
-                break
+                return False
+        return True
 
     def _fill(self, sharing: Sequence[_Sharing], starts: Sequence[int]) -> None:
         """Map row after row, and copy each storage's part in it; a storage moves once copied."""
@@ -257,8 +256,11 @@ class Weights:
         pool, for the next time. Raises as `HostCopy.come_back`; the weights then stay in host
         memory, and another call tries again.
         """
-        if self._away:
-            self._have_budget()
+        if self._away and not self._has_budget():
+            raise CapacityError(
+                f"the model's weights need {format_bytes(self.num_bytes)}, and other members of "
+                "the pool hold the memory: call again once they use less"
+            )
         while self._away:
             self._away[0].come_back(self._side_stream, self._current_stream())
             del self._away[0]
@@ -321,6 +323,12 @@ class Weights:
                 _LOG.error("%s has no memory left: %s of weights are on the CPU", data.device, what)
                 _move(its, data.cpu())
         return start + len(data)
+
+
+def check_awake(model: Any) -> None:
+    """Raise `ConfigError` if the model's weights are in host memory."""
+    if AWAY in vars(model):
+        _refuse(model, ())
 
 
 def _refuse(model: Any, args: Any) -> NoReturn:

@@ -20,7 +20,7 @@ from vmkv.serve.server import ServerOptions, create_app
 def counted(num_requests: int) -> bytes:
     """The metrics page of a replica that has answered `num_requests`."""
     metrics = Metrics()
-    metrics.bind_pages(4096)
+    metrics.bind_pages(lambda: 4096)
     for at in range(num_requests):
         metrics.on(RequestRecord(at, 0.0, 0.1, 0.2, 0.5, 10, 3, "stop"), None)
     return metrics.text()

@@ -167,7 +167,7 @@ def running(
         enable_sleep_mode=options.get("can_sleep", False),
         observer=Observers([metrics, watch]),  # In this order: Watch reports after Metrics.
     )
-    metrics.bind_pages(engine.cache.pool.page_bytes)
+    metrics.bind_pages(lambda: engine.cache.pool.page_bytes)
     app = create_app(
         AsyncEngine(engine),
         tokenizer,

@@ -77,7 +77,7 @@ class EngineProcess(EngineClient):
 
     Attributes:
         max_tokens: The engine's.
-        page_bytes: Page size of its pool.
+        page_bytes: Page size of its pool; 0 before a lazy one was made.
         stats: Statistics of its cache, updated.
 
     Raises:
@@ -96,6 +96,7 @@ class EngineProcess(EngineClient):
     ):
         super().__init__(tokenizer, **options)
         self._worker = None
+        self.page_bytes = 0
         self._make = make
         self._started = started
         self._observer = observer or Observers(())
@@ -127,6 +128,11 @@ class EngineProcess(EngineClient):
         self.max_tokens, self.page_bytes, self.stats = ready
         self._empty = self.stats
         self._started_s = time.monotonic()
+
+    async def sleep(self, *, aborts: bool = False) -> None:
+        """As `EngineClient.sleep`; before its first request a lazy engine has no weights there."""
+        if self._worker is not None or self._opening is not None:
+            await super().sleep(aborts=aborts)
 
     async def shutdown(self, drain: bool = True) -> None:
         """Stop the engine and do not restart it; with `drain=False`, kill it after a timeout."""

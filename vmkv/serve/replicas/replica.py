@@ -36,7 +36,7 @@ class EngineReplica:
         # The context is never left: a replica ends with its process, which frees its resources.
         self._made = make(Observers([self._metrics, self._prefixes]))
         engine = self._made.__enter__()
-        self._metrics.bind_pages(engine.cache.pool.page_bytes)
+        self._metrics.bind_pages(lambda: engine.cache.pool.page_bytes)
         self._facts = engine.max_tokens, engine.cache.stats().budget_bytes
         self._engine = AsyncEngine(engine, silence_max_s=silence_max_s)
 
