@@ -495,12 +495,13 @@ class Engine:
         Cost: a look at each module and parameter, and two waits for the device. If addresses or
             modules have changed, also that of making and warming up another runner.
         """
-        self._pause()
+        self._check_outside()
         try:
+            self._pause()  # Ends with the KeyboardInterrupt that it held back.
             yield
         finally:
-            self._is_inside = False
-            if not self._is_closed:
+            was_inside, self._is_inside = self._is_inside, False
+            if was_inside and not self._is_closed:
                 self._resume()
 
     @uninterrupted
@@ -616,8 +617,6 @@ class Engine:
 
     @uninterrupted
     def _pause(self) -> None:
-        if self._is_inside:
-            raise ConfigError("the engine is paused already; leave that paused() first")
         self._check_at_rest("paused()")
         self.wake()
         self._turns.pause(compares_values=bool(self.cache.prefixes.recorded))
@@ -632,6 +631,10 @@ class Engine:
         if self.loop.runner is not self._runner:
             self.loop.runner = self._runner
             forget_prefixes(self.cache)
+
+    def _check_outside(self) -> None:
+        if self._is_inside:
+            raise ConfigError("the engine is paused already; leave that paused() first")
 
     def _check_at_rest(self, call: str) -> None:
         """Refuse if requests are left; read the steps that ended requests still have submitted."""

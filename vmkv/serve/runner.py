@@ -454,9 +454,10 @@ class ModelRunner:
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
         self.sampler.sleep()
+        is_current = self.is_current()
         if graphs:
             self.stepper.drop_graphs(copies=copies)
-        if copies:
+        if copies and is_current:
             self._places = places_of(self._model)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from ..options import EngineOptions
 from ..step.model_guard import checksums_of, eval_mode, unmerge_disabled
 from .memory_view import ServedRows
 from .runner import ModelRunner, make_runner
-from .weights import Weights
+from .weights import Weights, check_awake
 
 
 class TrainingTurns:
@@ -43,13 +43,17 @@ class TrainingTurns:
         self.is_paused = False
 
     def pause(self, *, compares_values: bool) -> None:
-        """Restore the model's own code, and the modes that it had in the last pause. Idempotent."""
+        """Restore the model's own code, and the modes that it had in the last pause. Idempotent.
+
+        Raises `ConfigError` if another engine has moved the weights to host memory.
+        """
         if self.is_paused:
             return
-        self.runner.pause()
-        self.is_paused = True
+        check_awake(self._model)
         self._checksums = checksums_of(self._model) if compares_values else None
+        self.runner.pause()
         self._modes.close()
+        self.is_paused = True
 
     def resume(self) -> bool:
         """Serve the model again, in eval mode; returns whether values differ, if compared.
@@ -58,14 +62,15 @@ class TrainingTurns:
         """
         with eval_mode(self._model) as modes:
             unmerge_disabled(self._model)
+            before = self._checksums
+            is_changed = before is not None and before != checksums_of(self._model)
             if self.runner.is_current():
                 self.runner.resume()
             else:
                 self.runner.close()
                 self.runner = self._renew()
             self._modes, self.is_paused = modes.pop_all(), False
-        before, self._checksums = self._checksums, None
-        return before is not None and before != checksums_of(self._model)
+        return is_changed
 
 
 def renewed_runner(

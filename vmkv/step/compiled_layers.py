@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,8 @@ class CompiledLayers:
                 f"somebody has wrapped the forward of {type(model).__name__}'s layers, so they "
                 "cannot be compiled; serve it with compile_layers=False"
             )
-        self._paused: list[tuple[Any, Any, dict[str, Any]]] = []
+        #: Modules with their own classes, and those and the attributes that `pause` took.
+        self._paused: list[tuple[Any, Any, Any, dict[str, Any]]] = []
         self._autocast = autocast_dtype(next(model.parameters()).device)
         joined_layers.join(model, self._autocast)
         tuning = {"coordinate_descent_tuning": True, **_KEEPS_TUNED}
@@ -73,7 +74,8 @@ class CompiledLayers:
     def stand_aside(self) -> None:
         """Let the layers run eagerly outside `in_place`; compiled code is kept."""
         for module in self._compiled:
-            vars(module).pop("forward", None)
+            if getattr(vars(module).get("forward"), "func", None) == self._run:
+                del vars(module)["forward"]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -87,26 +89,28 @@ class CompiledLayers:
     def pause(self) -> None:
         """Let all modules be the model's own until `resume`; weights stay joined in memory."""
         self.stand_aside()
+        self._drop_classes(self._model.modules())
+
+    def _drop_classes(self, modules: Iterable[torch.nn.Module]) -> None:
         kinds = joined_layers.SiblingLinear, early_norms.EarlyNorm
-        for module in [each for each in self._model.modules() if isinstance(each, kinds)]:
+        for module in [each for each in modules if isinstance(each, kinds)]:
             its = {name: each for name, each in vars(module).items() if name.startswith("_vmkv_")}
-            self._paused.append((module, type(module), its))
             is_norm = isinstance(module, early_norms.EarlyNorm)
             own: Any = early_norms.own_class(module) if is_norm else torch.nn.Linear
+            self._paused.append((module, own, type(module), its))
             module.__class__ = own
             for name in its:
                 del vars(module)[name]
 
     def drop_copies(self) -> None:
         """Within `pause`, separate all joined weights if copies of adapters lie beside them."""
-        self._have_classes()
+        modules = self._have_classes()
         kind = joined_layers.SiblingLinear
-        joined = [each for each in self._model.modules() if isinstance(each, kind)]
         try:
-            if any(map(joined_layers.is_copied, joined)):
-                joined_layers.separate(self._model)
+            if any(isinstance(each, kind) and joined_layers.is_copied(each) for each in modules):
+                joined_layers.separate(self._model, modules)
         finally:
-            self.pause()
+            self._drop_classes(modules)
 
     def resume(self) -> None:
         """Undo `pause` and `drop_copies`, of a model with the same modules; renew the copies."""
@@ -114,11 +118,14 @@ class CompiledLayers:
         joined_layers.join(self._model, self._autocast)
         self._step_in()
 
-    def _have_classes(self) -> None:
-        for module, kind, its in self._paused:
+    def _have_classes(self) -> list[Any]:
+        """Undo `pause` of the modules that nobody has changed meanwhile, and return these."""
+        paused, self._paused = self._paused, []
+        unchanged = [each for each in paused if type(each[0]) is each[1]]
+        for module, _, kind, its in unchanged:
             module.__class__ = kind
             vars(module).update(its)
-        self._paused.clear()
+        return [module for module, *_ in unchanged]
 
     def _run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
@@ -155,9 +162,9 @@ class CompiledLayers:
     def close(self) -> None:
         """Restore the model's own layers. Idempotent."""
         self.stand_aside()
-        self._have_classes()
-        early_norms.undo(self._decoder, self._last)
-        joined_layers.separate(self._model)
+        modules = self._have_classes() if self._paused else list(self._model.modules())
+        early_norms.undo(modules)
+        joined_layers.separate(self._model, modules)
 
 
 def decoder_layers(model: Any) -> Sequence[Any]:

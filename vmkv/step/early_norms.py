@@ -10,7 +10,7 @@ the norm itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,9 +75,9 @@ def prepare(layers: Sequence[Any], last: Sequence[Any]) -> dict[int, Any]:
     return {id(layer): norm for layer, norm in zip(layers, norms[1:], strict=False)}
 
 
-def undo(layers: Sequence[Any], last: Sequence[Any]) -> None:
-    """Restore the norms' classes. Idempotent."""
-    for norm in [*(getattr(layer, _NAME, None) for layer in layers), *last]:
+def undo(modules: Iterable[Any]) -> None:
+    """Restore the classes of the norms among `modules`. Idempotent."""
+    for norm in modules:
         if isinstance(norm, EarlyNorm):
             norm.__class__ = own_class(norm)
             del norm._vmkv_input, norm._vmkv_output

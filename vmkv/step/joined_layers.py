@@ -17,7 +17,7 @@ joined.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -61,8 +61,18 @@ def join(model: torch.nn.Module, autocast: torch.dtype | None = None) -> None:
     Only plain linear layers over the same input are joined; quantised, hooked or tied ones stay.
     Adapters that autocast converts to their layer's type stay too, and are copied.
     Weights are copied group by group, and the freed memory returns to the device each time: the
-    next group's would be cut from it, and leave a rest that nothing can use.
+    next group's would be cut from it, and leave a rest that nothing can use. After an error no
+    weights are joined.
     """
+    try:
+        _join_all(model, autocast)
+        _refresh(model)
+    except BaseException:
+        separate(model)
+        raise
+
+
+def _join_all(model: torch.nn.Module, autocast: torch.dtype | None) -> None:
     tied = _tied_parameters(model)
     for parent in tuple(model.modules()):
         for layers, adapters in _groups(parent):
@@ -72,7 +82,6 @@ def join(model: torch.nn.Module, autocast: torch.dtype | None = None) -> None:
                     _join(layers, copied)
                     if layers[0].weight.is_cuda:
                         torch.cuda.empty_cache()
-    _refresh(model)
 
 
 def _refresh(model: torch.nn.Module) -> None:
@@ -83,18 +92,27 @@ def _refresh(model: torch.nn.Module) -> None:
             rows.narrow(1, each._vmkv_column, each.in_features).copy_(each.weight.detach())
 
 
-def separate(model: torch.nn.Module) -> None:
-    """Undo `join`: copy each weight out of the joint one, unless `AWAY` is set. Idempotent."""
-    for module in () if AWAY in vars(model) else model.modules():
-        if type(module) is SiblingLinear:
-            parameters = () if is_copied(module) else module.parameters(recurse=False)
-            module.__class__ = torch.nn.Linear  # type: ignore[assignment]  # what it was
-            for name in [each for each in vars(module) if each.startswith("_vmkv_")]:
-                del vars(module)[name]
-            for parameter in parameters:
-                parameter.data = parameter.data.clone()
-            if module.weight.is_cuda:  # As in `join`, also after a copied layer.
-                torch.cuda.empty_cache()
+def separate(model: torch.nn.Module, modules: Iterable[torch.nn.Module] | None = None) -> None:
+    """Undo `join` of all layers or of those among `modules`, unless `AWAY` is set. Idempotent.
+
+    First all are plain layers again, with weights that stay side by side if memory runs out. Then
+    each weight is copied; nothing else refers to a joint one, so that it is freed with its last
+    part, and its memory returns to the device as in `join`.
+    """
+    if AWAY in vars(model):
+        return
+    parameters: list[torch.nn.Parameter] = []
+    for layer in model.modules() if modules is None else modules:
+        if type(layer) is SiblingLinear:
+            if not is_copied(layer):
+                parameters += layer.parameters(recurse=False)
+            layer.__class__ = torch.nn.Linear  # type: ignore[assignment]  # what it was
+            for name in [each for each in vars(layer) if each.startswith("_vmkv_")]:
+                del vars(layer)[name]
+    for parameter in parameters:
+        parameter.data = parameter.data.clone()
+        if parameter.is_cuda:
+            torch.cuda.empty_cache()
 
 
 def is_copied(layer: SiblingLinear) -> bool:
