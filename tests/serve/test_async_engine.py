@@ -475,6 +475,46 @@ def test_pauses_take_turns(make_engine: MakeEngine) -> None:
     assert 4 == len(order)
 
 
+def test_a_cancelled_pause_holds_no_requests_up(make_engine: MakeEngine) -> None:
+    """Those that came after it do not wait for those before."""
+    watch, may_go_on = Watch(), threading.Event()
+    engine = make_engine(observer=watch)
+    submit = engine._runner.submit
+
+    def held(pieces: Any) -> Any:
+        assert may_go_on.wait(PATIENCE_S)
+        return submit(pieces)
+
+    engine._runner.submit = held  # type: ignore[method-assign]
+
+    async def main() -> None:
+        it = AsyncEngine(engine)
+
+        async def pause() -> None:
+            async with it.paused():
+                raise AssertionError
+
+        async def begin(call: Any) -> asyncio.Task[Any]:
+            task = asyncio.create_task(call)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            return task
+
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        long = await begin(last(it.stream([1, 2, 3], params)))
+        await asyncio.to_thread(watch.wait, lambda: bool(watch.added), "a request")
+        pausing = await begin(pause())
+        pausing.cancel()
+        short = await begin(last(it.stream([4, 5], SamplingParams(max_tokens=1))))
+        may_go_on.set()
+        await asyncio.gather(long, short)
+        assert pausing.cancelled()
+        await it.shutdown()
+
+    run(main())
+    assert [1, 60] == [each.num_output_tokens for each in watch.finished]
+
+
 def test_a_model_that_cannot_be_served_after_a_pause(make_engine: MakeEngine) -> None:
     """Whoever paused is told so; requests are refused until another pause mends the model."""
     model, (prompt,) = copy.deepcopy(tiny_model("llama")), prompts(1)
@@ -507,7 +547,9 @@ def test_a_shutdown_ends_a_pause(make_engine: MakeEngine) -> None:
     async def main() -> None:
         it = AsyncEngine(engine)
         async with it.paused():
+            model.train()
             await it.shutdown()
             assert before == model.config._attn_implementation
+            assert all(module.training for module in model.modules())
 
     run(main())

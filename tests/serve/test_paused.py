@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers.interrupts import interrupted
 from helpers.tiny_models import VOCABULARY, tiny_model
 
 from vmkv.errors import ClosedError, ConfigError, PausedError
+from vmkv.serve import training_turns
 from vmkv.serve.engine import Engine
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import RunnerOptions
+from vmkv.step import joined_layers
 from vmkv.step.joined_layers import SiblingLinear
 from vmkv.step.model_guard import checksums_of
 
@@ -86,6 +91,34 @@ def as_seen(model: Any) -> list[tuple[object, ...]]:
     ]
 
 
+def change(model: Any, *, moves: bool) -> None:
+    """Change all weights, in place or to other addresses."""
+    for each in model.parameters():
+        if moves:
+            each.data = each.data * -1.5
+        else:
+            each.data.mul_(-1.5)
+
+
+def set_forward(module: Any) -> Any:
+    """Wrap a module's `forward` as patches of kernels do, and return the new one."""
+    own = type(module).forward
+
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(self, hidden_states.roll(1, -1), *args, **kwargs)
+
+    module.forward = types.MethodType(forward, module)
+    return module.forward
+
+
+def are_joined(model: Any) -> bool:
+    return any(isinstance(each, SiblingLinear) for each in model.modules())
+
+
+def run_out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("no memory left")
+
+
 # ---- the model's own -----------------------------------------------------------------------------
 
 
@@ -126,7 +159,7 @@ def test_a_training_step_may_be_compiled(model: Any, make_engine: Callable[..., 
     """Joint weights, which have no gradients, are not seen by the user's own compiler."""
     wanted = trained(copy.deepcopy(model).train())
     engine = make_engine(model, **TRACED)
-    assert any(type(each) is SiblingLinear for each in model.modules())
+    assert are_joined(model)
     with engine.paused():
         model.train()
         torch.compile(loss_of, backend="aot_eager")(model).backward()
@@ -238,13 +271,217 @@ def test_a_model_that_cannot_be_served_any_more_stays_with_training(
     assert said != []
 
 
-def test_an_engine_can_be_closed_inside(model: Any, make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(model)
+@RUNNERS
+def test_an_engine_can_be_closed_inside(
+    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any]
+) -> None:
+    engine = make_engine(model, **options)
     with engine.paused():
+        model.train()
+        forward = set_forward(model.model.norm)
         engine.close()
         assert "sdpa" == model.config._attn_implementation
+        assert model.training
+        assert forward is vars(model.model.norm)["forward"]
     with pytest.raises(ClosedError), engine.paused():
         pass
+
+
+# ---- what training changes in modules ------------------------------------------------------------
+
+
+@RUNNERS
+@pytest.mark.parametrize("is_layer", [False, True], ids=["norm", "layer"])
+def test_a_forward_that_training_sets_stays(
+    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any], is_layer: bool
+) -> None:
+    """It is served, too, unless it is a compiled layer's."""
+    engine = make_engine(model, **options)
+    plain = said_by(engine)
+    module = model.model.layers[0] if is_layer else model.model.norm
+    is_refused = is_layer and options is TRACED
+    refused = pytest.raises(ConfigError, match="wrapped the forward")
+    with refused if is_refused else contextlib.nullcontext(), engine.paused():
+        forward = set_forward(module)
+        wanted = expected(model)
+    assert plain != wanted
+    if not is_refused:
+        assert wanted == said_by(engine)
+    with engine.paused():
+        assert forward is vars(module)["forward"]
+        assert wanted == expected(model)
+        if is_refused:
+            del module.forward
+    assert (plain if is_refused else wanted) == said_by(engine)
+    engine.close()
+    assert is_refused or forward is vars(module)["forward"]
+
+
+@RUNNERS
+def test_layers_that_training_parametrises_stay(
+    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any]
+) -> None:
+    """Their classes are torch's, made for each."""
+    engine = make_engine(model, **options)
+    its = [layer.self_attn.q_proj for layer in model.model.layers]
+    with engine.paused():
+        for each in its:
+            torch.nn.utils.parametrizations.weight_norm(each)
+            each.parametrizations.weight.original0.data.mul_(2)
+        kinds, wanted = [*map(type, its)], expected(model)
+    assert wanted == said_by(engine)
+    assert kinds == [*map(type, its)]
+    engine.close()
+    assert kinds == [*map(type, its)]
+    assert wanted == expected(model)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_refused_is_not_left_joined(
+    model: Any, make_engine: Callable[..., Engine]
+) -> None:
+    """With sleep mode its weights are joined, and moved, before its layers are compiled."""
+    engine = make_engine(model, **TRACED, enable_sleep_mode=True)
+    layer = model.model.layers[0]
+    with pytest.raises(ConfigError, match="wrapped the forward"), engine.paused():
+        set_forward(layer)
+    assert not are_joined(model)
+    with engine.paused():
+        del layer.forward
+        wanted = expected(model)
+    assert wanted == said_by(engine)
+
+
+# ---- turns that fail -----------------------------------------------------------------------------
+
+
+def test_a_pause_can_be_interrupted(make_engine: Callable[..., Engine]) -> None:
+    """At every third bytecode; the engine serves, and can be paused again."""
+    engine = make_engine()
+    said, num_entered = said_by(engine), 0
+
+    def pause() -> None:
+        nonlocal num_entered
+        with engine.paused():
+            num_entered += 1
+
+    at, is_sent = 0, True
+    while is_sent:
+        is_sent, is_interrupted = interrupted(
+            pause, at, names={"paused", "_pause", "pause", "_leave"}
+        )
+        assert is_sent == is_interrupted
+        assert said == said_by(engine)
+        at += 3
+    assert num_entered
+    assert 50 < at
+
+
+def test_an_error_of_the_first_look_at_weights_leaves_the_engine_serving(
+    model: Any, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that change in the next turn are noticed as ever."""
+    engine = make_engine(model)
+    said = said_by(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(training_turns, "checksums_of", run_out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError), engine.paused():
+            pass
+    assert said == said_by(engine)
+    with engine.paused():
+        change(model, moves=False)
+        wanted = expected(model)
+    assert not num_cached(engine)
+    assert wanted == said_by(engine)
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["", "moved"])
+def test_an_error_of_the_last_look_at_weights_leaves_them_with_training(
+    model: Any, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, moves: bool
+) -> None:
+    changed = copy.deepcopy(model)
+    change(changed, moves=False)
+    wanted = expected(changed)
+    engine = make_engine(model)
+    said_by(engine)
+    looks = iter((checksums_of, run_out_of_memory))
+    with monkeypatch.context() as patch:
+        patch.setattr(training_turns, "checksums_of", lambda model: next(looks)(model))
+        with pytest.raises(torch.OutOfMemoryError), engine.paused():
+            change(model, moves=moves)
+    with pytest.raises(PausedError):
+        engine.step()
+    with engine.paused():
+        pass
+    assert not num_cached(engine)
+    assert wanted == said_by(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sleeps", [False, True], ids=["", "sleep mode"])
+def test_without_memory_no_siblings_stay_joined(
+    model: Any, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, sleeps: bool
+) -> None:
+    """At the start, and after a turn that has moved the weights."""
+    options = {**TRACED, "enable_sleep_mode": sleeps}
+    join = joined_layers._join
+
+    def join_once(*args: Any) -> None:
+        run_out_of_memory() if are_joined(model) else join(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(joined_layers, "_join", join_once)
+        with pytest.raises(torch.OutOfMemoryError):
+            make_engine(model, **options)
+    assert not are_joined(model)
+    engine = make_engine(model, **options)
+    assert are_joined(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(joined_layers, "_join", join_once)
+        with pytest.raises(torch.OutOfMemoryError), engine.paused():
+            change(model, moves=True)
+    assert not are_joined(model)
+    with engine.paused():
+        assert not are_joined(model)
+        wanted = expected(model)
+    assert wanted == said_by(engine)
+
+
+# ---- several engines -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closes", [False, True], ids=["left", "closed"])
+def test_an_engine_that_is_made_inside_outlives_the_first(
+    model: Any, make_engine: Callable[..., Engine], closes: bool
+) -> None:
+    """The first one is closed inside, or cannot serve the model again."""
+    first = make_engine(model, **TRACED)
+    said = said_by(first)
+    refused = pytest.raises(ConfigError, match="another runner already")
+    with contextlib.nullcontext() if closes else refused, first.paused():
+        second = make_engine(model, **TRACED)
+        if closes:
+            first.close()
+    assert said == said_by(second)
+    first.close()
+    assert said == said_by(second)
+    second.close()
+    assert not are_joined(model)
+    assert "sdpa" == model.config._attn_implementation
+
+
+def test_a_model_that_another_engine_let_sleep_is_not_paused(
+    model: Any, make_engine: Callable[..., Engine]
+) -> None:
+    """Its weights have no memory; a look at them would end the process."""
+    first, second = make_engine(model, enable_sleep_mode=True), make_engine(model)
+    said = said_by(second)
+    first.sleep(weights=True)
+    with pytest.raises(ConfigError, match="this model sleeps"), second.paused():
+        pass
+    first.wake()
+    assert said == said_by(second) == said_by(first)
 
 
 # ---- weights that change -------------------------------------------------------------------------
@@ -283,24 +520,30 @@ def test_data_that_is_set_is_seen(
     how: str,
     where: str,
 ) -> None:
-    def change() -> None:
-        for parameter in model.parameters():
-            if how == "written":
-                parameter.data.mul_(-1.5)
-            else:
-                parameter.data = parameter.data * -1.5
-
     engine = make_engine(model, **options)
     before = said_by(engine)
     if where == "outside":
-        change()
+        change(model, moves=how == "replaced")
         engine.weights_changed()
     with engine.paused():
         if where == "inside":
-            change()
+            change(model, moves=how == "replaced")
         wanted = expected(model)
     assert before != wanted
     assert not num_cached(engine)
+    assert wanted == said_by(engine)
+
+
+@RUNNERS
+def test_weights_that_have_moved_are_seen_after_a_sleep(
+    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any]
+) -> None:
+    engine = make_engine(model, **options)
+    said_by(engine)
+    with engine.paused():
+        change(model, moves=True)
+        engine.sleep(graphs=True)
+        wanted = expected(model)
     assert wanted == said_by(engine)
 
 

@@ -95,12 +95,31 @@ def test_a_broker_that_cannot_be_joined(tmp_path: Path) -> None:
     with Broker(path, 4 * PAGE, page_bytes=PAGE):
         member = PoolMember.join(path, name="other", device="host", free_bytes=0)
     weights = Weights(model, lambda: Backend(PAGE), beside=member)
-    with pytest.raises(ConfigError, match="there is no broker at"):
+    with pytest.raises(ConfigError, match="no broker answers at"):
         weights.hold()
     assert 1 == len(closed)
     assert (0, expected, where) == (weights.num_bytes, contents(model), addresses(model))
     member.leave()
     weights.close()
+
+
+@pytest.mark.parametrize("call", ["_open_memory", "_open_pool", "_fill"])
+def test_weights_that_cannot_be_held_are_not_joined(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    model, backend = make_model(), Limited(HostBackend(PAGE))
+    expected, weights = contents(model), Weights(model, lambda: backend)
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, call, fail)
+        with pytest.raises(MemoryError):
+            weights.hold(joins=True)
+    assert not any(isinstance(each, SiblingLinear) for each in model.modules())
+    assert expected == contents(model)
+    assert weights.is_closed
+    assert BackendUsage() == backend.usage()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "mixtral"])

@@ -497,12 +497,13 @@ class Engine:
         """
         self._check_outside()
         try:
-            self._pause()  # Ends with the KeyboardInterrupt that it held back.
-            yield
+            try:
+                self._pause()  # Ends with the KeyboardInterrupt that it held back.
+                yield
+            finally:
+                self._leave()
         finally:
-            was_inside, self._is_inside = self._is_inside, False
-            if was_inside and not self._is_closed:
-                self._resume()
+            self._leave()  # One may come just before.
 
     @uninterrupted
     def weights_changed(self) -> None:
@@ -621,6 +622,12 @@ class Engine:
         self.wake()
         self._turns.pause(compares_values=bool(self.cache.prefixes.recorded))
         self._is_inside = True
+
+    @uninterrupted
+    def _leave(self) -> None:
+        was_inside, self._is_inside = self._is_inside, False
+        if was_inside and not self._is_closed:
+            self._resume()
 
     @uninterrupted
     def _resume(self) -> None:

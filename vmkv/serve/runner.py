@@ -501,18 +501,18 @@ def make_runner(
     if kind == "eager":
         options = replace(options, compile_layers=False, capture=False)
     unmerge_disabled(model)
-    if weights is not None:
-        chosen = options.compile_layers
-        weights.hold(joins=rows.cache.device.type == "cuda" if chosen is None else chosen)
-    runner = ModelRunner(model, rows.cache, replace(given, runner_options=options), rows.calls)
-    runner.sampler.tells_processed = given.logprobs_mode == "processed_logprobs"
-    try:
+    with contextlib.ExitStack() as undo:
+        if weights is not None:
+            chosen = options.compile_layers
+            weights.hold(joins=rows.cache.device.type == "cuda" if chosen is None else chosen)
+            undo.callback(weights.close)
+        runner = ModelRunner(model, rows.cache, replace(given, runner_options=options), rows.calls)
+        undo.callback(runner.close)
+        runner.sampler.tells_processed = given.logprobs_mode == "processed_logprobs"
         if kind == "graphs":
             runner.warm_up()
         if rows.cache.device.type == "cuda":
             fit_budget(rows.cache.pool, spare_bytes(rows.cache.device, given))
-    except BaseException:
-        runner.close()
-        raise
-    wrapped: ModelRunner = options.wrap(runner)
+        wrapped: ModelRunner = options.wrap(runner)
+        undo.pop_all()
     return wrapped
