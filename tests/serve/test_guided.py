@@ -115,6 +115,7 @@ def test_answers_that_stop_are_valid(engine_of: MakeEngine, options: dict[str, A
     [
         ({"regex": "(ab|c){2,5}x"}, "(ab|c){2,5}x"),
         ({"choice": ['"quoted"\n', "日本", "a\\b"]}, '"quoted"\n|日本|a\\\\b'),
+        ({"choice": ["a\x7fb", "\x7f"]}, "a?\x7fb?"),
         ({"grammar": 'start: item ("," item)*\nitem: /[0-9]{1,3}/'}, "[0-9]{1,3}(,[0-9]{1,3})*"),
         pytest.param({"json_object": True}, r"\{.*", marks=pytest.mark.slow),
     ],

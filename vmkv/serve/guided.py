@@ -206,6 +206,8 @@ def _grammar_of(asked: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_lark(asked.grammar)
     if asked.choice is not None:
         choices = " | ".join(json.dumps(each, ensure_ascii=False) for each in asked.choice)
+        # JSON may have this control character as it is, and Lark may not.
+        choices = choices.replace("\x7f", r"\u007f")
         return LLMatcher.grammar_from_lark(f"start: {choices}")
     try:
         return LLMatcher.grammar_from_json_schema(

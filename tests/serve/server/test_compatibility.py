@@ -36,6 +36,10 @@ def chat_of(server: Any, **options: Any) -> str:
 
 def test_max_completion_tokens_overrides_max_tokens(server) -> None:
     """Some clients send both, for servers that know only one."""
+    body = CHAT | {"messages": HELLO, "max_tokens": 0, "max_completion_tokens": 3}
+    answer = ask(server, "/v1/chat/completions", body)
+    assert answer["choices"][0]["message"]["content"]
+    assert 3 == answer["usage"]["completion_tokens"]
     body = CHAT | {"messages": HELLO, "max_tokens": 9, "max_completion_tokens": 3}
     assert 3 == ask(server, "/v1/chat/completions", body)["usage"]["completion_tokens"]
 
@@ -129,7 +133,7 @@ def test_load_counts_requests(server) -> None:
         assert {"server_load": 2} == httpx.get(url).json()
 
 
-@pytest.mark.parametrize("path", ["/health", "/version"])
+@pytest.mark.parametrize("path", ["/health", "/ping", "/version"])
 def test_head_requests_are_answered(server, path: str) -> None:
     """Load balancers send HEAD."""
     answer = httpx.head(server.url + path)

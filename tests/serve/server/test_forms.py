@@ -112,6 +112,17 @@ def test_streams_and_samples(server: Any) -> None:
     assert all(map(is_thing, texts.values()))
 
 
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_unknown_keywords_of_a_schema_are_refused_if_it_is_strict(server, strict) -> None:
+    unknown = {**SCHEMA, "properties": {**SCHEMA["properties"], "name": {"not": {"const": "x"}}}}
+    for schema, is_served in ((unknown, not strict), (SCHEMA | {"type": "nope"}, False)):
+        form = {"type": "json_schema", "json_schema": {**JSON_SCHEMA, "schema": schema}}
+        form["json_schema"]["strict"] = strict
+        answer = server.post(CHAT | {"response_format": form}, "/v1/chat/completions")
+        assert (200 if is_served else 400) == answer.status_code
+    assert 400 == server.post(CHAT | {"guided_json": unknown}, "/v1/chat/completions").status_code
+
+
 def test_a_streamed_request_with_a_bad_grammar_is_a_400(server: Any) -> None:
     for bad in ({"guided_regex": "(a"}, {"guided_grammar": "start: start"}):
         answer = server.post(PLAIN | bad | {"stream": True})

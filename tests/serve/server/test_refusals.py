@@ -177,7 +177,7 @@ def test_unsupported_options_with_their_default_are_accepted(server) -> None:
         (b"\xff\xfe", ""),
         (b'{"model": "tiny", "prompt": "\\ud800"}', ""),
         (b"[" * 100_000, ""),
-        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "temperature"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "no valid JSON"),
         (b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", ""),
     ],
     ids=["broken", "empty", "list", "text", "no utf-8", "surrogate", "deep", "nan", "huge"],
@@ -188,6 +188,15 @@ def test_malformed_bodies_are_400(server, body: bytes, message: str) -> None:
     assert 400 == answer.status_code, answer.text
     assert message in error_of(answer)["message"]
     assert 200 == httpx.get(f"{server.url}/health").status_code
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e999"])
+def test_a_response_repeats_no_number_that_json_lacks(server, number: bytes) -> None:
+    body = b'{"input": "hi", "max_output_tokens": 1, "metadata": {"a": [' + number + b"]}}"
+    answer = server.post(body, "/v1/responses")
+    assert 400 == answer.status_code, answer.text
+    told = "too large" if number == b"1e999" else "no valid JSON"
+    assert told in error_of(answer)["message"]
 
 
 def test_unknown_models_routes_and_methods(server) -> None:

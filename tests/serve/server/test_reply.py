@@ -423,3 +423,90 @@ def test_response_templates_are_checked_when_they_are_read(tmp_path):
         read_response_template(str(path))
     with pytest.raises(ConfigError, match="none of harmony, "):
         read_response_template("unknown")
+
+
+# ---- white space ---------------------------------------------------------------------------------
+
+OWN_DELIMITERS = {
+    "open_pattern": r"(?:\s*<call>|<also>)(?P<name>\w+)",
+    "close_pattern": r"[ \n]+</call>|</also>\n?",
+    "repeats": True,
+    "content": "json",
+    "transform": {
+        "type": "function",
+        "function": {"name": "{name}", "arguments": "{content}"},
+    },
+}
+OWN = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "assistant",
+    "fields": {
+        "tool_calls": OWN_DELIMITERS,
+        "content": {"close_pattern": r"\s*<end>", "content": "text"},
+    },
+}
+
+
+def delimiters(form: ReplyFormat) -> list[str]:
+    fields = form._template.fields.values()
+    patterns = [each for it in fields for each in (it.open_re, it.close_re) if each is not None]
+    found = [each.pattern for each in patterns]
+    return [*found, form.pattern.next.pattern] if form.pattern else found
+
+
+@needs_parser
+@pytest.mark.parametrize("name", [*reply_format._known(), OWN], ids=lambda it: str(it)[:11])
+def test_delimiters_are_not_sought_at_each_place_of_white_space(name):
+    """Else a search takes the square of its length, and an answer the cube."""
+    form = ReplyFormat(read_response_template(name) if isinstance(name, str) else name)
+    for pattern in delimiters(form):
+        within = reply_format.regex.compile(rf"\s(?:{pattern})", reply_format.regex.DOTALL)
+        for run in (" " * 9, "\n" * 9):
+            assert within.match(run, partial=True) is None, pattern
+            assert within.fullmatch(run) is None, pattern
+
+
+def unbounded(monkeypatch, parse):
+    with monkeypatch.context() as patch:
+        patch.setattr(reply_format, "_bounded", dict)
+        return parse()
+
+
+SPACED = [
+    "  \n Hello  \n\n<|im_end|>",
+    "a \n b",
+    f"x\n\n  {hermes(PARIS)} \n\n {hermes(OSLO)}\n Done. \n",
+    f"<think>\n \n</think> \n\n {hermes(PARIS)}  ",
+    " \n" * 40,
+]
+
+
+@needs_parser
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "hermes", "qwen3_coder", "glm4", "deepseek", "mistral"])
+def test_replies_are_as_without_the_bound(monkeypatch, name):
+    texts = [*SPACED, *(text for which, _, text, *_ in FORMATS.values() if which == name)]
+    for text in texts:
+        bounded = whole_and_streamed(name, text)
+        assert bounded == unbounded(monkeypatch, lambda text=text: whole_and_streamed(name, text))
+
+
+@needs_parser
+def test_replies_of_other_templates_are_as_without_the_bound(monkeypatch):
+    draw = random.Random(1)
+    parts = [" ", "\n", "\n\n", "<call>f", "<also>g", "</call>", "</also>", "{}", "x", "<end>"]
+
+    def replies():
+        form, found = ReplyFormat(OWN), []
+        for text, pieces in texts:
+            found.append(parsed(form.parser("", tools=[], special_tokens=None), [text]))
+            assert found[-1] == parsed(form.parser("", tools=[], special_tokens=None), pieces)
+        return found
+
+    texts = []
+    for _ in range(150):
+        pieces = draw.choices(parts, k=30)
+        texts.append(("".join(pieces), pieces))
+    found = replies()
+    assert found == unbounded(monkeypatch, replies)
+    assert {0, 1, 2} <= {len(each.calls) for each in found}

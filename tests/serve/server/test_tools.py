@@ -16,6 +16,7 @@ from helpers.serving import tiny_tokenizer
 
 from vmkv.errors import ConfigError
 from vmkv.serve.detokenize import Detokenizer
+from vmkv.serve.guided import Grammars, check_grammar
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.server import reply_format
 from vmkv.serve.server.errors import ApiError
@@ -49,6 +50,8 @@ MARKED = "\n".join(
 LISTED = json.dumps(
     [{"name": name, "parameters": values} for name, values in CALLS], separators=(",", ":")
 )
+NAMED = {"type": "function", "function": {"name": "time"}}
+TOKENIZER = tiny_tokenizer()
 SCRIPTS = {
     "calls": f"<think>\nBoth cities.\n</think>\n\nI look.\n{MARKED}",
     "thought": "<think>\nHm.\n</think>\n\nNo.",
@@ -226,6 +229,37 @@ def test_a_call_that_max_tokens_cuts_ends_by_length(speaker) -> None:
 
 
 @pytest.mark.slow
+def test_a_call_that_a_stop_text_cuts_is_no_finished_call(speaker) -> None:
+    """One whose arguments are whole is."""
+    for options, reason in (
+        ({"stop": "17 18"}, "stop"),
+        ({"stop": "</tool_call>"}, "tool_calls"),
+        ({"stop": "never"}, "tool_calls"),
+    ):
+        body = chat("long", **options)
+        (choice,) = ask(speaker, body)
+        *_, last = chunks(speaker, body)
+        assert reason == choice["finish_reason"] == last["finish_reason"]
+        assert 1 == len(choice["message"]["tool_calls"])
+    body = chat("arguments", tool_choice=NAMED, stop="me")
+    assert "stop" == ask(speaker, body)[0]["finish_reason"]
+
+
+@pytest.mark.slow
+def test_the_item_of_a_call_that_a_stop_text_cuts_is_incomplete(speaker) -> None:
+    function = {"type": "function", **TOOLS[0]["function"]}
+    body = {"input": script("long"), "temperature": 0, "tools": [function]}
+    for stop, status in (("17 18", "incomplete"), ("</tool_call>", "completed")):
+        told = speaker.post(body | {"stop": [stop]}, "/v1/responses").json()
+        assert ("completed", [status]) == (told["status"], [it["status"] for it in told["output"]])
+        streamed = speaker.post(body | {"stop": [stop], "stream": True}, "/v1/responses").text
+        events = [json.loads(each[6:]) for each in streamed.splitlines() if each[:6] == "data: "]
+        done = [each["item"] for each in events if each["type"] == "response.output_item.done"]
+        assert [status] == [each["status"] for each in done]
+        assert told["output"][0]["arguments"] == done[0]["arguments"]
+
+
+@pytest.mark.slow
 def test_a_client_that_leaves_within_a_call_disturbs_no_other(speaker) -> None:
     with speaker.streaming(chat("long"), CHAT_PATH) as lines:
         while "arguments" not in next(lines):
@@ -246,8 +280,7 @@ def test_required_calls_are_a_list_in_json(speaker) -> None:
 
 
 def test_a_named_function_is_called_with_the_answer(speaker) -> None:
-    choice = {"type": "function", "function": {"name": "time"}}
-    body = chat("arguments", tool_choice=choice)
+    body = chat("arguments", tool_choice=NAMED)
     (found,) = ask(speaker, body)
     assert [("time", {"city": "Rome"})] == called(found["message"])
     assert [("time", {"city": "Rome"})] == called(joined(chunks(speaker, body)))
@@ -344,6 +377,88 @@ def test_mistral_common_renders_chats_and_its_calls_are_parsed() -> None:
     assert CALLS == [(each.name, json.loads(each.arguments)) for each in reply.tool_calls]
 
 
+# ---- schemas of forced calls ---------------------------------------------------------------------
+
+
+def accepts(tools: list[dict[str, Any]], choice: Any, answer: Any) -> bool:
+    """Whether a forced answer may be this value; `ConfigError` for a schema that is refused."""
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice}
+    params, _ = Replies(TOKENIZER).plan(ChatRequest.model_validate(body), SamplingParams())
+    form = params.structured_outputs
+    check_grammar(form)
+    grammars = Grammars(TOKENIZER, len(TOKENIZER), {1}, is_pinned=False)
+    matcher = grammars.matcher(form)
+    try:
+        for token_id in [*TOKENIZER.encode(json.dumps(answer), add_special_tokens=False), 1]:
+            if not matcher.state.compute_bitmask()[token_id // 8] >> token_id % 8 & 1:
+                return False
+            grammars.advance(form, matcher, token_id)
+    except ConfigError:
+        return False
+    return True
+
+
+def requires(arguments: Any, *schemas: dict[str, Any], strict: bool | None = None) -> bool:
+    """Whether both forced forms take arguments of the last of functions with these schemas."""
+    tools = [function(f"f{at}", **schema) for at, schema in enumerate(schemas)]
+    for each in tools:
+        each["function"]["strict"] = strict
+    name = tools[-1]["function"]["name"]
+    named = {"type": "function", "function": {"name": name}}
+    listed = accepts(tools, "required", [{"name": name, "parameters": arguments}])
+    assert listed == accepts(tools, named, arguments)
+    return listed
+
+
+def test_forced_arguments_are_an_object_whatever_the_schema_leaves_out() -> None:
+    needs = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    assert requires({"a": 1}, needs)
+    assert not requires("a", needs)
+    assert not requires({"a": 1, "b": 2}, needs)
+    assert requires({}, {"description": "No arguments."})
+    assert not requires([], {"description": "No arguments."})
+    assert not requires(None, {"type": ["object", "null"]})
+    assert not requires([], {"anyOf": [{"required": ["a"]}, {"type": "array"}]})
+
+
+def test_references_are_within_their_function() -> None:
+    closed = {"type": "object", "additionalProperties": False}
+    point = {**closed, "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    both = {"properties": {"from": point, "to": {"$ref": "#/properties/from"}}}
+    other = {"$defs": {"a": {"type": "null"}}, "properties": {"a": {"$ref": "#/$defs/a"}}}
+    assert requires({"from": {"x": 1}, "to": {"x": 2}}, other, both)
+    assert not requires({"from": {"x": 1}, "to": {"y": 2}}, other, both)
+    tree = {**closed, "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}}}
+    assert requires({"kids": [{"kids": []}]}, other, tree)
+    assert not requires({"kids": [{"name": "f"}]}, other, tree)
+    same = {"$defs": {"a": {"type": "boolean"}}, "properties": {"a": {"$ref": "#/$defs/a"}}}
+    assert requires({"a": True}, other, same)
+    assert not requires({"a": None}, other, same)
+    identified = {"$id": "https://example.com/f", **same}
+    assert requires({"a": True}, other, identified)
+
+
+def test_names_and_values_that_look_like_references_stay() -> None:
+    values = {"enum": [{"$ref": "#/a"}]}
+    properties = {"$ref": {"type": "string"}, "e": values, "enum": {"$ref": "#/$defs/n"}}
+    schema = {"properties": properties, "$defs": {"n": {"type": "integer"}}}
+    assert requires({"$ref": "#/x", "e": {"$ref": "#/a"}, "enum": 1}, schema)
+    assert not requires({"e": {"$ref": "#/items/a"}}, schema)
+    assert not requires({"enum": "x"}, schema)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "array", "uniqueItems": True}, {"type": "string", "format": "binary"}]
+)
+def test_unknown_keywords_are_refused_in_strict_functions_only(schema) -> None:
+    value = [] if schema["type"] == "array" else "x"
+    assert requires({"a": value}, {"properties": {"a": schema}})
+    assert not requires({"a": 1}, {"properties": {"a": schema}}, strict=False)
+    for wrong, strict in ((schema, True), ({"type": "nope"}, None)):
+        with pytest.raises(ConfigError, match=r"^structured_outputs: (Un|Inv)"):
+            requires({"a": value}, {"properties": {"a": wrong}}, strict=strict)
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -369,7 +484,7 @@ def function(name: str, **schema: Any) -> dict[str, Any]:
         (
             {
                 "tool_choice": "required",
-                "tools": [function("f", type="nope")],
+                "tools": [function("f", properties={"a": {"type": "nope"}})],
                 "response_format": {"type": "json_object"},
             },
             "tools",
@@ -378,13 +493,14 @@ def function(name: str, **schema: Any) -> dict[str, Any]:
         ({"functions": [{"name": "f"}]}, "functions", "send tools"),
         ({"messages": [{"role": "alien", "content": "x"}]}, "messages", "unknown role alien"),
         (
-            {
-                "tool_choice": "required",
-                "tools": [function("f", **{"$defs": {"a": {"type": each}}}) for each in ("null",)]
-                + [function("g", **{"$defs": {"a": {}}})],
-            },
+            {"tool_choice": "required", "tools": [function("f", type="array", items={})]},
             "tools",
-            "define 'a' differently",
+            "the parameters of 'f' are of type 'array'",
+        ),
+        (
+            {"tool_choice": NAMED, "tools": [function("time", type=["null", "string"])]},
+            "tools",
+            "a call's arguments are an object",
         ),
     ],
 )

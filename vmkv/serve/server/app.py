@@ -88,9 +88,10 @@ def create_app_for(
     app.get("/v1/models")(service.models)
     app.get("/v1/models/{name:path}")(service.model)
     app.get("/health")(service.health)
-    app.head("/health", include_in_schema=False)(service.health)
     for ask in (app.get, app.post):
         ask("/ping")(service.health)
+    for path in ("/health", "/ping"):
+        app.head(path, include_in_schema=False)(service.health)
     app.get("/load")(service.load)
     app.get("/version")(version)
     app.head("/version", include_in_schema=False)(version)

@@ -134,7 +134,7 @@ class Form:
             if sample.finish_reason is FinishReason.ERROR:
                 raise api_error(output.error or RuntimeError("the engine gave no reason"))
             if sample.finish_reason is FinishReason.CANCELLED:
-                message = "the server cancelled this request; it is probably shutting down"
+                message = "request cancelled: its model is put to sleep, or the server ends"
                 raise ApiError(503, message, code="cancelled")
             index = prompt_index * self._num_samples + sample.index
             if self.prompts.echoes:
@@ -291,8 +291,8 @@ class ChatForm(Form):
         super().__init__(tokens, num_samples)
         self._new_parser = new_parser
         self._parsers: dict[int, ReplyParser] = {}
-        #: Choices with tool calls.
-        self._calling: set[int] = set()
+        #: Pieces of the last tool call's arguments, of choices with tool calls.
+        self._arguments: dict[int, list[str]] = {}
 
     def reply(self, delta: CompletionOutput) -> ReplyDelta:
         """Return what a delta adds to its choice; call it once for each delta, in order."""
@@ -301,16 +301,27 @@ class ChatForm(Form):
         if delta.index not in self._parsers:
             self._parsers[delta.index] = self._new_parser(self._prompt_ids[0])
         reply = self._parsers[delta.index].push(delta.text, is_last=delta.is_finished)
-        if reply.tool_calls:
-            self._calling.add(delta.index)
+        for call in reply.tool_calls:
+            if call.id is not None:
+                self._arguments[delta.index] = []
+            self._arguments[delta.index].append(call.arguments)
         return reply
+
+    def cuts_call(self, delta: CompletionOutput) -> bool:
+        """Whether a stop text or stop token has ended a choice within a call's arguments."""
+        try:
+            json.loads("".join(self._arguments.get(delta.index, "0")))
+        except (ValueError, RecursionError):
+            return delta.stop_reason is not None
+        return False
 
     def choice(self, delta: CompletionOutput, *, is_chunk: bool = False) -> dict[str, Any] | None:
         """See `Form.choice`."""
         choice = super().choice(delta, is_chunk=is_chunk)
         if self._new_parser is None or choice is None:
             return choice
-        if delta.finish_reason is FinishReason.STOP and delta.index in self._calling:
+        is_calling = delta.finish_reason is FinishReason.STOP and delta.index in self._arguments
+        if is_calling and not self.cuts_call(delta):
             choice["finish_reason"] = "tool_calls"
         # While a parser holds text back there is nothing to say.
         news = map(choice.get, ("delta", "logprobs", "token_ids", "finish_reason"))
@@ -415,7 +426,7 @@ class WholeChoice:
 
 def compact(payload: Mapping[str, Any]) -> bytes:
     """Encode a value as ASCII: what it repeats of a request may hold half a surrogate pair."""
-    return json.dumps(payload, separators=(",", ":")).encode()
+    return json.dumps(payload, allow_nan=False, separators=(",", ":")).encode()
 
 
 def event(payload: Mapping[str, Any]) -> bytes:

@@ -24,6 +24,7 @@ class JsonSchema(Lenient):
     """OpenAI's `json_schema`."""
 
     schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
 
 
 class ResponseFormat(Lenient):
@@ -42,7 +43,8 @@ class ResponseFormat(Lenient):
             raise invalid(
                 'response_format of type "json_schema" needs json_schema', "response_format"
             )
-        return {"json": self.json_schema.schema_}
+        lenient = {"lenient": not self.json_schema.strict}
+        return {"json": {"x-guidance": lenient, **self.json_schema.schema_}}
 
 
 class StructuredFields(Lenient):

@@ -129,7 +129,7 @@ class _ObjectEnd:
 
 #: Beginning of a call as an object, up to its arguments, perhaps in a list of calls.
 _HEAD = (
-    r'\s*\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<json_name>[^"\\]+)"'
+    r'\s*(?:\[\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<json_name>[^"\\]+)"'
     r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 
@@ -155,11 +155,11 @@ class CallPattern:
         whole: Callable[[str, Any], list[tuple[str, str]]] = lambda text, tools: [],
     ):
         begins = r"(?(name)\s*(?=\{)|" + _HEAD + ")" if "(?P<name>" in opening else _HEAD
-        first = f"(?:{opening}){begins}"
+        first = f"(?>{opening}){begins}"  # Atomic: white space at its end is read once.
         self.is_json = is_json
         self.closed = regex.compile(rf"(?:{closing})\s*\Z", regex.DOTALL)
         self.first = regex.compile(first, regex.DOTALL)
-        self.next = regex.compile(rf"{first}|,{_HEAD}", regex.DOTALL)
+        self.next = regex.compile(rf"{first}|,{_HEAD}|(?!)", regex.DOTALL)
         self.whole = whole
 
 

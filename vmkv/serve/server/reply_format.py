@@ -52,7 +52,7 @@ class ReplyFormat:
             raise ConfigError(f"response templates cannot be used: {_NEEDS_RELEASE}")
         try:
             load_response_template(template)
-            fields = dict(template["fields"])
+            fields = {name: _bounded(each) for name, each in template["fields"].items()}
             calls = fields.get("tool_calls")
             self.has_reasoning = any(each in fields for each in REASONING_FIELDS)
             self.pattern: CallPattern | None = None
@@ -69,6 +69,24 @@ class ReplyFormat:
         begun = "" if begun == prompt_end else begun
         parser = ResponseParser(self._template, prefix=begun)
         return TemplateParser(parser, self.pattern, **options)
+
+
+#: Characters of one kind, as many as there are, at a pattern's beginning.
+_RUN = regex.compile(
+    r"\A((?:\((?:\?:|\?P?<\w+>)?)*)(\\.|\[\^?+\]?+(?:\\.|[^]\\])*\]|[^\\[()|])([*+])", regex.DOTALL
+)
+
+
+def _bounded(of: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a field whose delimiters are not sought again at each place of one run.
+
+    A pattern that begins with white space of any length would take a time that grows with the
+    square of an answer's white space; its first match begins where the white space does. The last
+    alternative, which never matches, keeps `regex` from seeking a text that all matches have: that
+    takes the square, too.
+    """
+    names = of.keys() & {"open_pattern", "close_pattern"}
+    return {**of} | {name: _RUN.sub(r"\1(?:(?<!\2)|\\G)\2\3", of[name]) + "|(?!)" for name in names}
 
 
 def _call_pattern(template: Mapping[str, Any], calls: Mapping[str, Any]) -> CallPattern:

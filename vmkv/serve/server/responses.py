@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from ..request import FinishReason
 from . import items
-from .choices import Form, event
+from .choices import Form, compact, event
 from .errors import ApiError, invalid
 from .items import Event, Item, text_parts
 from .schema import ChatRequest
@@ -88,6 +88,10 @@ class ResponsesRequest(items.ItemsRequest):
             raise invalid(f"include: {reason}", "include")
         if self.prompt is not None:
             raise invalid("prompt: prompts are not stored here; send instructions and input")
+        try:  # A number such as 1e999 is read as infinite, which JSON cannot repeat.
+            compact(self.model_dump(include=set(_REPEATED)))
+        except ValueError as error:
+            raise invalid("the request has a number that is too large") from error
         return self
 
     def chat(self) -> ChatRequest:
@@ -161,7 +165,8 @@ class ResponseWriter(items.ItemWriter):
         return event(self._event("response.failed", response=response))
 
     def _answer(self) -> dict[str, Any]:
-        return self._response("incomplete" if self._is_cut else "completed")
+        is_complete = self._last is None or self._last.finish_reason is not FinishReason.LENGTH
+        return self._response("completed" if is_complete else "incomplete")
 
     def _begin(self) -> Iterator[Event]:
         response = self._response("in_progress") | {"usage": None}
@@ -197,7 +202,9 @@ class ResponseWriter(items.ItemWriter):
 
     @property
     def _is_cut(self) -> bool:
-        return self._last is not None and self._last.finish_reason is FinishReason.LENGTH
+        last = self._last
+        is_at_limit = last is not None and last.finish_reason is FinishReason.LENGTH
+        return is_at_limit or (last is not None and self.form.cuts_call(last))
 
     def _event(self, kind: str, **fields: Any) -> Event:
         self._num_events += 1
@@ -205,7 +212,7 @@ class ResponseWriter(items.ItemWriter):
 
     def _response(self, status: str) -> dict[str, Any]:
         output = [self._item(item, "completed") for item in self.items]
-        if output and status != "completed":
+        if output and (status != "completed" or self._is_cut):
             output[-1]["status"] = "incomplete"
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         usage = self.form.usage()

@@ -410,7 +410,7 @@ async def parse(body: bytearray, content_type: str, form: type[T], max_values: i
         raise invalid(_NO_OBJECT)
     await check_structure(body, max_values)
     try:
-        data = from_json(body)
+        data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise invalid(f"the request's body is no valid JSON: {error}") from error
     if not isinstance(data, dict):

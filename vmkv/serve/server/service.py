@@ -536,7 +536,7 @@ class Answer:
         texts = [None if is_cut else getattr(each, "text", None) for each in body.prompts]
         form.prompts = PromptOptions(
             echoes=self._echoes,
-            generates=body.max_tokens != 0,
+            generates=not (self._echoes and body.max_tokens == 0),
             num_alternatives=self.params.logprobs,
             num_logprobs=body.prompt_logprobs,
             reports_tokens=bool(body.return_token_ids),

@@ -8,12 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ...errors import shown
 from .errors import invalid
 from .formats import Lenient
 
 #: Tools of one request, and characters of their JSON.
 TOOLS_MAX = 1024
 TOOLS_CHARS_MAX = 1 << 20
+#: Keywords of schemas with names of the caller's, and with values that are no schemas.
+_SCHEMAS_BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+_VALUES = {"enum", "const", "default", "examples"}
 
 
 class Function(Lenient):
@@ -103,31 +107,49 @@ def forced_schema(
     """Return the JSON schema of a forced answer.
 
     A named function's answer is its arguments. Else it is a list, as in vLLM: of objects with a
-    name and parameters, one of them unless calls are parallel. Raises `ApiError` if definitions of
-    several functions have one name.
+    name and parameters, one of them unless calls are parallel. Keywords that llguidance does not
+    know have no effect, unless a function is `strict`. Raises `ApiError` for parameters that are
+    no object.
     """
-    schemas = {each.function.name: _closed(each.function.parameters) for each in tools}
+    functions = {each.function.name: each.function for each in tools}
     if isinstance(choice, NamedChoice):
-        return schemas[choice.function.name]
-    shared: dict[str, dict[str, Any]] = {}
+        functions = {choice.function.name: functions[choice.function.name]}
+    guidance = {"x-guidance": {"lenient": not any(each.strict for each in functions.values())}}
+    schemas = {name: _closed(function) for name, function in functions.items()}
+    if isinstance(choice, NamedChoice):
+        return guidance | schemas[choice.function.name]
     calls = []
-    for name, schema in schemas.items():
-        inner = dict(schema)
-        # References are resolved from the root of the whole schema.
-        for key in ("$defs", "definitions"):
-            for of, definition in (inner.pop(key, None) or {}).items():
-                known = shared.setdefault(key, {}).setdefault(of, definition)
-                if known != definition:
-                    raise invalid(f"tools: two functions define {of!r} differently", "tools")
+    for at, (name, schema) in enumerate(schemas.items()):
+        inner = _moved(schema, f"#/items/anyOf/{at}/properties/parameters")
+        inner.pop("$id", None)  # It would be the root of references.
         properties = {"name": {"enum": [name]}, "parameters": inner}
         own = {"properties": properties, "required": [*properties], "additionalProperties": False}
         calls.append({"type": "object", **own})
     most = {} if is_parallel else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **shared}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **guidance}
 
 
-def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
+def _closed(function: Function) -> dict[str, Any]:
     """Return a schema that, unless it says otherwise, permits no other properties, as in vLLM."""
-    if not parameters or "properties" not in parameters:
-        return parameters or {"type": "object"}
-    return {"additionalProperties": False, **parameters}
+    schema = {"type": "object", **(function.parameters or {})}
+    if schema["type"] not in ("object", ["object"], ["object", "null"]):
+        told = f"the parameters of {shown(function.name)} are of type {shown(schema['type'])}"
+        raise invalid(f"tools: {told}, and a call's arguments are an object", "tools")
+    closed = {"additionalProperties": False} if "properties" in schema else {}
+    return {**closed, **schema, "type": "object"}
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """Return a schema whose references lead to its place `root` in a larger one."""
+    if isinstance(schema, list):
+        return [_moved(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: value if key in _VALUES else _moved(value, root) for key, value in schema.items()}
+    for key in schema.keys() & _SCHEMAS_BY_NAME:
+        if isinstance(schema[key], dict):
+            moved[key] = {name: _moved(each, root) for name, each in schema[key].items()}
+    target = schema.get("$ref")
+    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
+        moved["$ref"] = root + target[1:]
+    return moved
