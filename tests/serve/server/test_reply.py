@@ -466,6 +466,21 @@ def test_delimiters_are_not_sought_at_each_place_of_white_space(name):
             assert within.fullmatch(run) is None, pattern
 
 
+@needs_parser
+@pytest.mark.parametrize(
+    ("name", "begin", "end"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=x>", "</function>\n</tool_call>"),
+        ("glm4", "<tool_call>f\n<arg_key>", "</tool_call>"),
+    ],
+)
+def test_arguments_that_are_white_space_are_read_once(name, begin, end):
+    """A search in them that begins at each place would take hours."""
+    run = " " * 20_000 + "x" + "\n" * 20_000
+    found = parsed(parser_of(name), [begin + run, end])
+    assert found.calls or run in found.content
+
+
 def unbounded(monkeypatch, parse):
     with monkeypatch.context() as patch:
         patch.setattr(reply_format, "_bounded", dict)
