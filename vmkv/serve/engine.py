@@ -498,12 +498,12 @@ class Engine:
         self._check_outside()
         try:
             try:
-                self._pause()  # Ends with the KeyboardInterrupt that it held back.
+                self._pause()  # Holds a KeyboardInterrupt back until its end.
                 yield
             finally:
                 self._leave()
         finally:
-            self._leave()  # One may come just before.
+            self._leave()  # Again, in case a KeyboardInterrupt came before the first.
 
     @uninterrupted
     def weights_changed(self) -> None:

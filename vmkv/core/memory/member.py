@@ -153,7 +153,7 @@ class PoolMember:
     def leave(self) -> None:
         """Tell the broker that all memory is released, and end. Idempotent."""
         with self._changed:
-            if not self._is_left and self._process_id == os.getpid():  # Not forked from it.
+            if not self._is_left and self._process_id == os.getpid():  # Not in a forked child.
                 self._is_left = True
                 if not self._send("leave"):  # Perhaps the broker does not read now.
                     its = (self._socket.dup(),)
