@@ -156,8 +156,9 @@ class PoolMember:
             if not self._is_left and self._process_id == os.getpid():  # Not in a forked child.
                 self._is_left = True
                 if not self._send("leave"):  # Perhaps the broker does not read now.
-                    its = (self._socket.dup(),)
-                    threading.Thread(target=_leave_late, args=its, daemon=True).start()
+                    with suppress(OSError):  # It may be closed, or another rank's.
+                        its = (self._socket.dup(),)
+                        threading.Thread(target=_leave_late, args=its, daemon=True).start()
                 self._changed.notify_all()
         if self._pool is None:
             self._close()
