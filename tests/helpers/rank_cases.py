@@ -647,7 +647,7 @@ def sleeps(runner: str, group: TensorParallel) -> None:
         mock.patch.object(lockstep, "open_backend", opened),
         ParallelEngine(part_of("llama", group), tensor_parallel=group, **options) as engine,
     ):
-        places, its_pool = [each.data_ptr() for each in engine._turns._model.parameters()], made[1]
+        places, its_pool = [each.data_ptr() for each in engine._turns.model.parameters()], made[1]
         if group.rank:
             its_pool.lacks = MemoryLocation.HOST
             real, calls = engine.sleep, itertools.count(1)
@@ -686,7 +686,7 @@ def sleeps(runner: str, group: TensorParallel) -> None:
                 assert (outputs[0].num_cached_tokens > 0) == (turn > 0)
                 engine.cache.check()
             assert told == alone("llama", prompts, GREEDY)
-            assert places == [each.data_ptr() for each in engine._turns._model.parameters()]
+            assert places == [each.data_ptr() for each in engine._turns.model.parameters()]
     assert all(each.usage() == BackendUsage() for each in made)
 
 

@@ -534,6 +534,20 @@ def test_data_that_is_set_is_seen(
     assert wanted == said_by(engine)
 
 
+@pytest.mark.parametrize("size", [VOCABULARY + 40, VOCABULARY - 40])
+def test_a_vocabulary_may_grow_or_shrink(
+    model: Any, make_engine: Callable[..., Engine], size: int
+) -> None:
+    """Tokens that are new are served, and those that are gone refused."""
+    engine = make_engine(model, **EAGER)
+    with engine.paused():
+        model.resize_token_embeddings(size, mean_resizing=False)
+    (output,) = engine.generate([size - 1, 5], GREEDY)
+    assert 6 == len(output.outputs[0].token_ids)
+    with pytest.raises(ConfigError, match=f"vocabulary of {size}"):
+        engine.generate([size, 5], GREEDY)
+
+
 @RUNNERS
 def test_weights_that_have_moved_are_seen_after_a_sleep(
     model: Any, make_engine: Callable[..., Engine], options: dict[str, Any]

@@ -637,6 +637,7 @@ class Engine:
         self._is_stale = True
         if self.loop.runner is not self._runner:
             self.loop.runner = self._runner
+            self._vocab_size, self._input_vocab_size = vocabulary_sizes(self._turns.model)
             forget_prefixes(self.cache)
 
     def _check_outside(self) -> None:

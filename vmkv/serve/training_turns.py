@@ -30,12 +30,13 @@ class TrainingTurns:
     `renew` makes a new runner of a changed model, in place of a closed one.
 
     Attributes:
+        model: The model.
         runner: The runner in use; another one after `resume` of a changed model.
         is_paused: Whether training has the model.
     """
 
     def __init__(self, model: Any, runner: ModelRunner, renew: Callable[[], ModelRunner]):
-        self._model = model
+        self.model = model
         self.runner = runner
         self._renew = renew
         self._modes = contextlib.ExitStack()  # Restores the modes of training's last turn.
@@ -49,8 +50,8 @@ class TrainingTurns:
         """
         if self.is_paused:
             return
-        check_awake(self._model)
-        self._checksums = checksums_of(self._model) if compares_values else None
+        check_awake(self.model)
+        self._checksums = checksums_of(self.model) if compares_values else None
         self.runner.pause()
         self._modes.close()
         self.is_paused = True
@@ -60,10 +61,10 @@ class TrainingTurns:
 
         Raises `ConfigError` if the model can no longer be served; training then keeps it.
         """
-        with eval_mode(self._model) as modes:
-            unmerge_disabled(self._model)
+        with eval_mode(self.model) as modes:
+            unmerge_disabled(self.model)
             before = self._checksums
-            is_changed = before is not None and before != checksums_of(self._model)
+            is_changed = before is not None and before != checksums_of(self.model)
             if self.runner.is_current():
                 self.runner.resume()
             else:
