@@ -442,6 +442,31 @@ def test_batch_grows_up_to_max_batch_size(new_cache: NewCache) -> None:
     _append(cache, 5, batch_size=6)
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="no such model in this release")
+@pytest.mark.parametrize(
+    ("method", "argument"),
+    [("batch_repeat_interleave", 2), ("batch_select_indices", torch.tensor([0]))],
+)
+def test_a_batch_that_other_layers_cannot_rearrange_is_unchanged(
+    method: str, argument: Any, new_cache: NewCache
+) -> None:
+    """The layers of attention come first here."""
+    config = tiny_config("qwen3_next")
+    config.layer_types = ["full_attention", "linear_attention"] * 2
+    config.num_hidden_layers = 4
+    cache = new_cache(config)
+    with torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        forward(model, prompt("qwen3_next")["input_ids"], cache)
+        if all(hasattr(each, method) for each in cache.layers):
+            pytest.skip("this release can")
+        before = contents(cache)
+        with pytest.raises(AttributeError):
+            getattr(cache, method)(argument)
+        for old, new in zip(before, contents(cache), strict=True):
+            assert old is new is None or all(map(torch.equal, old, new))
+
+
 @pytest.mark.parametrize(
     "chosen", [torch.tensor([0, 4]), torch.tensor([-5]), torch.tensor([True] * 5)]
 )

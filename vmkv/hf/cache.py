@@ -144,6 +144,8 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
 
     def _rearrange(self, method: str, argument: Any, sources: torch.Tensor) -> None:
         """Rearrange the store's rows; call `method` of layers of other kinds."""
+        others = [each for each in self.layers if not isinstance(each, VirtualLayer)]
+        calls = [getattr(each, method) for each in others]  # Some lack it: before any change.
         if any(layer._length for layer in self._virtual_layers):
             # Like transformers' layers, accept a boolean mask and negative indices.
             entries: list[int] = torch.arange(self._batch_size)[sources.cpu()].tolist()
@@ -151,9 +153,8 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
             for layer in self._virtual_layers:
                 if layer.is_initialized:
                     layer._batch_size = len(entries)
-        for layer in self.layers:
-            if not isinstance(layer, VirtualLayer):
-                getattr(layer, method)(argument)
+        for call in calls:
+            call(argument)
         self._settle()
 
     def _settle(self) -> None:
