@@ -141,6 +141,12 @@ def filled(pool: ExtentPool, num_pages: int) -> list[object]:
     return taken
 
 
+def fill_queue(member: PoolMember) -> None:
+    """Report more than the socket of a broker that does not read can hold."""
+    for number in range(5000):
+        member.ask(number % 2 * PAGE, 0, is_busy=True, preempts=False)
+
+
 def budgets(broker: Broker) -> dict[str, int]:
     """Return the pages that each member may have."""
     return {each.name: each.given_bytes // PAGE for each in broker.members()}
@@ -377,8 +383,7 @@ def test_members_do_not_wait_for_a_broker_that_is_stopped(
     pool = join("first")
     assert pool.member is not None
     with broker._lock:
-        for number in range(5000):
-            pool.member.ask(number % 2 * PAGE, 0, is_busy=True, preempts=False)
+        fill_queue(pool.member)
         pool.member.ask(30 * PAGE, 0, is_busy=True, preempts=False)
     until(lambda: pool.budget_bytes >= 30 * PAGE)
 
@@ -407,8 +412,7 @@ def test_a_member_that_leaves_waits_for_room_in_the_queue(
     pool = join("first")
     assert pool.member is not None
     with broker._lock:
-        for number in range(5000):
-            pool.member.ask(number % 2 * PAGE, 0, is_busy=True, preempts=False)
+        fill_queue(pool.member)
         pool.close()
     until(lambda: not broker.members())
 

@@ -239,9 +239,7 @@ class EngineLoop:
                 self._pause(self._rest)
             else:
                 self._answer(self._rest.key, self._fall_asleep)
-            self._rest = None
-            self._commands.extendleft(reversed(self._held))
-            self._held.clear()
+            self._end_rest()
         self._publish()  # Includes the observers' idle event.
         while not self._is_wanted():
             left_s = self._awake_s()
@@ -250,6 +248,12 @@ class EngineLoop:
             else:
                 self._fall_asleep_alone()
         return bool(self._commands)
+
+    def _end_rest(self) -> None:
+        """Let the commands that waited for a sleep or a pause come next."""
+        self._rest = None
+        self._commands.extendleft(reversed(self._held))
+        self._held.clear()
 
     # ---- sleep ----------------------------------------------------------------------------
 
@@ -340,9 +344,7 @@ class EngineLoop:
                     self._engine.cancel_all()
             elif isinstance(command, Resume):
                 if isinstance(self._rest, Pause) and self._rest.is_over.is_set():  # Cancelled.
-                    self._rest = None
-                    self._commands.extendleft(reversed(self._held))
-                    self._held.clear()
+                    self._end_rest()
                 self._answer(command.key, self._check_pause)
             elif isinstance(command, Wake):
                 self._active_s = self._clock()

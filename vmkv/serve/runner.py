@@ -454,10 +454,10 @@ class ModelRunner:
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
         self.sampler.sleep()
-        is_current = self.is_current()
+        moves_current = copies and self.is_current()  # Else what training has moved is noticed.
         if graphs:
             self.stepper.drop_graphs(copies=copies)
-        if copies and is_current:
+        if moves_current:
             self._places = places_of(self._model)
 
     def close(self) -> None:

@@ -260,7 +260,7 @@ def _is_plain(value: object) -> bool:
 
 
 def eval_mode(model: torch.nn.Module) -> contextlib.ExitStack:
-    """Put all modules in eval mode; closing the result puts those that trained back in training."""
+    """Put all modules in eval mode; closing the result restores training mode where it was set."""
     undo = contextlib.ExitStack()
     for module in model.modules():
         if module.training:

@@ -157,8 +157,8 @@ class PoolMember:
                 self._is_left = True
                 if not self._send("leave"):  # Perhaps the broker does not read now.
                     with suppress(OSError):  # It may be closed, or another rank's.
-                        its = (self._socket.dup(),)
-                        threading.Thread(target=_leave_late, args=its, daemon=True).start()
+                        other = (self._socket.dup(),)  # This one will be closed.
+                        threading.Thread(target=_leave_late, args=other, daemon=True).start()
                 self._changed.notify_all()
         if self._pool is None:
             self._close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 from ...errors import ConfigError
@@ -26,17 +28,16 @@ class Listener(socket.socket):
     """
 
     def __init__(self, path: str, kind: int = socket.SOCK_STREAM):
-        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
         super().__init__(socket.AF_UNIX, kind)
         self._path, self._file = path, _NO_FILE
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX)  # Others would remove what is bound meanwhile.
-            if _is_abandoned(path, kind):
-                os.unlink(path)
-            self.bind(path)
-            self._file = _file_at(path)
-            os.chmod(path, 0o600)  # Before `listen`, so that no connection precedes the mode.
-            self.listen(_QUEUE)
+            with _locked(os.path.dirname(path) or "."):
+                if _is_abandoned(path, kind):
+                    os.unlink(path)
+                self.bind(path)
+                self._file = _file_at(path)
+                os.chmod(path, 0o600)  # Before `listen`, so that no connection precedes the mode.
+                self.listen(_QUEUE)
         except OSError as error:
             self.close()
             if error.errno == errno.EADDRINUSE:
@@ -44,8 +45,6 @@ class Listener(socket.socket):
             if error.errno is None:  # Python's own check, before the kernel's.
                 raise ConfigError(f"socket_path {path!r} cannot be used: {error}") from error
             raise
-        finally:
-            os.close(folder)
 
     def close(self) -> None:
         """Stop listening, and remove the file. Idempotent."""
@@ -53,6 +52,17 @@ class Listener(socket.socket):
             os.unlink(self._path)
         self._file = _NO_FILE
         super().close()
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Context of one process at a time: another would remove a socket that is bound meanwhile."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _file_at(path: str) -> tuple[int, int]:
