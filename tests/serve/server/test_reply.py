@@ -194,6 +194,13 @@ FORMATS = {
         "",
         "",
     ),
+    "llama3, lines": (
+        "llama3",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        f"{dumped(PARIS, 'parameters')}\n{dumped(OSLO, 'parameters')} \n<|eot_id|>",
+        "",
+        "",
+    ),
     "deepseek r1": (
         "deepseek",
         "<｜Assistant｜><think>\n",
@@ -333,6 +340,7 @@ BROKEN = {
     "cut XML": ("qwen3_coder", "A<tool_call>\n<function=weather>\n<para", None, []),
     "another Gemma": ("gemma4", "<|tool_call>call:weather{city:oh}<tool_call|>", None, []),
     "prose with JSON": ("llama3", 'Say {"name": "weather", "parameters": {}}.', None, []),
+    "a line of JSON": ("llama3", 'Say\n{"name": "weather", "parameters": {}}', None, []),
     "empty": ("qwen3", "", "", []),
     "special tokens": (
         "qwen3",
