@@ -76,6 +76,15 @@ def test_a_stop_among_sixteen_is_the_reason(server) -> None:
     assert "stop_reason" in choice_of(server.post(body, "/v1/chat/completions"))
 
 
+@pytest.mark.parametrize("logprobs", [None, False])
+def test_no_top_logprobs_need_no_logprobs(server, logprobs: bool | None) -> None:
+    """As in vLLM, whose default is 0."""
+    body = CHAT | {"top_logprobs": 0, "logprobs": logprobs}
+    answer = server.post(body, "/v1/chat/completions")
+    assert 200 == answer.status_code, answer.text
+    assert choice_of(answer)["logprobs"] is None
+
+
 def test_requests_have_the_name_that_their_client_gave(server) -> None:
     """The header comes before the field, and a name is made where there is none, also of errors."""
     answer = server.post(GREEDY | {"request_id": "mine"})

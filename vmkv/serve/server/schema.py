@@ -337,7 +337,7 @@ class ChatRequest(GenerationRequest, ChatBody):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:  # vLLM takes 0 as well, its own default.
             raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
         return self
 
