@@ -12,14 +12,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import httpx
 import pytest
-from helpers import warm_python
-from helpers.serving import MAX_TOKENS
+from helpers.serving import MAX_TOKENS, serving_process
 from helpers.tiny_models import VERSION
+from helpers.warm_python import Child
 
 from vmkv.cli.main import main
 
@@ -27,26 +27,13 @@ ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
 
+Serving: TypeAlias = contextlib.AbstractContextManager[tuple[Child, str]]
 
-@contextlib.contextmanager
-def serving(model: Path, *options: str, status: int = 0) -> Iterator[tuple[warm_python.Child, str]]:
-    """Run the command in a process that has imported torch already, and yield it with its address.
 
-    It must end by itself with `status`.
-    """
-    command = ["-m", "vmkv.cli", "serve", str(model), "--port", "0", "--served-model-name", "tiny"]
-    command += ["--memory", "0.0625", "--device", "cpu", *options]
-    child = warm_python.start(*command, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    try:
-        line = child.stdout.readline()
-        found = re.search(r"http://[\d.]+:\d+", line)
-        assert found, line or child.stderr.read()
-        yield child, found.group(0)
-        assert status == child.wait(60), child.stderr.read()
-    finally:
-        child.kill()
-        child.wait(60)
-        child.communicate(timeout=60)
+def serving(model: Path, *options: str, status: int = 0) -> Serving:
+    """Serve the model as `tiny`; see `serving_process`."""
+    its = [str(model), "--served-model-name", "tiny", "--memory", "0.0625", *options]
+    return serving_process(*its, status=status)
 
 
 def test_sigterm_drains(model: Path, tmp_path: Path) -> None:

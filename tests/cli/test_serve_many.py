@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 import transformers
-from helpers import warm_python
-from helpers.serving import tiny_llama, tiny_tokenizer
+from helpers.serving import serving_process, tiny_llama, tiny_tokenizer
 from helpers.tiny_models import VERSION
 
 from vmkv.cli.main import main
@@ -36,27 +34,6 @@ def models(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     changed.save_pretrained(other)
     tiny_tokenizer().save_pretrained(other)
     return [str(model), str(other)]
-
-
-@contextlib.contextmanager
-def serving(*options: str) -> Iterator[tuple[warm_python.Child, str]]:
-    """Run the command in a process that has imported torch already, and yield it with its address.
-
-    It drains on SIGTERM in the end.
-    """
-    command = ["-m", "vmkv.cli", "serve", *options, "--port", "0", "--device", "cpu"]
-    child = warm_python.start(*command, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    try:
-        line = child.stdout.readline()
-        found = re.search(r"http://[\d.]+:\d+", line)
-        assert found, line or child.stderr.read()
-        yield child, found.group(0)
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(60) == 0, child.stderr.read()
-    finally:
-        child.kill()
-        child.wait(60)
-        print(child.communicate(timeout=60)[1])  # Seen if the test has failed.
 
 
 def plain(name: str, prompt: list[int]) -> list[int]:
@@ -91,7 +68,7 @@ def test_models_are_chosen_by_name_and_do_not_disturb_each_other(models: list[st
     expected = [plain(name, [5, 6, 7]) for name in models]
     assert expected[0] != expected[1]
     its = [*models, "--memory", MEMORY, "--enable-sleep-mode"]
-    with serving(*its) as (child, url), httpx.Client(timeout=60) as client:
+    with serving_process(*its, drains=True) as (child, url), httpx.Client(timeout=60) as client:
         assert re.fullmatch(
             r"other programs join its memory at /\S+/pool.sock\n", child.stdout.readline()
         )
@@ -154,7 +131,7 @@ def test_lazy_models_are_loaded_by_their_first_requests(models: list[str], tmp_p
     weights.write_bytes(data[:100])
     its = [models[0], str(broken)]
     with (
-        serving(*its, "--lazy", "--memory", MEMORY) as (child, url),
+        serving_process(*its, "--lazy", "--memory", MEMORY, drains=True) as (child, url),
         httpx.Client(timeout=100) as client,
     ):
         assert engines_of(child.pid) == []
@@ -176,7 +153,7 @@ def test_each_of_several_models_may_have_ranks(models: list[str]) -> None:
     """Each answers as alone, sleeps on all its ranks, and wakes with the next request."""
     expected = [plain(name, [5, 6, 7]) for name in models]
     its = [*models, "--tensor-parallel", "2", "--memory", MEMORY, "--enable-sleep-mode"]
-    with serving(*its) as (_, url), httpx.Client(timeout=60) as client:
+    with serving_process(*its, drains=True) as (_, url), httpx.Client(timeout=60) as client:
         for at in (0, 1, 0, 1):
             for _ in range(2):
                 answer = asked(client, url, model=models[at])

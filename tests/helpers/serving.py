@@ -10,9 +10,12 @@ import contextlib
 import copy
 import functools
 import json
+import os
+import re
+import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +32,15 @@ from vmkv.serve.observer import (
     RequestRecord,
     StepRecord,
 )
-from vmkv.serve.server.run import Server, make_server
+from vmkv.serve.request import RequestOutput
+from vmkv.serve.server.choices import ChatForm, Tokens
+from vmkv.serve.server.reply import ReplyDelta
+from vmkv.serve.server.run import Server
 from vmkv.serve.start import open_socket
 
+from . import warm_python
+
+ROOT = Path(__file__).parents[2]
 TEXT = [
     "A row is one sequence's range in a reservation.",
     "A page is one cell of a range, and the unit of account.",
@@ -169,7 +178,7 @@ def serving(app: FastAPI, drain_timeout_s: float = 20) -> Iterator[tuple[str, Se
     listener = open_socket("127.0.0.1", 0, unread_timeout_s=60)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     listener.listen()  # Clients may connect from now on; the server accepts them once it runs.
-    server = make_server(app, drain_timeout_s=drain_timeout_s, log_level="warning")
+    server = Server(app, drain_timeout_s=drain_timeout_s, log_level="warning")
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -188,3 +197,53 @@ def serving(app: FastAPI, drain_timeout_s: float = 20) -> Iterator[tuple[str, Se
         thread.join(60)
     assert not thread.is_alive(), "the server does not end"
     assert not failures
+
+
+@contextlib.contextmanager
+def serving_process(
+    *arguments: str, status: int = 0, drains: bool = False
+) -> Iterator[tuple[warm_python.Child, str]]:
+    """Run `vmkv serve` in a process that has imported torch already; yield it with its address.
+
+    It must end with `status`: by itself, or on the SIGTERM that it gets in the end if it `drains`.
+    """
+    command = ["-m", "vmkv.cli", "serve", *arguments, "--port", "0", "--device", "cpu"]
+    child = warm_python.start(*command, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        line = child.stdout.readline()
+        found = re.search(r"http://[\d.]+:\d+", line)
+        assert found, line or child.stderr.read()
+        yield child, found.group(0)
+        if drains:
+            child.send_signal(signal.SIGTERM)
+        assert status == child.wait(60), child.stderr.read()
+    finally:
+        child.kill()
+        child.wait(60)
+        print(child.communicate(timeout=60)[1])  # Seen if the test has failed.
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+def named_events(data: bytes | str) -> list[dict[str, Any]]:
+    """Parse server-sent events, and check that each is named as its type."""
+    text = data if isinstance(data, str) else data.decode()
+    found = []
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        name, payload = event.split("\n")
+        found.append(json.loads(payload.removeprefix("data: ")))
+        assert f"event: {found[-1]['type']}" == name
+    return found
+
+
+def scripted_form(deltas: Sequence[ReplyDelta]) -> ChatForm:
+    """A form with a prompt of three tokens, whose parser takes a text as the number of a delta."""
+
+    class Scripted:
+        def push(self, text: str, *, is_last: bool) -> ReplyDelta:
+            return deltas[int(text)]
+
+    form = ChatForm(Tokens(tiny_tokenizer()), 1, lambda _: Scripted())
+    assert [] == list(form.advance(0, RequestOutput(0, None, [1, 2, 3], [])))
+    return form

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 from typing import TextIO
 
 from ..core.memory import Broker, default_socket_path
 from ..units import format_bytes
 from . import arguments as types
-from .progress import handling
+from .progress import on_stderr
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -33,15 +32,11 @@ def add_parser(commands: types.Commands) -> None:
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Serve members until a signal."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    path = arguments.socket or default_socket_path()
     # Before the broker's thread is made, which inherits it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        with (
-            handling("vmkv.core.memory.broker", handler),
-            Broker(arguments.socket or default_socket_path(), arguments.memory) as broker,
-        ):
+        with on_stderr("vmkv.core.memory.broker"), Broker(path, arguments.memory) as broker:
             what = "the device's memory"
             if broker.budget_bytes is not None:
                 what = format_bytes(broker.budget_bytes)

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 HandlerT = TypeVar("HandlerT", bound=logging.Handler)
@@ -59,3 +60,10 @@ def handling(name: str, handler: HandlerT) -> Iterator[HandlerT]:
         log.removeHandler(handler)
         log.setLevel(before[0])
         log.propagate = before[1]
+
+
+def on_stderr(name: str) -> AbstractContextManager[logging.Handler]:
+    """Context in which the records of a logger are shown on stderr with their time."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    return handling(name, handler)

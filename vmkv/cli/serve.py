@@ -26,7 +26,7 @@ from ..phases import phase
 from ..units import GiB, MiB, format_bytes
 from . import arguments as types
 from .folders import check_folder
-from .progress import Progress, handling
+from .progress import Progress, handling, on_stderr
 
 if TYPE_CHECKING:
     from ..core.memory import Broker
@@ -194,7 +194,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         stack.enter_context(ending_in_order())
         progress = stack.enter_context(_progress(arguments))
         if arguments.log_requests:
-            stack.enter_context(_log_of(arguments, "vmkv.serve.server.request_log"))
+            stack.enter_context(_log_of(arguments, "vmkv.serve.server.guard"))
         stack.enter_context(_names_of_options())
         broker = _broker(stack, arguments)
         parts = [_part_of(arguments, model, broker) for model in arguments.models]
@@ -331,9 +331,7 @@ def _log_of(arguments: argparse.Namespace, name: str) -> AbstractContextManager[
     """Show the records of a logger on stderr, from info on."""
     if arguments.log_level not in ("debug", "info"):
         return contextlib.nullcontext()
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    return handling(name, handler)
+    return on_stderr(name)
 
 
 @contextlib.contextmanager

@@ -138,6 +138,14 @@ class Running:
         finally:
             hook.remove()
 
+    def streamed_text(self, body: dict[str, Any], path: str, fails: threading.Event) -> str:
+        """Return a stream whose engine fails after the first piece; see `failing`."""
+        with httpx.stream("POST", self.url + path, json=body, timeout=60) as answer:
+            pieces = answer.iter_text()
+            text = next(pieces)
+            fails.set()
+            return text + "".join(pieces)
+
     def client(self, **options: Any) -> Any:
         """An OpenAI client that does not retry."""
         openai = pytest.importorskip("openai")

@@ -8,11 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.serving import LONG, tiny_tokenizer
+from helpers.serving import LONG, named_events, scripted_form, tiny_tokenizer
 
-from vmkv.serve.request import CompletionOutput, FinishReason, RequestOutput
+from vmkv.serve.request import CompletionOutput, FinishReason
 from vmkv.serve.server import Limits
-from vmkv.serve.server.choices import ChatForm, Tokens
 from vmkv.serve.server.errors import ApiError
 from vmkv.serve.server.messages import MessagesRequest, MessageWriter
 from vmkv.serve.server.reply import ReplyDelta, ToolCallDelta
@@ -75,14 +74,10 @@ def text_of(server: Any, messages: Any = SAYS, **options: Any) -> str:
 
 def events_of(data: bytes | str) -> list[dict[str, Any]]:
     """Parse events, and check that each is named as its type and is one that the client knows."""
-    text = data if isinstance(data, str) else data.decode()
-    found = []
-    for event in text.removesuffix("\n\n").split("\n\n"):
-        name, payload = event.split("\n")
-        found.append(json.loads(payload.removeprefix("data: ")))
-        assert f"event: {found[-1]['type']}" == name
-        if found[-1]["type"] not in ("ping", "error"):
-            TypeAdapter(RawMessageStreamEvent).validate_python(found[-1])
+    found = named_events(data)
+    for event in found:
+        if event["type"] not in ("ping", "error"):
+            TypeAdapter(RawMessageStreamEvent).validate_python(event)
     return found
 
 
@@ -194,11 +189,7 @@ def test_an_engine_that_fails_is_an_error_and_then_an_event(run_server) -> None:
             assert (500, "error") == (early.status_code, early.json()["type"])
             assert "api_error" == early.json()["error"]["type"]
             fails.clear()
-            with httpx.stream("POST", server.url + PATH, json=body, timeout=60) as answer:
-                pieces = answer.iter_text()
-                text = next(pieces)
-                fails.set()
-                text += "".join(pieces)
+            text = server.streamed_text(body, PATH, fails)
         *_, last = events_of(text)
         assert ("error", "api_error") == (last["type"], last["error"]["type"])
 
@@ -221,18 +212,9 @@ DELTAS = [
 ]
 
 
-class Scripted:
-    """A parser whose text is the number of a delta."""
-
-    def push(self, text: str, *, is_last: bool) -> ReplyDelta:
-        return DELTAS[int(text)]
-
-
 def new_writer() -> MessageWriter:
-    """A writer whose form parses deltas' numbers."""
-    form = ChatForm(Tokens(tiny_tokenizer()), 1, lambda _: Scripted())
-    assert [] == list(form.advance(0, RequestOutput(0, None, [1, 2, 3], [])))
-    return MessageWriter("tiny", form, "1")
+    """A writer of the deltas with numbers."""
+    return MessageWriter("tiny", scripted_form(DELTAS), "1")
 
 
 def output(at: int, reason: FinishReason | None = None) -> CompletionOutput:

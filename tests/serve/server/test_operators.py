@@ -16,11 +16,11 @@ from vmkv.cli.top import scrape, view
 from vmkv.serve.metrics import Metrics
 from vmkv.serve.observer import RequestRecord
 from vmkv.serve.replicas.metrics import ReplicaMetrics
-from vmkv.serve.server.vllm_names import VllmNames
+from vmkv.serve.server.vllm_names import in_vllms_names
 
 BODY = {"model": "tiny", "prompt": "A row", "max_tokens": 10, "temperature": 0, "ignore_eos": True}
 DASHBOARD = Path(__file__).parents[3] / "examples" / "grafana.json"
-LOG = "vmkv.serve.server.request_log"
+LOG = "vmkv.serve.server.guard"
 
 
 def samples(url: str) -> dict[str, tuple[dict[str, str], float]]:
@@ -73,7 +73,7 @@ def test_metrics_of_replicas_have_vllms_names_too() -> None:
     merged.take(pages)
     found = {
         (each.name, each.labels["replica"]): each.value
-        for family in VllmNames(merged.families(), "tiny").collect()
+        for family in in_vllms_names(merged.families(), ["tiny"])
         for each in family.samples
         if "replica" in each.labels
     }

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import pytest
-from helpers.serving import LONG, tiny_tokenizer
+from helpers.serving import LONG, named_events, scripted_form
 
-from vmkv.serve.request import CompletionOutput, FinishReason, RequestOutput
-from vmkv.serve.server.choices import ChatForm, Tokens
+from vmkv.serve.request import CompletionOutput, FinishReason
 from vmkv.serve.server.errors import ApiError
 from vmkv.serve.server.reply import ReplyDelta, ToolCallDelta
 from vmkv.serve.server.responses import ResponsesRequest, ResponseWriter
@@ -53,13 +51,9 @@ def text_of(server: Any, messages: Sequence[Any] = SAYS, num_tokens: int = 8) ->
 
 def events_of(data: bytes | str) -> list[dict[str, Any]]:
     """Parse events, and check that each is named as its type and is one that the client knows."""
-    text = data if isinstance(data, str) else data.decode()
-    found = []
-    for event in text.removesuffix("\n\n").split("\n\n"):
-        name, payload = event.split("\n")
-        found.append(json.loads(payload.removeprefix("data: ")))
-        assert f"event: {found[-1]['type']}" == name
-        TypeAdapter(ResponseStreamEvent).validate_python(found[-1])
+    found = named_events(data)
+    for event in found:
+        TypeAdapter(ResponseStreamEvent).validate_python(event)
     assert list(range(len(found))) == [event["sequence_number"] for event in found]
     return found
 
@@ -178,11 +172,7 @@ def test_an_engine_that_fails_is_an_error_and_then_an_event(run_server) -> None:
             early = server.post(body, PATH)
             assert (500, "internal_error") == (early.status_code, early.json()["error"]["code"])
             fails.clear()
-            with httpx.stream("POST", server.url + PATH, json=body, timeout=60) as answer:
-                pieces = answer.iter_text()
-                text = next(pieces)
-                fails.set()
-                text += "".join(pieces)
+            text = server.streamed_text(body, PATH, fails)
         events = events_of(text)
         assert ["response.failed"] == [each["type"] for each in events if "fail" in each["type"]]
         assert "response.failed" == events[-1]["type"]
@@ -216,13 +206,6 @@ BODY: dict[str, Any] = {
 }
 
 
-class Scripted:
-    """A parser whose text is the number of a delta."""
-
-    def push(self, text: str, *, is_last: bool) -> ReplyDelta:
-        return DELTAS[int(text)]
-
-
 def outputs(reason: FinishReason = FinishReason.STOP) -> list[CompletionOutput]:
     """The deltas by number; the last one has ended."""
     last = len(DELTAS) - 1
@@ -232,17 +215,10 @@ def outputs(reason: FinishReason = FinishReason.STOP) -> list[CompletionOutput]:
     ]
 
 
-def new_form() -> ChatForm:
-    """A form that parses deltas' numbers, and knows the prompt's length."""
-    form = ChatForm(Tokens(tiny_tokenizer()), 1, lambda _: Scripted())
-    assert [] == list(form.advance(0, RequestOutput(0, None, [1, 2, 3], [])))
-    return form
-
-
 def test_reasoning_text_and_calls_are_items() -> None:
     """In their order; the events hold what the whole response holds."""
     body = validated(BODY, ResponsesRequest)
-    writer, whole = (ResponseWriter(body, "tiny", new_form(), "1") for _ in range(2))
+    writer, whole = (ResponseWriter(body, "tiny", scripted_form(DELTAS), "1") for _ in range(2))
     told = b""
     for delta in outputs():
         told += writer.events(delta)
@@ -275,7 +251,7 @@ def test_reasoning_text_and_calls_are_items() -> None:
 
 def test_an_answer_that_is_cut_within_a_call_is_incomplete() -> None:
     """As is the call; what precedes it is not."""
-    writer = ResponseWriter(validated(BODY, ResponsesRequest), "tiny", new_form(), "1")
+    writer = ResponseWriter(validated(BODY, ResponsesRequest), "tiny", scripted_form(DELTAS), "1")
     told = b"".join(map(writer.events, outputs()[:4]))
     told += writer.events(CompletionOutput(0, [5], "4", finish_reason=FinishReason.LENGTH))
     *_, done, last = events_of(told + writer.end())
@@ -285,7 +261,7 @@ def test_an_answer_that_is_cut_within_a_call_is_incomplete() -> None:
 
 
 def test_a_failure_tells_the_items_so_far() -> None:
-    writer = ResponseWriter(validated(BODY, ResponsesRequest), "tiny", new_form(), "1")
+    writer = ResponseWriter(validated(BODY, ResponsesRequest), "tiny", scripted_form(DELTAS), "1")
     told = b"".join(map(writer.events, outputs()[:5]))
     last = events_of(told + writer.failure(ApiError(503, "lost")))[-1]["response"]
     assert ["completed", "completed", "incomplete"] == [each["status"] for each in last["output"]]

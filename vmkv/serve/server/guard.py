@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import logging
 import re
 import time
 import uuid
@@ -24,11 +25,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...errors import ConfigError
 from ...options import Limits, ServerOptions
 from .errors import ApiError, api_error, draining
-from .request_log import log_request
 
 if TYPE_CHECKING:
-    from .service import Service
+    from .service import Answer, Service
 
+_LOG = logging.getLogger(__name__)
 #: Pattern of a client's name for a request: a log and a header show it.
 REQUEST_ID = r"^[!-~]{1,256}$"
 #: nginx's status for a client that closed its connection; seen in the metrics only.
@@ -104,7 +105,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class Guard:
-    """ASGI middleware that checks API keys, bounds the time to send, and counts responses.
+    """ASGI middleware that checks API keys, bounds the time to send, counts and logs responses.
 
     Sets `request.state.api_key` to the digest of the client's key, and `request_id` to its
     `X-Request-Id`, or to an identifier that is made here; the response has the same header. Errors
@@ -159,7 +160,7 @@ class Guard:
             route = getattr(scope.get("route"), "path", "other")
             self._service.http_responses.labels(route, str(status or _CLIENT_GONE)).inc()
             if route not in _OPEN:
-                log_request(scope, route, status or _CLIENT_GONE, began_s)
+                _log_request(scope, route, status or _CLIENT_GONE, began_s)
 
     def _check(self, scope: Scope) -> None:
         """Raise the error that a request's head causes; store its key's digest."""
@@ -180,6 +181,28 @@ class Guard:
                 )
         if path not in _OPEN and self._service.is_draining:
             raise draining()
+
+
+def _log_request(scope: Scope, route: str, status: int, began_s: float) -> None:
+    """Log a request at info: its client, route, status, tokens, times and identifier.
+
+    `began_s` is a `time.monotonic`; `scope["state"]` may have an `Answer`.
+    """
+    if not _LOG.isEnabledFor(logging.INFO):
+        return
+    host, port = scope.get("client") or ("-", 0)
+    state, now_s = scope["state"], time.monotonic()
+    text = f"{host}:{port} {scope['method']} {route} {status}"
+    answer: Answer | None = state.get("answer")
+    for form in answer.forms[-1:] if answer else ():
+        usage = form.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        text += f" prompt={usage['prompt_tokens']} cached={cached}"
+        text += f" output={usage['completion_tokens']}"
+        if form.first_s is not None:
+            text += f" first_token={form.first_s - began_s:.3f}s"
+        text += f" finish={','.join(sorted(set(form.finish_reasons))) or '-'}"
+    _LOG.info("%s took=%.3fs id=%s", text, now_s - began_s, state["request_id"])
 
 
 async def receive_body(request: Request, limits: Limits) -> bytearray:

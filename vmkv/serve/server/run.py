@@ -106,7 +106,7 @@ class _CountingConnection(h11.Connection):
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that drains on the first signal.
+    """A uvicorn server for an application of `create_app`; drains on the first signal.
 
     Requests still running after `drain_timeout_s`, or at a second interrupt (Ctrl+C), end with an
     error that their client can read; a third interrupt ends the process at once. `on_ready` is
@@ -115,11 +115,27 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        config: uvicorn.Config,
-        service: Service,
+        app: FastAPI,
+        *,
         drain_timeout_s: float,
+        log_level: str = "info",
         on_ready: Callable[[], None] | None = None,
     ):
+        service: Service = app.state.service
+        limits = service.limits
+        protocol: Any = functools.partial(TimedProtocol, head_timeout_s=limits.head_timeout_s)
+        config = uvicorn.Config(
+            app,
+            http=protocol,
+            ws="none",
+            log_level=log_level,
+            access_log=log_level in ("debug", "trace"),
+            limit_concurrency=limits.max_connections + 1,  # The new one counts.
+            backlog=_NUM_ACCEPTED,
+            # A safeguard: every client has got its error by then.
+            timeout_graceful_shutdown=drain_timeout_s + _LAST_WORDS_S,  # type: ignore[arg-type]
+            lifespan="on",
+        )
         super().__init__(config)
         self._service = service
         self._drain_timeout_s = drain_timeout_s
@@ -162,37 +178,12 @@ class Server(uvicorn.Server):
         await self._service.cut()
 
 
-def make_server(
-    app: FastAPI,
-    *,
-    drain_timeout_s: float,
-    log_level: str = "info",
-    on_ready: Callable[[], None] | None = None,
-) -> Server:
-    """Build a server for an application of `create_app`, to be run with a socket."""
-    service: Service = app.state.service
-    protocol: Any = functools.partial(TimedProtocol, head_timeout_s=service.limits.head_timeout_s)
-    config = uvicorn.Config(
-        app,
-        http=protocol,
-        ws="none",
-        log_level=log_level,
-        access_log=log_level in ("debug", "trace"),
-        limit_concurrency=service.limits.max_connections + 1,  # The new one counts.
-        backlog=_NUM_ACCEPTED,
-        # A safeguard: every client has got its error by then.
-        timeout_graceful_shutdown=drain_timeout_s + _LAST_WORDS_S,  # type: ignore[arg-type]
-        lifespan="on",
-    )
-    return Server(config, service, drain_timeout_s, on_ready)
-
-
 def run_server(app: FastAPI, listener: socket.socket, **options: Any) -> None:
     """Serve until a signal; returns when all requests have ended. Main thread only.
 
-    `options` are those of `make_server`.
+    `options` are those of `Server`.
     """
-    server = make_server(app, **options)
+    server = Server(app, **options)
     # As many connections as the system permits.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -49,7 +49,7 @@ from .schema import (
     TokenizeRequest,
     parse,
 )
-from .vllm_names import VllmNames
+from .vllm_names import in_vllms_names
 
 if TYPE_CHECKING:
     from ..engine_client import EngineClient
@@ -279,9 +279,8 @@ class Service:
         by_model = labelled(own, "model_name")
         families = by_model if len(own) > 1 else own[self.model_name]
         families = [*families, *(family for each in self.common for family in each.families())]
+        families += [*self._http_metrics.collect(), *in_vllms_names(by_model, own)]
         text = generate_latest(SimpleNamespace(collect=lambda: families))
-        text += generate_latest(self._http_metrics)
-        text += generate_latest(VllmNames(by_model, list(own)))
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
     async def read(self, request: Request, form: type[BodyT]) -> tuple[Service, BodyT]:

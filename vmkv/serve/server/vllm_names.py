@@ -30,42 +30,38 @@ _NAMES = (
 _LABELS = {"finish_reason": "finished_reason"}
 
 
-class VllmNames:
-    """A registry of `families`, which have the label `model_name`, under vLLM's names."""
+def in_vllms_names(families: Iterable[Metric], model_names: Iterable[str]) -> Iterator[Metric]:
+    """Yield metrics that have been reported, with the label `model_name`, under vLLM's names."""
+    known = {family.name: family for family in families}
+    for ours, theirs in _NAMES:
+        family, name = known.get(f"vmkv_{ours}"), f"vllm:{theirs}"
+        if family is not None:
+            renamed = Metric(name, family.documentation, family.type)
+            renamed.samples = [_renamed(family, name, each) for each in family.samples]
+            yield renamed
+    memory = known.get("vmkv_memory_bytes")
+    if memory is not None:
+        yield _usage(memory.samples)
+    labels = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    adapters = Metric("vllm:lora_requests_info", "Adapters; none are served", "gauge")
+    for name in model_names:
+        adapters.add_sample(adapters.name, {**labels, "model_name": name}, 0.0)
+    yield adapters
 
-    def __init__(self, families: Iterable[Metric], model_names: Iterable[str]):
-        self._families = {family.name: family for family in families}
-        self._model_names = model_names
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics that have been reported."""
-        for ours, theirs in _NAMES:
-            family, name = self._families.get(f"vmkv_{ours}"), f"vllm:{theirs}"
-            if family is not None:
-                renamed = Metric(name, family.documentation, family.type)
-                renamed.samples = [self._renamed(family, name, each) for each in family.samples]
-                yield renamed
-        memory = self._families.get("vmkv_memory_bytes")
-        if memory is not None:
-            yield self._usage(memory.samples)
-        labels = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
-        adapters = Metric("vllm:lora_requests_info", "Adapters; none are served", "gauge")
-        for name in self._model_names:
-            adapters.add_sample(adapters.name, {**labels, "model_name": name}, 0.0)
-        yield adapters
+def _renamed(family: Metric, name: str, sample: Sample) -> Sample:
+    labels = {_LABELS.get(key, key): value for key, value in sample.labels.items()}
+    return sample._replace(name=name + sample.name.removeprefix(family.name), labels=labels)
 
-    def _renamed(self, family: Metric, name: str, sample: Sample) -> Sample:
-        labels = {_LABELS.get(key, key): value for key, value in sample.labels.items()}
-        return sample._replace(name=name + sample.name.removeprefix(family.name), labels=labels)
 
-    def _usage(self, samples: Iterable[Sample]) -> Metric:
-        usage = Metric("vllm:kv_cache_usage_perc", "Used share of the memory, 1 for all", "gauge")
-        bytes_of: dict[tuple[tuple[str, str], ...], dict[str, float]] = {}
-        for sample in samples:
-            labels = dict(sample.labels)
-            state = labels.pop("state")
-            bytes_of.setdefault(tuple(labels.items()), {})[state] = sample.value
-        for replica, states in bytes_of.items():
-            share = states["used"] / max(1.0, states["budget"])
-            usage.add_sample(usage.name, dict(replica), share)
-        return usage
+def _usage(samples: Iterable[Sample]) -> Metric:
+    usage = Metric("vllm:kv_cache_usage_perc", "Used share of the memory, 1 for all", "gauge")
+    bytes_of: dict[tuple[tuple[str, str], ...], dict[str, float]] = {}
+    for sample in samples:
+        labels = dict(sample.labels)
+        state = labels.pop("state")
+        bytes_of.setdefault(tuple(labels.items()), {})[state] = sample.value
+    for replica, states in bytes_of.items():
+        share = states["used"] / max(1.0, states["budget"])
+        usage.add_sample(usage.name, dict(replica), share)
+    return usage
