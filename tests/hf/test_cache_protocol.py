@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -246,7 +247,8 @@ def test_keys_cannot_be_replaced_by_another_tensor(new_cache: NewCache) -> None:
     _append(cache, 4)
     layer = cache.layers[0]
     before = layer.keys.clone()
-    with pytest.raises(ConfigError, match="cannot be replaced"):
+    # Not "write into them": a write to pages that a fork maps, too, ends the process.
+    with pytest.raises(ConfigError, match="cannot be replaced or written to"):
         layer.keys = torch.zeros(2, HEADS, 4, WIDTH)
     with pytest.raises(ConfigError, match="cannot be replaced"):
         layer.values = torch.zeros(2, HEADS, 4, WIDTH)
@@ -419,13 +421,17 @@ def test_any_sequence_of_operations_matches_dynamic_cache(
     assert BackendUsage() == backend.usage()
 
 
-def test_batch_select_accepts_a_mask(new_cache: NewCache) -> None:
-    """A boolean mask selects batch entries as it does in DynamicCache."""
+@pytest.mark.parametrize("of", [torch.tensor, list, np.array])
+@pytest.mark.parametrize("entries", [[True, False, False, True], [-1, 0, 0]])
+def test_batch_select_accepts_what_indexes_a_tensor(
+    of: Callable[..., Any], entries: list[Any], new_cache: NewCache
+) -> None:
+    """Masks and indices, also as lists and arrays, select entries as they do in DynamicCache."""
     config = tiny_config("llama")
     expected, cache = dynamic_cache(config), new_cache(config)
     for each in (expected, cache):
         _append(each, 5, batch_size=4)
-        each.batch_select_indices(torch.tensor([True, False, False, True]))
+        each.batch_select_indices(of(entries))
     assert_same_contents(expected, cache)
 
 

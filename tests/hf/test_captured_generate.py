@@ -350,6 +350,43 @@ def test_positions_of_the_caller_are_used(
     assert {"three": 3, "padded": 2}[kind] == capture.num_steps
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="4.57 lacks mm_token_type_ids")
+def test_a_step_without_positions_after_an_image_runs_the_model(new_cache: NewCache) -> None:
+    """An image takes fewer positions than tokens, and only the model knows how many."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    text = {"vocab_size": VOCABULARY, "intermediate_size": 48, "num_hidden_layers": 2}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4}
+    config = transformers.Qwen2VLConfig(
+        text_config={**sizes, **text, "rope_parameters": rope},
+        vision_config=vision,
+        image_token_id=90,
+        video_token_id=91,
+        vision_start_token_id=92,
+        vision_end_token_id=93,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    redraw_weights(model, 0)
+    ids = torch.tensor([[5, 6, 92, *[90] * 16, 93, 7, 8]])
+    image = {
+        "pixel_values": torch.randn(64, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 8, 8]]),
+        "mm_token_type_ids": (ids == 90).int(),
+    }
+    logits = []
+    for make in (dynamic_cache, new_cache):
+        cache = make(config)
+        with vmkv.capture_decoding(model) as capture:
+            _step(model, cache, ids, **image)
+            step = _step(model, cache, _tokens(1))
+            positions = cache.get_seq_length() + model.model.rope_deltas
+            given = _step(model, cache, _tokens(1), position_ids=positions)
+            logits.append(torch.cat([step, given], 1))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    assert capture.num_steps == 1  # Positions that were given are used.
+
+
 def test_a_padded_step_without_positions_runs_the_model(new_cache: NewCache) -> None:
     """OPT does not count padding in positions, Llama does, so only the model knows."""
     inputs, logits = left_padded_prompt(), []

@@ -147,9 +147,9 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
         others = [each for each in self.layers if not isinstance(each, VirtualLayer)]
         calls = [getattr(each, method) for each in others]  # Some lack it: before any change.
         if any(layer._length for layer in self._virtual_layers):
-            # Like transformers' layers, accept a boolean mask and negative indices.
-            entries: list[int] = torch.arange(self._batch_size)[sources.cpu()].tolist()
-            self._store.take_over(entries)
+            # Like transformers' layers, accept lists, a boolean mask and negative indices.
+            chosen = torch.arange(self._batch_size)[torch.as_tensor(sources, device="cpu")]
+            self._store.take_over(entries := chosen.tolist())
             for layer in self._virtual_layers:
                 if layer.is_initialized:
                     layer._batch_size = len(entries)

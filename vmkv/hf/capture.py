@@ -51,10 +51,10 @@ def capture_decoding(
     Afterwards `model.generate(**inputs, past_key_values=VMKVCache(model.config))` decodes by
     replaying CUDA graphs, captured once a size has come three times: greedily or sampling, with
     beams, with left padding. Graphs stay with their cache between calls. Everything else runs as
-    before, with the same cache: prompts, other caches, masks other than left padding, left padding
-    without positions, models with hooks or adapters, in training or under autocast, divided or
-    spread over devices, and models that fail their proof (see `vmkv.generate`), which are logged.
-    Without CUDA the same steps run uncaptured.
+    before, with the same cache: prompts, other caches, masks other than left padding, steps without
+    positions after left padding or images, models with hooks or adapters, in training or under
+    autocast, divided or spread over devices, and models that fail their proof (see
+    `vmkv.generate`), which are logged. Without CUDA the same steps run uncaptured.
 
     A graph holds the model's code as it was at capture: after changing it, call `close` and this
     again. While a part of the model is in training mode, or after another attention implementation
@@ -108,14 +108,15 @@ class _OfCache:
     """The captured steps of one cache, and the form of its model's outputs.
 
     `logits` is `[0, vocabulary]`. `is_checked` says that the model was checked for hooks and moved
-    weights since the last prompt, and `runs_plainly` that its steps cannot be captured.
+    weights since the last prompt, `runs_plainly` that its steps cannot be captured, and
+    `offsets_positions` that those without positions cannot.
     """
 
     def __init__(self, output: Any, steps: CapturedSteps | None):
         self.steps = steps
         self.logits = output.logits.new_empty((0, output.logits.shape[-1]))
         self.output_type = type(output)
-        self.is_checked = self.runs_plainly = False
+        self.is_checked = self.runs_plainly = self.offsets_positions = False
 
 
 class CapturedDecoding(AbstractContextManager["CapturedDecoding"]):
@@ -212,8 +213,8 @@ class CapturedDecoding(AbstractContextManager["CapturedDecoding"]):
             return None
         if not steps.takes(mask, num_past_tokens, cache._store.num_batches):
             return None
-        if steps.is_padded and not has_positions:
-            return None  # Models derive missing positions from the mask or from the cache.
+        if not has_positions and (steps.is_padded or known.offsets_positions):
+            return None  # Models derive missing positions from the mask or from their prompt.
         cache.begin_step(steps.batch_size)
         logits = steps.run(token_ids, positions, num_past_tokens)
         if logits is None:
@@ -240,6 +241,7 @@ class CapturedDecoding(AbstractContextManager["CapturedDecoding"]):
         if not known.is_checked:
             known.is_checked = True
             known.runs_plainly = has_hooks(model) or _is_divided_or_adapted(model)
+            known.offsets_positions = compat.offsets_positions(model)
             if steps is not None and not (steps.is_current and steps.weights == _addresses(model)):
                 steps.close()
         if known.runs_plainly or store.cores[0].device != token_ids.device:

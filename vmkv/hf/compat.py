@@ -347,6 +347,11 @@ def takes_positions(model: Any) -> bool:
     return "position_ids" in parameters or not names_anything  # A wrapper names no input.
 
 
+def offsets_positions(model: Any) -> bool:
+    """Whether a model adds an offset, kept from a prompt with images, to missing positions."""
+    return any(getattr(each, "rope_deltas", None) is not None for each in model.modules())
+
+
 def takes_cache(model: Any) -> bool:
     """Whether a model accepts and uses a cache."""
     supports = getattr(model, "_supports_default_dynamic_cache", lambda: True)

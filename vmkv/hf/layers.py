@@ -227,12 +227,13 @@ class VirtualLayer:
         # transformers assigns None to mean "forget", next to what `reset` does anyway.
         if value is not None:
             raise ConfigError(
-                "keys and values of a VMKVCache cannot be replaced by other tensors, nor can one "
-                "layer be offloaded or reordered: write into them, or use update; reorder_cache "
-                "and batch_select_indices concern all layers, call them on the cache"
+                "keys and values of a VMKVCache cannot be replaced or written to, because entries "
+                "share memory, nor can one layer be offloaded or reordered: add tokens by update; "
+                "reorder_cache and batch_select_indices concern all layers, call them on the cache"
             )
 
-    # Contents `[batch, kv_heads, kept_tokens, dim]`, or None; eight bits are not decoded.
+    # Contents `[batch, kv_heads, kept_tokens, dim]`, or None; eight bits are not decoded. To be
+    # read only: a write to memory that entries or copies share ends the process.
     keys = property(lambda self: self._kept("keys"), _refuse_assignment)
     values = property(lambda self: self._kept("values"), _refuse_assignment)
 
