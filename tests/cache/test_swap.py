@@ -18,8 +18,10 @@ from vmkv import (
     Sequence,
 )
 from vmkv.core.backend import MemoryLocation
+from vmkv.core.backend.host import HostFence
 from vmkv.core.cache.cost import CostModel
 from vmkv.core.memory.page_table import Mapping
+from vmkv.errors import DriverError
 from vmkv.units import KiB, MiB
 
 PAGE = 4 * KiB
@@ -61,6 +63,35 @@ def test_swapped_in_sequence_has_the_over_read_resident(cache: KVCache) -> None:
     sequence.swap_in()
     cache.check()
     assert_holds(sequence, range(40))
+
+
+class _FencelessBackend(HostBackend):
+    """A host backend that records no fence while `is_out_of_events`."""
+
+    is_out_of_events = False
+
+    def record_fence(self) -> HostFence:
+        if self.is_out_of_events:
+            raise DriverError("record_fence", -1, "OUT_OF_EVENTS", "no fence can be recorded")
+        return super().record_fence()
+
+
+def test_a_sequence_comes_back_while_no_fence_can_be_recorded(make_cache: MakeCache) -> None:
+    """Its host memory is released later, at the latest for the next sequence that leaves."""
+    backend = _FencelessBackend(PAGE)
+    pool = ExtentPool(backend, 64 * PAGE, host_budget_bytes=16 * PAGE, close_when_unused=True)
+    sequence = make_cache(pool).open()
+    append(sequence, range(64))
+    sequence.swap_out()
+    backend.is_out_of_events = True
+    sequence.swap_in()
+    assert 16 * PAGE == _host_bytes(sequence.cache)
+    backend.is_out_of_events = False
+    assert_holds(sequence, range(64))
+    sequence.swap_out()
+    sequence.swap_in()
+    assert_holds(sequence, range(64))
+    assert 0 == _host_bytes(sequence.cache)
 
 
 def test_swap_out_leaves_shared_extents(cache: KVCache) -> None:

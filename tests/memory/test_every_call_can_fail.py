@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.faulty_cache import PAGE, FaultyCache
 from helpers.interrupts import interrupted, offsets
 
 from vmkv import BackendUsage, HostBackend, KVCache
 from vmkv.core.backend.host import HostFence
-from vmkv.core.cache import layer_group, make_ready
+from vmkv.core.cache import StateShape, layer_group, make_ready
 from vmkv.core.cache.cost import CostModel
 from vmkv.core.cache.swap import MovedPrefixes, move_prefixes
 from vmkv.errors import CapacityError, ClosedError, DriverError
@@ -138,6 +139,39 @@ def _close_a_sequence(state: FaultyCache) -> Prepared:
     sequence = state.begin(96, step=4)
     state.begin(4)
     return sequence.close
+
+
+@operation("record_fence", **_WITH_HOST)
+def _close_a_spilled_sequence(state: FaultyCache) -> Prepared:
+    """What it shares lies before what is spilled, and in a window that has moved."""
+    sequence = state.fork(state.begin(96, step=4))
+    state.cache.grow([(sequence, 120)])
+    assert sequence.spill(4 * PAGE)
+    return sequence.close
+
+
+@operation("record_fence", **_WITH_HOST)
+def _close_a_swapped_sequence(state: FaultyCache) -> Prepared:
+    """The extents that it shares have stayed mapped."""
+    sequence = state.fork(state.begin(96, step=4))
+    state.cache.grow([(sequence, 120)])
+    sequence.swap_out()
+    assert state.cache.groups[1].table.rows[sequence.row].first_page
+
+    def observe() -> object:
+        return state.is_closing or (sequence.is_closed, sequence.is_resident)
+
+    return Scenario(sequence.close, observe, state.cache.check, state.close_cache)
+
+
+@operation("join_streams", "record_fence", window_tokens=12)
+def _truncate_to_nothing_with_states(state: FaultyCache) -> Prepared:
+    """A checkpoint and the window's pages go, each behind a fence."""
+    state.cache.add_states({9: [StateShape((100,), torch.float32)]})
+    sequence = state.begin(96, step=4)
+    sequence.checkpoint()
+    state.cache.grow([(sequence, 100)])
+    return lambda: sequence.truncate(0)
 
 
 @operation("join_streams")

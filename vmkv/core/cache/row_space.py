@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...errors import ClosedError, ConfigError, InternalError, OutOfAddressSpaceError
-from ..backend import Backend, Fence
+from ..backend import Backend
 from ..memory import Extent, ExtentPool, Victim, pinned
 from .cost import CostModel
 from .device_memory import open_pool
@@ -437,7 +437,7 @@ class RowSpace:
             # Another stream may still read memory that this one will overwrite.
             self.pool.backend.join_streams(self.current_stream())
         if not num_tokens:
-            self.begin_anew(row)
+            self.begin_anew(row, self.rows.idle_since(row))
         self.prefixes.truncate(row, num_tokens)  # First, because scrubbing overwrites the rest.
         stream = self.current_stream()
         is_scrubbed = True  # Also if scrubbing fails half-way.
@@ -457,11 +457,11 @@ class RowSpace:
         with self.pool.lock:
             self.rows.touch(row, self.pool.pressure.tick())
 
-    def begin_anew(self, row: int) -> None:
-        """Prepare `row` to be written from token 0: retire runs that do not start there."""
+    def begin_anew(self, row: int, since: int) -> None:
+        """Prepare `row`, unused since a tick, for token 0: retire runs that do not start there."""
         displaced = [group for group in self.groups if group.table.rows[row].first_page]
         if displaced:
-            fence = self.pool.reclaimer.new_fence()
+            fence = self.pool.reclaimer.fence_since(since)
             for group in displaced:
                 group.retire_from(row, 0, fence)
         for group in self.groups:
@@ -486,28 +486,26 @@ class RowSpace:
                 self.retire_parked(row, 0)
             raise
 
-    def park(self, row: int, idle_since: int | None = None) -> None:
-        """Park the row of a sequence that ends. Locked."""
+    def park(self, row: int, idle_since: int | None, now: int) -> None:
+        """Park the row of a sequence that ends at tick `now`. Locked."""
         if not self.prefixes.num_recorded(row):
-            self.begin_anew(row)
+            self.begin_anew(row, now)
         if self.states is not None:
             self.states.park(row, self.live[row].num_tokens)
         del self.live[row]
-        self.rows.park(row, self.pool.pressure.tick(), idle_since)
+        self.rows.park(row, now, idle_since)
         self.prefixes.move(row, Where.PARKED)
 
     def retire_parked(self, row: int, num_tokens: int) -> None:
         """Retire a parked row's extents after its first `num_tokens` tokens."""
         # Work submitted after `idle_since` does not read the row.
-        self._retire(row, num_tokens, self.pool.reclaimer.fence_since(self.rows.idle_since(row)))
+        self.retire_from(row, num_tokens, self.rows.idle_since(row))
         if not num_tokens:
             self.rows.empty(row)
 
-    def retire_from(self, row: int, num_tokens: int) -> None:
-        """Retire the extents that hold nothing of the first `num_tokens` tokens of `row`."""
-        self._retire(row, num_tokens, self.pool.reclaimer.new_fence())
-
-    def _retire(self, row: int, num_tokens: int, fence: Fence) -> None:
+    def retire_from(self, row: int, num_tokens: int, since: int) -> None:
+        """Retire what holds none of the first `num_tokens` tokens of `row`, unused since a tick."""
+        fence = self.pool.reclaimer.fence_since(since)
         for group in self.groups:
             group.retire_from(row, num_tokens, fence)
         self.prefixes.truncate(row, num_tokens)

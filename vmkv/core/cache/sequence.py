@@ -81,13 +81,13 @@ class Sequence:
         if num_tokens < self.num_tokens:
             # A fork on another stream may still copy tokens that will be overwritten.
             self.cache.pool.backend.join_streams(self.cache.current_stream())
-        if not num_tokens:
-            self.cache.begin_anew(self.row)
-            self.cache.note_used(self.row)
         with self.cache.pool.lock:
             if self.cache.states is not None and num_tokens < self.num_tokens:
                 stream, fence = self.cache.current_stream(), self.cache.pool.reclaimer.new_fence
                 self.cache.states.go_back(self.row, num_tokens, stream, fence)
+            if not num_tokens:  # Last of what may fail: until then the row holds its tokens.
+                self.cache.begin_anew(self.row, self.cache.pool.pressure.tick())
+                self.cache.note_used(self.row)
             self.cache.prefixes.truncate(self.row, num_tokens)
         self.num_tokens = num_tokens
 
@@ -317,7 +317,6 @@ class Sequence:
             self.transfer.stay()
         if self.swapped is not None:
             self.swapped.drop()
-            self.cache.prefixes.truncate(self.row, self.cache.resident_tokens(self.row))
             self.swapped = None
 
     def check_open(self) -> None:
@@ -344,10 +343,14 @@ def close_idle(sequence: Sequence, idle_since: int | None) -> None:
     With None that is now: eviction of its row waits for all work submitted so far.
     """
     if not sequence.is_closed:
-        with sequence.cache.pool.lock:
+        cache, row = sequence.cache, sequence.row
+        with cache.pool.lock:
+            if sequence.swapped is not None:
+                cache.prefixes.truncate(row, cache.resident_tokens(row))
+            now = cache.pool.pressure.tick()  # All use one fence: nothing fails half-way.
+            drop_spilled(cache, row, now)
+            cache.park(row, idle_since, now)
             sequence.drop_host_copy()
-            drop_spilled(sequence.cache, sequence.row)
-            sequence.cache.park(sequence.row, idle_since)
         sequence.is_closed = True
 
 

@@ -93,8 +93,8 @@ class Swapped:
         ]
 
     def drop(self) -> None:
-        """Release the host memory once the copies submitted so far are complete."""
-        self.staging.close_behind(self.staging.pool.reclaimer.new_fence())
+        """Release the host memory once the copies submitted so far are complete. Cannot fail."""
+        self.staging.pool.reclaimer.close_soon(self.staging.close_behind)
 
 
 class Transfer:
@@ -122,7 +122,7 @@ class Transfer:
 
     @uninterrupted
     def cancel(self) -> None:
-        """Keep the sequence on the device and drop its copy; can be repeated after a `DriverError`.
+        """Keep the sequence on the device and drop its copy.
 
         Raises `ConfigError` if it has left, by `finish` or because memory was short.
         """
@@ -331,11 +331,12 @@ def unspill(sequence: Sequence) -> int:
     return _relocate(space, sequence, chosen, MemoryLocation.DEVICE)
 
 
-def drop_spilled(space: RowSpace, row: int) -> None:
-    """Retire an ending row from its first extent in host memory on, also if shared. Locked."""
+def drop_spilled(space: RowSpace, row: int, since: int) -> None:
+    """Retire a row, unused since a tick, from its first extent in host memory on. Locked."""
     spilled = _mapped(space, row, MemoryLocation.HOST)
     if spilled:
-        space.retire_from(row, min(group.token_at(each.first_page) for group, each in spilled))
+        first_token = min(group.token_at(each.first_page) for group, each in spilled)
+        space.retire_from(row, first_token, since)
 
 
 def _mapped(space: RowSpace, row: int, location: MemoryLocation) -> _Chosen:

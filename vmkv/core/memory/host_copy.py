@@ -38,6 +38,7 @@ def copied_to_host(
     A source has the size class of the extent to copy to, the address and the bytes. The table's
     mappings own the extents. After any error nothing has changed.
     """
+    pool.reclaimer.close_left()  # What earlier copies could not close holds host memory.
     classes = [size_class for size_class, *_ in sources]
     extents = pool.acquire_or_evict(classes, MemoryLocation.HOST)
     try:
@@ -80,7 +81,6 @@ class HostCopy:
     def __init__(self, pool: ExtentPool, rows: Iterable[tuple[PageTable, int]], stream: int):
         self._pool = pool
         with pool.lock:
-            pool.reclaimer.close_left()  # What earlier copies could not close holds host memory.
             self._rows = [
                 _Moved(table, row, tuple(pages.mappings), pages.shared_end_page)
                 for table, row in rows
