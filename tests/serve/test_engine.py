@@ -434,6 +434,20 @@ def test_max_tokens_follows_the_budget(make_engine: MakeEngine) -> None:
         assert (engine.max_tokens == longest) == (budget_bytes == whole_bytes)
 
 
+@pytest.mark.parametrize("runner", ["eager", "graphs"])
+def test_the_longest_request_fits_beside_padding(make_engine: MakeEngine, runner: str) -> None:
+    options = RunnerOptions(capture=True, show_progress=False)
+    engine = make_engine(
+        runner=runner, budget_bytes=32 * KiB, max_tokens=400, runner_options=options
+    )
+    prompt = [5] * (engine.max_tokens - 2)
+    [output] = engine.generate([prompt], SamplingParams(max_tokens=9, ignore_eos=True))
+    assert (2, FinishReason.LENGTH) == (
+        len(output.outputs[0].token_ids),
+        output.outputs[0].finish_reason,
+    )
+
+
 def test_invalid_requests_are_refused(make_engine: MakeEngine) -> None:
     """Later requests are served."""
     engine = make_engine(max_tokens=32)

@@ -124,7 +124,7 @@ class Engine:
             renew = partial(renewed_runner, model, rows, given, self._weights)
             self._turns = TrainingTurns(model, runner, renew)
             undo.callback(lambda: self._runner.close())
-            self._view.fitting_tokens()  # Checks that one token fits, with the over-read.
+            self._view.begin_serving()  # Checks that one token fits, with the over-read.
             undo.callback(self._release)
             self._undo = undo.pop_all()
         its = (tokenizer, self._vocab_size, self._end_tokens)

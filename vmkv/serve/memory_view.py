@@ -209,6 +209,12 @@ class MemoryView:
         self._submitted_at = (0, 0)  # The last two submissions.
         self._fitting = (0, 0), 0
         self._padding: list[CacheSequence] = []  # Without memory, from `sleep` to the next step.
+        self._num_padding = 0
+
+    def begin_serving(self) -> None:
+        """Take open sequences as padding; `ConfigError` if the budget holds no further token."""
+        self._num_padding = len(self.cache.live_sequences())
+        self.fitting_tokens()
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -575,14 +581,14 @@ class MemoryView:
 
     def fitting_tokens(self) -> int:
         """Length of the longest request that fits the budget alone, at most a row."""
-        total_pages = self.total_pages
-        asked = (total_pages, self.cache.overread_tokens)
+        asked = (self.total_pages, self.cache.overread_tokens)
         if self._fitting[0] != asked:
             lengths = range(1, self.cache.max_tokens + 1)
-            self._fitting = asked, bisect_right(lengths, total_pages, key=self.peak_pages)
+            left_pages = self.total_pages - self._num_padding * self.peak_pages(1)
+            self._fitting = asked, bisect_right(lengths, left_pages, key=self.peak_pages)
         if not self._fitting[1]:
             raise ConfigError(
-                f"the budget of {total_pages} pages of {self.page_bytes} bytes does not hold "
+                f"the budget of {self.total_pages} pages of {self.page_bytes} bytes does not hold "
                 "a single token; raise budget_bytes"
             )
         return self._fitting[1]
