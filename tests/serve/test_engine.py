@@ -442,10 +442,8 @@ def test_the_longest_request_fits_beside_padding(make_engine: MakeEngine, runner
     )
     prompt = [5] * (engine.max_tokens - 2)
     [output] = engine.generate([prompt], SamplingParams(max_tokens=9, ignore_eos=True))
-    assert (2, FinishReason.LENGTH) == (
-        len(output.outputs[0].token_ids),
-        output.outputs[0].finish_reason,
-    )
+    [sample] = output.outputs
+    assert (2, FinishReason.LENGTH) == (len(sample.token_ids), sample.finish_reason)
 
 
 def test_invalid_requests_are_refused(make_engine: MakeEngine) -> None:

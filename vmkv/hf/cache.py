@@ -148,8 +148,9 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
         calls = [getattr(each, method) for each in others]  # Some lack it: before any change.
         if any(layer._length for layer in self._virtual_layers):
             # Like transformers' layers, accept lists, a boolean mask and negative indices.
-            chosen = torch.arange(self._batch_size)[torch.as_tensor(sources, device="cpu")]
-            self._store.take_over(entries := chosen.tolist())
+            index = torch.as_tensor(sources, device="cpu")
+            entries: list[int] = torch.arange(self._batch_size)[index].tolist()
+            self._store.take_over(entries)
             for layer in self._virtual_layers:
                 if layer.is_initialized:
                     layer._batch_size = len(entries)

@@ -209,10 +209,10 @@ class MemoryView:
         self._submitted_at = (0, 0)  # The last two submissions.
         self._fitting = (0, 0), 0
         self._padding: list[CacheSequence] = []  # Without memory, from `sleep` to the next step.
-        self._num_padding = 0
+        self._num_padding = 0  # Sequences that padding writes to.
 
     def begin_serving(self) -> None:
-        """Take open sequences as padding; `ConfigError` if the budget holds no further token."""
+        """Count open sequences as padding; `ConfigError` if no token fits the budget beside it."""
         self._num_padding = len(self.cache.live_sequences())
         self.fitting_tokens()
 
