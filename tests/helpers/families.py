@@ -24,7 +24,7 @@ _HEAD_DIM = 8
 _HIDDEN = _HEADS * _HEAD_DIM
 _INNER = 48
 _LENGTH = 256
-_EXPERTS = 4
+NUM_EXPERTS = 4
 
 
 def _each(names: str, value: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ _SMALL: dict[str, Any] = {
     **_each("num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads", _KV_HEADS),
     **_each("head_dim swa_head_dim dim_head d_head d_kv attention_head_size", _HEAD_DIM),
     **_each("attention_head_dim", 2 * _HEAD_DIM),
-    **_each("num_experts n_routed_experts num_local_experts moe_num_experts", _EXPERTS),
+    **_each("num_experts n_routed_experts num_local_experts moe_num_experts", NUM_EXPERTS),
     **_each("n_group topk_group", 1),
     **_each("num_experts_per_tok moe_k moe_topk moe_top_k", 2),
     **_each("kv_lora_rank q_lora_rank o_lora_rank v_head_dim qk_nope_head_dim", 16),
@@ -121,7 +121,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "dbrx": {"attn_config": {"kv_n_heads": _KV_HEADS, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": _EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": {"text_config": _DOTS3_TEXT},
     "dots3_note_text": _DOTS3_TEXT,
     "gemma3n": {"text_config": _GEMMA3N_TEXT},
@@ -193,7 +193,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 1,
             "enable_moe_block": True,
-            "num_experts": _EXPERTS,
+            "num_experts": NUM_EXPERTS,
             "top_k_experts": 2,
             "moe_intermediate_size": _INNER,
         },
