@@ -174,6 +174,16 @@ def _truncate_to_nothing_with_states(state: FaultyCache) -> Prepared:
     return lambda: sequence.truncate(0)
 
 
+@operation("record_fence", window_tokens=12)
+def _close_a_sequence_at_a_checkpoint(state: FaultyCache) -> Prepared:
+    """The window has moved, and the checkpoint is dropped for the newer state."""
+    state.cache.add_states({9: [StateShape((100,), torch.float32)]})
+    sequence = state.begin(96, step=4)
+    sequence.checkpoint()
+
+    return sequence.close
+
+
 @operation("join_streams")
 def _adopt(state: FaultyCache) -> Prepared:
     state.begin(4)

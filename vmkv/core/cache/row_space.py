@@ -491,7 +491,7 @@ class RowSpace:
         if not self.prefixes.num_recorded(row):
             self.begin_anew(row, now)
         if self.states is not None:
-            self.states.park(row, self.live[row].num_tokens)
+            self.states.park(row, self.live[row].num_tokens, now)
         del self.live[row]
         self.rows.park(row, now, idle_since)
         self.prefixes.move(row, Where.PARKED)

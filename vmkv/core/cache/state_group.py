@@ -179,11 +179,11 @@ class StateGroup(LayerGroup):
         if behind is not None:
             self.drop_after(row, num_tokens, behind)
 
-    def park(self, row: int, num_tokens: int) -> None:
-        """Note that a row is parked with a state after `num_tokens`. Locked."""
+    def park(self, row: int, num_tokens: int, now: int) -> None:
+        """Note that a row is parked at tick `now` with a state after `num_tokens`. Locked."""
         if self.table.rows[row].mappings:
             if num_tokens in self.at_rest(row):
-                self.drop_after(row, num_tokens - 1, self.pool.reclaimer.new_fence())
+                self.drop_after(row, num_tokens - 1, self.pool.reclaimer.fence_since(now))
             self._at_rest.setdefault(row, {})[num_tokens] = row
 
     def drop_after(self, row: int, num_tokens: int, fence: Fence) -> None:
