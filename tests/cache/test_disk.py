@@ -387,6 +387,16 @@ def test_tensor_of_the_wrong_length_is_refused(
         assert_holds(cache.load(saved), range(50))  # The additional tensor is ignored.
 
 
+@pytest.mark.parametrize("ids", [[7] * 51, [7.5, 8.0]])
+def test_wrong_token_ids_are_refused(saved: Path, make_cache: MakeCache, ids: list[float]) -> None:
+    _rewrite(saved, {"token_ids": torch.tensor(ids)}, {})
+    cache = make_cache(windows=(20,))
+    with pytest.raises(ConfigError, match="token"):
+        cache.load(saved)
+    assert 0 == cache.stats().num_sequences
+    cache.check()
+
+
 def _rewrite(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     with safe_open(path, framework="pt") as file:
         before = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118

@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from ...errors import ConfigError
 from ...interrupts import uninterrupted
 from ..memory import asking_broker, check_pool
 from . import forking, growing
@@ -127,8 +128,11 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
     ) -> Sequence:
         sequence = Sequence(self, row, num_tokens, tenant)
         sequence.num_cached_tokens = num_tokens
-        if token_ids:
+        try:
             sequence.record(token_ids)
+        except ConfigError:  # More than its tokens, or no ids.
+            sequence.close()
+            raise
         return sequence
 
     # ---- files and other processes --------------------------------------------------------
