@@ -1,6 +1,6 @@
 """Virtual memory on any Linux machine: memfd for physical memory, mmap for addresses.
 
-The books refuse what CUDA forbids and mmap permits; a surprise on CUDA is first written into
+The books refuse what CUDA forbids and mmap permits; unexpected behaviour of CUDA is first added to
 `check_backend`, then refused here. The two memory locations are two files in the same RAM.
 
 See DESIGN.md, Note [The host backend is stricter than the kernel].

@@ -86,7 +86,7 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 # ---- layout --------------------------------------------------------------------------------------
 
-#: The user's options for differences of layout other than in layers.
+#: By field of a layout: the user's option that sets it. Other fields depend on the layers.
 _REMEDIES = {"dtype": "dtype, or kv_dtype", "scales": "kv_scales"}
 
 

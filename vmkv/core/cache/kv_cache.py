@@ -130,7 +130,7 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
         sequence.num_cached_tokens = num_tokens
         try:
             sequence.record(token_ids)
-        except ConfigError:  # More than its tokens, or no ids.
+        except ConfigError:  # More ids than tokens, or invalid ids.
             sequence.close()
             raise
         return sequence

@@ -432,7 +432,7 @@ def import_prefix(
             try:
                 interruptible(connection.connect, where)
             except (BlockingIOError, TimeoutError) as error:  # The exporter's queue is full.
-                raise TimeoutError(f"nobody at {where} answers within {timeout_s:g} s") from error
+                raise TimeoutError(f"{where} did not answer within {timeout_s:g} s") from error
             channel = _Channel(connection, timeout_s)
             offer = _checked(space, channel.receive(), where)
             _receive(space.pool, channel, offer, extents)

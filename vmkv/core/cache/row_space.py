@@ -149,7 +149,7 @@ def check_own_bytes(groups: List_[LayerGroup], row: int) -> None:
     mapped = [mapping.extent for group in groups for _, mapping in group.to_give(row)]
     counted = sum(extent.num_bytes for extent in mapped if extent.is_freeable)
     if told is not None and told != counted:
-        raise InternalError(f"row {row} tells {told} bytes of its own, its extents {counted}")
+        raise InternalError(f"row {row}: own_bytes is {told}, its extents have {counted}")
 
 
 def victim_of(

@@ -338,16 +338,16 @@ class Sequence:
 
 @uninterrupted
 def close_idle(sequence: Sequence, idle_since: int | None) -> None:
-    """Close a sequence on which the caller's last work, forks excepted, was at a `Pressure.tick`.
+    """Close a sequence whose last work, except for forks, was submitted by a `Pressure.tick`.
 
-    With None that is now: eviction of its row waits for all work submitted so far.
+    With None, eviction of its row waits for all work submitted so far.
     """
     if not sequence.is_closed:
         cache, row = sequence.cache, sequence.row
         with cache.pool.lock:
             if sequence.swapped is not None:
                 cache.prefixes.truncate(row, cache.resident_tokens(row))
-            now = cache.pool.pressure.tick()  # All use one fence: nothing fails half-way.
+            now = cache.pool.pressure.tick()  # One fence for all: nothing fails half-way.
             drop_spilled(cache, row, now)
             cache.park(row, idle_since, now)
             sequence.drop_host_copy()

@@ -235,7 +235,9 @@ class StateGroup(LayerGroup):
         used = [at for _, _, at in checkpoints]
         num_rows = self.geometry.num_rows // (1 + _CHECKPOINTS_MAX)
         if sorted(used + self._free) != list(range(num_rows, self.geometry.num_rows)):
-            raise InternalError(f"checkpoints {used} and free rows {self._free} overlap, or lack")
+            raise InternalError(
+                f"checkpoints {used} and free rows {self._free} overlap or lack some"
+            )
         for at in range(self.geometry.num_rows):
             is_mapped, rests = bool(self.table.rows[at].mappings), at in self.at_rest(at).values()
             if self.table.rows[at].num_pages != is_mapped * self.geometry.row_pages:

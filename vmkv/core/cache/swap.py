@@ -127,7 +127,7 @@ class Transfer:
         Raises `ConfigError` if it has left, by `finish` or because memory was short.
         """
         if not self.stay():
-            raise ConfigError(f"{self._sequence} has left; swap_in() brings it back")
+            raise ConfigError(f"{self._sequence} is swapped out already; swap_in() brings it back")
 
     def stay(self) -> bool:
         """Cancel the transfer if it is still under way; returns whether it was."""

@@ -41,7 +41,7 @@ VERSION = 3
 MESSAGE_BYTES_MAX = 1 << 16
 #: Interval of decisions that depend on time alone.
 _TICK_S = 0.1
-#: Budget of a broker that has none until its first member tells what the device has.
+#: Budget of a broker without one, until its first member reports the device's free memory.
 _UNKNOWN_BYTES = 1 << 50
 #: Share of a device's free memory for the budget, where none is given.
 _FREE_SHARE = 0.9

@@ -111,7 +111,7 @@ class RowChange(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A row's change, its new mappings, and those of them whose extents are mapped nowhere else."""
+    """A row's change, its new mappings, and the new mappings whose extents are not shared."""
 
     row: RowChange
     new: list[Mapping]

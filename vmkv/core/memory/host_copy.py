@@ -3,8 +3,8 @@
     mapped --HostCopy()--> in host memory --come_back--> mapped
                                 '---------drop--------> empty
 
-Everything that the rows map moves at once, extents that they share once. The weights of a sleeping
-model move so, and the parked rows of cached prefixes.
+All extents that the rows map move at once; an extent that several of them map is copied once. The
+weights of a sleeping model move so, and the parked rows of cached prefixes.
 
 See DESIGN.md, Note [Weights sleep in host memory].
 """
@@ -38,7 +38,7 @@ def copied_to_host(
     A source has the size class of the extent to copy to, the address and the bytes. The table's
     mappings own the extents. After any error nothing has changed.
     """
-    pool.reclaimer.close_left()  # What earlier copies could not close holds host memory.
+    pool.reclaimer.close_left()  # Tables that could not be closed before hold host memory.
     classes = [size_class for size_class, *_ in sources]
     extents = pool.acquire_or_evict(classes, MemoryLocation.HOST)
     try:
@@ -108,8 +108,8 @@ class HostCopy:
     def come_back(self, stream: int, user: int) -> None:
         """Map new memory at the rows' addresses and submit the copies back; all or nothing.
 
-        The copies run on `stream`, and later work on stream `user` waits for them. Of each extent
-        the first place is writable again, and the others can be read.
+        The copies run on `stream`, and later work on stream `user` waits for them. The first
+        mapping of each extent is writable again, and the others are read-only.
 
         Raises:
             OutOfPagesError: Budget or device cannot supply all. The contents stay on the host.

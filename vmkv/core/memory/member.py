@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 _TICK_S = 0.25
 #: Memory that is released between two reports: some 3 ms.
 _SLICE_BYTES = 1 * GiB
-#: Growth that is asked for where nobody asks ahead: a share of the budget, within bounds.
+#: Growth to ask a broker for if no engine asks ahead: a share of the budget, within bounds.
 _GROWTH_SHARE, _GROWTH_MAX_BYTES = 16, 256 * MiB
 
 
@@ -186,11 +186,11 @@ class PoolMember:
         is_busy: bool,
         preempts: bool = True,
     ) -> None:
-        """Tell ahead what will be wanted beyond live rows, and what the first request takes.
+        """Report ahead the memory wanted beyond live rows, and the memory of the first request.
 
-        An engine calls it, whose requests then wait for memory instead of `grow`; one that cannot
-        give live rows up says so by `preempts`. `growth_bytes` is what running requests will take
-        beyond live rows; 0 if none runs. Costs a look at each parked row.
+        For engines, whose requests wait for memory themselves instead of in `grow`; `preempts` is
+        whether the engine can give live rows up. `growth_bytes` is the memory that running requests
+        will take beyond live rows; 0 if none runs. Costs a look at each parked row.
         """
         assert self._pool is not None
         with self._changed:
@@ -200,7 +200,7 @@ class PoolMember:
         if not self._is_left:
             self._look(self._pool)
             if self._report() != self._told:
-                self._poke()  # The thread, which may wait for ever, has to tell it.
+                self._poke()  # The member's thread, which may be waiting, must send it.
 
     def gave_up(self, num_bytes: int) -> None:
         """Count memory of live rows that is parked or free now, of `excess_bytes`."""

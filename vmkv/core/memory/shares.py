@@ -85,8 +85,8 @@ class Report(NamedTuple):
 class Member:
     """One pool's share. `weight` counts where live rows must be given up.
 
-    `brought_bytes` is memory that it held before, and that counts while it is a member: weights,
-    which others may use while they are in host memory.
+    `brought_bytes` is memory that it held before joining, and adds to the budget while it is a
+    member: weights, whose memory others may use while the weights are in host memory.
     """
 
     name: str
@@ -102,9 +102,9 @@ class Member:
     goal_bytes: int = field(default=0, init=False)  #: Its budget once orders are carried out.
     preempts: bool = field(default=False, init=False)
     busy_s: float = field(default=0.0, init=False)  #: When it was last known to have work.
-    moved_s: float = field(default=0.0, init=False)  #: Of the last order or progress.
+    moved_s: float = field(default=0.0, init=False)  #: Time of the last order or progress.
     turn_s: float = field(default=-math.inf, init=False)  #: When its last turn began.
-    #: When it last had requests that run, or the memory for one.
+    #: When it last had running requests, or memory for its first request.
     served_s: float = field(default=0.0, init=False)
 
     @property

@@ -22,7 +22,7 @@ _NO_FILE = (0, 0)
 class Listener(socket.socket):
     """A listening socket at `path`, of mode 0600; an abandoned socket there is replaced.
 
-    `close` removes its file, unless somebody has put another there.
+    `close` removes its file, unless another file has replaced it.
 
     Raises `ConfigError` if the path is taken or no path of a socket; `OSError` if it cannot be.
     """
