@@ -359,8 +359,8 @@ def _running(
     """Start an engine in a process of its own, or replicas, each with a tokenizer.
 
     Returns it, its metrics, the tokens of a request, and the memory for keys and values; it ends
-    with the stack. A request of a model that is loaded later is checked against the `longest` until
-    its engine knows better.
+    with the stack. A request of a model that is loaded later is checked against `longest` until its
+    engine has reported its own limit.
     """
     make, silence_max_s = functools.partial(_engine, arguments), arguments.silence_timeout
     if arguments.replicas:
@@ -395,7 +395,7 @@ def _running(
 
 def _check_combination(arguments: argparse.Namespace) -> None:
     if None not in (arguments.budget_bytes, arguments.memory_fraction):
-        raise ConfigError("--memory and --gpu-memory-utilization state the same: take one")
+        raise ConfigError("--memory and --gpu-memory-utilization exclude each other: take one")
     if arguments.tensor_parallel > 1 and ":" in arguments.device:
         raise ConfigError(
             f"--tensor-parallel takes the first GPUs, not {arguments.device}; choose them with "

@@ -29,7 +29,7 @@ class Scrape:
     samples: Samples = field(default_factory=dict)
 
     def of_model(self, model: str | None) -> Scrape:
-        """Return what is of one model of several, without its label; of none for None."""
+        """Return one model's metrics, without its label; with None, metrics without that label."""
         found = {
             (name, frozenset((key, value) for key, value in labels if key != _MODEL)): each
             for (name, labels), each in self.samples.items()
@@ -39,7 +39,7 @@ class Scrape:
 
     @property
     def models(self) -> list[str]:
-        """The models of a server of several."""
+        """The models of a server of several models."""
         return sorted(
             {dict(labels)[_MODEL] for _, labels in self.samples if _MODEL in dict(labels)}
         )

@@ -145,7 +145,7 @@ class Engine:
         self.loop.rest()
 
     def _memory_opener(self, pool: ExtentPool) -> Callable[[], Backend]:
-        """Return what opens a further backend of a pool's device, without this engine."""
+        """Return a function that opens another backend of a pool's device; refers to no engine."""
         return partial(open_backend, pool.backend.name)
 
     @property
@@ -537,10 +537,10 @@ class Engine:
         Cached prefixes are dropped, or with `prefixes` move to host memory, as many as the pool's
         host budget holds. With `weights` the model's weights move to host memory, and return to the
         same addresses: the next request, or `wake`, brings both back. Without either nothing has to
-        be woken, and the next request takes what is free then. A budget of the engine's own follows
-        free memory, torch's idle memory included, up to what it was; that of a shared pool is its
-        owner's. What stays is the captured steps without `graphs`, and a row of padding where
-        layers keep states. With `graphs` each step is captured again when it is next needed, and
+        be woken, and the next request takes what is free then. The budget of the engine's own pool
+        then follows free memory, torch's idle memory included, up to its former value; a shared
+        pool keeps its budget. Captured steps stay unless `graphs`, and so does a row of padding
+        where layers keep states. With `graphs` a step is captured again when next needed, and
         within `paused()` copies of adapters go as well, which moves the weights beside them, unless
         `enable_sleep_mode` holds these in place. Does nothing while the engine sleeps.
 

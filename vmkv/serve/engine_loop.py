@@ -50,7 +50,7 @@ class Finish(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """End the loop, after unfinished requests with `drain`, or else cancelling them."""
+    """End the loop: with `drain` after unfinished requests, else by cancelling them."""
 
     drain: bool
 
@@ -60,9 +60,9 @@ class Look(NamedTuple):
 
 
 class Sleep(NamedTuple):
-    """Sleep with the weights once the requests before have ended, or `aborts` them.
+    """Move the weights to host memory once earlier requests have ended; `aborts` cancels them.
 
-    Requests that come later wait for it, and wake the engine.
+    Later requests wait for the sleep, and then wake the engine.
     """
 
     key: int
@@ -76,9 +76,9 @@ class Wake(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Give the model to training until `is_over`, once the requests before have ended.
+    """Give the model to training until `is_over`, once earlier requests have ended.
 
-    Commands that come later wait. From a client of the same process only.
+    Later commands wait. Only a client in the same process sends it.
     """
 
     key: int
@@ -86,7 +86,7 @@ class Pause(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """Wake the loop after a pause; it was refused where the model could not be taken up again."""
+    """Wake the loop after a pause; refused if the engine cannot take the model up again."""
 
     key: int
 
@@ -315,7 +315,7 @@ class EngineLoop:
     # ---- commands -------------------------------------------------------------------------
 
     def _is_wanted(self, timeout_s: float | None = 0.0) -> bool:
-        """Take the commands that have arrived, or wait for some; true with any, or at the end."""
+        """Take arrived commands, or wait for some; true if any are left, or the loop ends."""
         for command in self._link.receive(timeout_s):
             if isinstance(command, Add):
                 self._to_add.add(command.key)
@@ -390,7 +390,7 @@ class EngineLoop:
         self._handles[asked.key], self._keys[handle] = handle, asked.key
 
     def _refuse_waiting(self, error: Exception) -> None:
-        """Refuse the requests that have come meanwhile: each would wait to wake the engine."""
+        """Refuse the requests that have come meanwhile: each would try again to wake the engine."""
         self._is_wanted()
         waiting = [each for each in self._commands if isinstance(each, Add)]
         for each in waiting:

@@ -212,7 +212,7 @@ class MemoryView:
         self._num_padding = 0  # Sequences that padding writes to.
 
     def begin_serving(self) -> None:
-        """Count open sequences as padding; `ConfigError` if no token fits the budget beside it."""
+        """Count open sequences as padding; `ConfigError` if no token fits the remaining budget."""
         self._num_padding = len(self.cache.live_sequences())
         self.fitting_tokens()
 
@@ -239,10 +239,10 @@ class MemoryView:
         return request.num_submitted
 
     def _checkpoints(self, request: Request, num_matched: int) -> list[int]:
-        """Lengths of the prompt after which states are worth a copy; `num_matched` are in a row.
+        """Prompt lengths for checkpoints; `num_matched` tokens of the prompt are in some row.
 
-        Other prompts may part from it where it parts from others, begin with its last block, or be
-        samples of the same one.
+        Other prompts may diverge from this one where it diverges from earlier ones, share its last
+        whole block, or be samples of it.
         """
         num_prompt, past = len(request.prompt_token_ids), request.num_submitted
         wanted = []
@@ -490,7 +490,7 @@ class MemoryView:
         moved_pages: int = sequence.swapped.num_pages
         return min(pages, moved_pages + pages - self.peak_pages(sequence.num_tokens))
 
-    # ---- what the scheduler may know ------------------------------------------------------
+    # ---- for the scheduler ----------------------------------------------------------------
 
     @property
     def total_pages(self) -> int:

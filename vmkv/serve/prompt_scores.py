@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: passes that leave the logits of all their tokens."""
+"""Log-probabilities of prompts: forward passes that return the logits of all tokens."""
 
 from __future__ import annotations
 

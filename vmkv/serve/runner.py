@@ -454,7 +454,7 @@ class ModelRunner:
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
         self.sampler.sleep()
-        moves_current = copies and self.is_current()  # Else what training has moved is noticed.
+        moves_current = copies and self.is_current()  # Else `is_current` stays false.
         if graphs:
             self.stepper.drop_graphs(copies=copies)
         if moves_current:

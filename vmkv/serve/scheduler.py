@@ -380,10 +380,10 @@ class Scheduler:
         return wanted, num_new, not first.num_computed
 
     def pages_ahead(self, view: MemoryView) -> tuple[int, int, int]:
-        """Pages that requests will soon take beyond what they hold, and those of the first alone.
+        """Return page counts: soon taken by all requests, by the first alone, and by running ones.
 
-        The third figure is the part of running requests; 0 if none runs. Counts waiting requests as
-        far as there are slots, and the pages that admission keeps.
+        The first and the third are beyond the pages held, and include the pages that admission
+        keeps; the third is 0 if no request runs. Waiting requests count as far as there are slots.
         """
 
         def length(request: Request) -> int:

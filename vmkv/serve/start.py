@@ -1,8 +1,8 @@
 """The start of a server before torch is imported: its socket, SIGTERM, and the engine's process.
 
 Importing torch and transformers takes seconds, in the server's process and in the engine's. So the
-engine's is started first, with all that it needs to make the engine: it waits neither for the
-server's imports nor for its checks, and is ended if one of them fails.
+engine's process is started first, with everything that it needs to make the engine. It does not
+wait for the server's imports and checks, and is ended if one of these fails.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def _run(connection: socket.socket, pickled: bytes) -> None:
 
 @contextlib.contextmanager
 def without_collections(*, freezes: bool = True) -> Iterator[None]:
-    """Context in which Python does not look for garbage, which takes a fifth of imports' time.
+    """Context without garbage collection, which takes a fifth of the time of imports.
 
-    With `freezes`, what is there at the end is left out of later collections.
+    With `freezes`, objects that live at its end are excluded from later collections.
     """
     was_enabled = gc.isenabled()
     gc.disable()

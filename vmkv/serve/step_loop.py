@@ -6,8 +6,9 @@ While the device runs step k, the host plans step k + 1 from lengths alone, maps
 makes memory ready for later steps. A request that turns out to have ended in step k has one
 superfluous token in k + 1, which is dropped; its memory is released after k + 1 was submitted.
 
-Some requests' tokens depend on the last one by way of the host: a grammar's masks, and logits
-processors. A step with such requests is submitted in two parts, and the host works between them:
+The next token of some requests depends on the last one through the host: through a grammar's mask
+or a logits processor. A step with such requests is submitted in two parts, and the host works
+between them:
 
     … -> launch the forward pass of k+1 -> wait for the tokens of k -> masks -> sample k+1 -> …
 
@@ -446,7 +447,7 @@ class StepLoop:
         pieces: list[Piece] = []
         writes: list[tuple[int, int, int]] = []
         num_tokens = 0
-        needs_host = False  # Whether a token depends on the last one by way of the host.
+        needs_host = False  # Whether a token depends on the last one through the host.
         try:
             checkpoints = self._view.begin_checkpoints(chunks)
             kept_rows = [at for its in checkpoints.values() for _, at in its]

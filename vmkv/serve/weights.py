@@ -48,7 +48,7 @@ class Weights:
 
     Tensors of a sleeping model point to addresses without memory: a kernel that reads one fails, on
     the host with a segmentation fault. So a model that is called by itself while it sleeps raises
-    `ConfigError`. Tensors that were taken of the weights meanwhile end with `close`.
+    `ConfigError`. Tensors that were made from the weights meanwhile are invalid after `close`.
 
     Args:
         model: The model, on one device.
@@ -94,7 +94,7 @@ class Weights:
 
     @uninterrupted
     def hold(self, *, joins: bool = False) -> None:
-        """Move the weights into extents; those that were held move out first.
+        """Move the weights into extents; weights held before first move back to torch's memory.
 
         With `joins`, siblings are joined before, as compiled layers do; see `joined_layers`. Never
         needs the device memory of all weights twice: each storage is freed once it is copied, and
@@ -102,7 +102,7 @@ class Weights:
         been moved waits in host memory.
 
         Raises:
-            ConfigError: The model is served by somebody else, whose steps hold addresses.
+            ConfigError: The model is served already, by steps that hold addresses.
             CapacityError: Neither device nor host has the memory. The model is as before.
             TimeoutError: The broker cannot give a page. Likewise.
         """
@@ -137,7 +137,7 @@ class Weights:
             self._pool, self._current_stream = pool, stream_getter(backend)
             self.num_bytes = num_bytes
             undo.callback(self.close)  # Separates joined weights, too.
-            self._has_budget()  # Else `acquire` fails.
+            self._has_budget()  # Without it `acquire` fails.
             self._fill(sharing, starts)
             self.come_back()
             torch.cuda.empty_cache()
@@ -196,14 +196,14 @@ class Weights:
         return begin, begin + sum(extent.num_bytes for extent in extents)
 
     def _acquire(self, row: int) -> list[Extent]:
-        """Take the extents of a row; where memory is short, the rows before leave."""
+        """Take the extents of a row; if memory is short, earlier rows move to host memory."""
         pool, classes = self._table.pool, self._classes(row)
         try:
             return pool.acquire(classes)
         except OutOfPagesError:
             if not any(pages.mappings for pages in self._table.rows):
                 raise
-            if not self._away:  # What leaves cannot come back before all have left torch's memory.
+            if not self._away:  # Rows on the host return only once all weights have left torch.
                 rows = range(self._table.num_rows)
                 every = [each for row in rows for each in self._classes(row)]
                 pool.disown(pool.acquire(every, MemoryLocation.HOST))

@@ -71,8 +71,8 @@ class EngineProcess(EngineClient):
         started: Process that makes the first engine, by default a new one.
         observer: Gets the engine's events, in the event loop.
         is_lazy: Start the process with the first request; the attributes below are there from then
-            on. Requests wait for it, also after the first one was cancelled. A failure is theirs,
-            and the next request tries again.
+            on. Requests wait for the engine, also after the first request was cancelled. If the
+            engine cannot be made, waiting requests fail, and the next request tries again.
         options: See `EngineClient`; a silence is no failure while the engine is made.
 
     Attributes:
@@ -130,7 +130,7 @@ class EngineProcess(EngineClient):
         self._started_s = time.monotonic()
 
     async def sleep(self, *, aborts: bool = False) -> None:
-        """As `EngineClient.sleep`; before its first request a lazy engine has no weights there."""
+        """As `EngineClient.sleep`; does nothing for a lazy engine that was not started yet."""
         if self._worker is not None or self._opening is not None:
             await super().sleep(aborts=aborts)
 
@@ -169,7 +169,7 @@ class EngineProcess(EngineClient):
         if self._transport is None:
             if self._opening is None:
                 self._opening = asyncio.get_running_loop().create_task(self._open())
-                # A failure may be nobody's: each request that waited was cancelled.
+                # Nobody may await a failure: all waiting requests may have been cancelled.
                 self._opening.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(self._opening)
 

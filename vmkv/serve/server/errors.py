@@ -43,7 +43,7 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-#: By path prefix: what bodies call parameters of a chat, since such requests are served as chats.
+#: By path prefix: an API's names for parameters of the chat that its request is served as.
 _NAMES = {
     "/v1/responses": {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
     | {"reasoning_effort": "reasoning.effort", "response_format": "text.format"},
@@ -104,7 +104,7 @@ class ApiError(VMKVError):
             return self
         message, name = str(self), names[first]
         if name.endswith(".format") and rest.startswith("json_schema."):
-            # The format holds the schema itself.
+            # In these APIs the format holds the schema's fields itself.
             rest = rest.removeprefix("json_schema.")
             message = message.replace("json_schema.", "", 1)
         # Inside a sentence, `prompt` or `stop` may be the English word and not the parameter.

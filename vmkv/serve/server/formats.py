@@ -66,7 +66,7 @@ class Formatted(BaseModel):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
-    # vLLM's names of `structured_outputs` before there was that.
+    # vLLM's older parameters, from before `structured_outputs`.
     guided_json: Schema | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None

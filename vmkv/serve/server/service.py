@@ -121,7 +121,8 @@ class Service:
         self.gate = Gate(limits.max_concurrent, limits.max_queued)
         # /tokenize has its own gate, so that it does not wait for completions.
         self._tokenizing = Gate(_NUM_TOKENIZING, limits.max_queued)
-        # Large bodies are parsed one at a time, so that a turn of the event loop has little of it.
+        # Large bodies are parsed one at a time, which bounds the parsing in a turn of the event
+        # loop.
         self._parsing = asyncio.Lock()
         self._max_model_tokens, self._max_prompt_tokens = max_model_tokens, most_tokens
         self._max_values = max(limits.max_body_bytes // _BYTES_PER_VALUE, 2 * max_model_tokens)
@@ -241,8 +242,8 @@ class Service:
     ) -> Response:
         """Move the weights to host memory, once running requests have finished.
 
-        With `mode=abort` they are cancelled instead. Requests that come later wake the model. The
-        one `level` is 1.
+        With `mode=abort` they are cancelled instead. Later requests wake the model. `level` must be
+        1.
         """
         if level != "1":
             raise invalid(
@@ -265,11 +266,11 @@ class Service:
         return {"is_sleeping": bool(self._asked(model).is_sleeping)}
 
     def _asked(self, model: str | None) -> Any:
-        """Return the `EngineClient` of a model, of several the one that a query names."""
+        """Return the `EngineClient` of the model that a query names, or of this service's model."""
         return (self if model is None else self.find(model)).engine
 
     def _counts(self) -> tuple[int, int]:
-        """Count the requests of all models that are admitted, and that wait for it."""
+        """Count the admitted requests of all models, and those that wait for admission."""
         gates = [each.gate for each in self.served.values()]
         return sum([each.num_inside for each in gates]), sum([each.num_waiting for each in gates])
 
