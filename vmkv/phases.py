@@ -20,7 +20,7 @@ def phase(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def part(what: str) -> Iterator[None]:
-    """Log the end only, as `phase` does: of what happens many times, or within a phase."""
+    """Log only the end, as `phase` does; for repeated work, and parts of a phase."""
     start_s = time.monotonic()
     yield
     seconds = time.monotonic() - start_s

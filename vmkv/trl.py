@@ -44,7 +44,7 @@ _GIVEN = {each.name for each in fields(SamplingParams)} - _DECIDED
 class Rollouts(contextlib.AbstractContextManager["Rollouts"]):
     """An engine over the model of one TRL trainer at a time, kept from rollout to rollout.
 
-    Itself a `rollout_func` for those who want no subclass: `GRPOTrainer(rollout_func=Rollouts())`
+    It is also a `rollout_func`, for use without a subclass: `GRPOTrainer(rollout_func=Rollouts())`
     gets one completion for each prompt, without tools, and TRL then uses the log-probabilities for
     its off-policy mask alone.
 
@@ -130,8 +130,8 @@ class Rollouts(contextlib.AbstractContextManager["Rollouts"]):
     def _serving(self, trainer: Any) -> Iterator[Engine]:
         """Hand the model to the engine, and back to training.
 
-        Python does not look for garbage meanwhile: it would look at all of training's objects
-        several times, some 0.4 s each.
+        Garbage collection is off meanwhile: it would scan all of training's objects several times,
+        some 0.4 s each.
         """
         with trainer.accelerator.autocast():
             engine = self._open(trainer)
@@ -286,7 +286,7 @@ class RolloutMixin(Trainer):  # type: ignore[misc]
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, *_: Any, **__: Any
     ) -> Any:
-        """TRL's hook; TRL's number of samples for each prompt is that of equal neighbours."""
+        """TRL's hook. TRL repeats a prompt for each of its samples."""
         _check_text(images, multimodal_fields)
         return self.rollouts.generate(prompt_ids, self)
 

@@ -107,9 +107,9 @@ def compiled_layers_of(model: Any) -> CompiledLayers | None:
 class _OfCache:
     """The captured steps of one cache, and the form of its model's outputs.
 
-    `logits` is `[0, vocabulary]`. `is_checked` says that the model was checked for hooks and moved
-    weights since the last prompt, `runs_plainly` that its steps cannot be captured, and
-    `offsets_positions` that those without positions cannot.
+    `logits` is `[0, vocabulary]`. `is_checked`: the model was checked for hooks and moved weights
+    since the last prompt. `runs_plainly`: steps cannot be captured. `offsets_positions`: steps
+    without positions cannot be captured.
     """
 
     def __init__(self, output: Any, steps: CapturedSteps | None):

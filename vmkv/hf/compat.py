@@ -123,7 +123,7 @@ def default_cache(config: Any) -> DynamicCache:
 
 
 def views_keys(config: Any) -> bool:
-    """Whether the model's code needs keys of a batch side by side, as only copies of rows are."""
+    """Whether the model's code needs a batch's keys adjacent in memory, so that rows are copied."""
     return getattr(config, "model_type", None) == "gpt_neox_japanese"
 
 
@@ -280,7 +280,7 @@ def plain_mask(mask_function: Any) -> PlainMask | None:
 
 @functools.cache
 def takes_attention(config_class: type) -> tuple[bool, bool]:
-    """Whether transformers' model of a configuration takes SDPA, and any function but eager."""
+    """Whether transformers' model takes SDPA, and whether it takes any function but eager."""
     try:
         model_class = transformers.AutoModel._model_mapping.get(config_class, None)
     except (ImportError, RuntimeError, ValueError):  # A module that cannot be imported here.

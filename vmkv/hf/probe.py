@@ -1,9 +1,9 @@
 """Memory that a model keeps of every token, measured by forward passes without weights.
 
-A configuration does not tell: latent attention is cached compressed or expanded, different fields
-say how many heads share keys, layers differ by type, and transformers' releases differ. So the
-model is built on torch's `meta` device, which has shapes and no memory, and its cache is compared
-after two passes: differences between them grow with the text.
+A configuration does not tell this: latent attention is cached compressed or expanded, different
+fields say how many heads share keys, layers differ by type, and transformers' releases differ. So
+the model is built on torch's `meta` device, which has shapes and no memory, and its cache is
+compared after two passes: differences between them grow with the text.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _shapes_only() -> Iterator[None]:
 
 
 class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers a model's questions about values where there are only shapes.
+    """Supplies values to models that read them from tensors without memory.
 
     Routers look for the chosen experts, masks are checked for being all true. Here nothing is
     nonzero, numbers are 0 and flags true, so that experts are skipped, and attention, which fills

@@ -191,7 +191,7 @@ def _heard_pass(
         if after is not None:
             given["past_key_values"] = compat.default_cache(model.config)
             _run(model, after, _NOT_PLAIN, **given)
-            # As `generate` passes them: the first layer, of a state, need not count tokens.
+            # As `generate` does, since a first layer that keeps a state may not count tokens.
             given["position_ids"] = torch.arange(
                 after.shape[1], after.shape[1] + token_ids.shape[1], device=after.device
             )[None]
@@ -459,7 +459,7 @@ def _states_of(model: Any, token_ids: torch.Tensor) -> dict[int, StateLayer]:
         shapes = {at: StateShape(tuple(each.shape[1:]), each.dtype) for at, each in tensors.items()}
         begun = with_tensors(layer, dict.fromkeys(tensors))
         states[at] = StateLayer(empty, empty.layers[at], begun, shapes)
-    # A state that is forgotten fades within a few tokens, which a coarse type's median hides.
+    # Comparing outputs would not do: a lost state fades in a few tokens, and the median hides it.
     probe = StateProbe(states)
     with splitting(model, states), probe.step():
         _run(model, token_ids[None], _NOT_PLAIN)

@@ -6,9 +6,9 @@ Logits processors and stopping criteria, *rules* here, often depend on the promp
 them once per prompt length, without padding, through the public `model.generate` with a decoding
 loop that only returns its arguments.
 
-The batch is left-padded, as rules expect. transformers' own, if they read tokens, get each prompt
-as it was prepared, without padding before it. The caller's own get the whole padded batch, as in
-`model.generate`: they may keep state of rows.
+The batch is left-padded, as rules expect. Rules of transformers that read tokens get each prompt
+without padding, as it was prepared. The caller's rules get the whole padded batch, as in
+`model.generate`: they may keep state for each row.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Tokens:
     """The tokens of all sequences so far.
 
     `ids` are `[B, T + new]`: left-padded prompts `[B, T]`, generated tokens, and padding where a
-    sequence has ended. `live` lists the sequences that have not. `streamer` may be None.
+    sequence has ended. `live` lists the sequences that have not ended. `streamer` may be None.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ class CacheOptions:
                 f'memory={self.memory!r} is neither "pool" nor "pool:PATH", the socket of a '
                 "`vmkv pool`"
                 if self._broker is None
-                else "pool and memory state the same: leave one out"
+                else "pool and memory exclude each other: leave one out"
             )
         for name in ("max_tokens", "max_batch_size", "budget_bytes", "layers_per_group"):
             if getattr(self, name) is not None:

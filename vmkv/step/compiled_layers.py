@@ -49,7 +49,7 @@ class CompiledLayers:
         layers = decoder_layers(model)
         if any("forward" in vars(layer) for layer in layers):
             raise ConfigError(
-                f"somebody has wrapped the forward of {type(model).__name__}'s layers, so they "
+                f"the forward of {type(model).__name__}'s layers is wrapped, so they "
                 "cannot be compiled; serve it with compile_layers=False"
             )
         #: Modules with their own classes, and those and the attributes that `pause` took.

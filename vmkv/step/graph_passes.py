@@ -43,8 +43,9 @@ _Order = dict[torch.fx.Node, int]
 class _Form(NamedTuple):
     """A call in a graph: its function or method's name, and its arguments in order.
 
-    An argument is a form, the name of whatever stands there, or a value. One name stands for one
-    thing. The call itself may have a name as well; arguments that commute may be in either order.
+    An argument is a form, a value, or a name, which matches any argument and stands for the same
+    one everywhere. The call itself may have a name, too; arguments that commute may be in either
+    order.
     """
 
     target: Any
@@ -54,7 +55,7 @@ class _Form(NamedTuple):
 
 
 def _match(node: Any, form: Any, found: dict[str, Any]) -> dict[str, Any] | None:
-    """Return `found` and what the names of `form` stand for at a node; None if it differs."""
+    """Match `form` at a node; return `found` with the arguments of its names, or None."""
     if isinstance(form, str):
         return found | {form: node} if found.get(form, node) is node else None
     if isinstance(form, _Form):
@@ -139,7 +140,7 @@ def _erase(unused: list[torch.fx.Node], kept: set[torch.fx.Node]) -> None:
 
 
 def _turned(node: Any) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node] | None:
-    """Return what an fx node rotates, and the cosines and sines; None if it does something else."""
+    """Match rotary embedding at an fx node; return its input, cosines and sines, or None."""
     found = _match(node, _TURNED, {})
     if found is None:
         return None
@@ -165,7 +166,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def skip_reshapes(module: torch.fx.GraphModule) -> int:
-    """Reshape at once what a traced layer reshapes twice; return how often it did."""
+    """Merge consecutive reshapes in a traced layer; return the number merged."""
     return _rewrite(module, _skip)
 
 

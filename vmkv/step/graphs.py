@@ -222,7 +222,7 @@ class StepGraphs(abc.ABC, Generic[Key]):
                     self.run(key, integers)
                 else:
                     if is_cuda and not self._graphs:
-                        torch.cuda.empty_cache()  # Graphs cannot use what prompts left there.
+                        torch.cuda.empty_cache()  # Graphs cannot use torch's cached memory.
                     self.replay(key, integers)
         except Exception as error:
             is_refusal = isinstance(error, (ConfigError, CapacityError))

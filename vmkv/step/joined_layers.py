@@ -145,7 +145,7 @@ def merge_equal_products(module: torch.fx.GraphModule) -> None:
 
 
 def _take_whole(product: torch.fx.Node, seen: dict[object, torch.fx.Node]) -> None:
-    """Let an adapter's product read what its siblings' do, of which it reads a part."""
+    """Let an adapter's product read the joint tensor that its siblings read, not a part of it."""
     source, matrix, *rest = cast("tuple[Any, ...]", product.args)
     if source.target == "to":
         its = [each.meta["example_value"].dtype for each in (source.args[0], source, matrix)]
@@ -168,9 +168,10 @@ def _is_product(node: torch.fx.Node) -> bool:
 
 
 def _groups(parent: Any) -> Iterator[tuple[list[Any], list[tuple[Any, Any]]]]:
-    """Yield what can be joined, each with both matrices of its adapters.
+    """Yield lists of layers that could be joined, each with both matrices of their adapters.
 
-    These are siblings, or their base layers; their adapters' first matrices; and a base layer.
+    A list holds siblings or their base layers, the first matrices of their adapters, or `parent`'s
+    base layer.
     """
     for names in SIBLINGS:
         layers = [getattr(parent, name, None) for name in names]

@@ -162,7 +162,7 @@ class PackedRules:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the layers are of a class whose code is the packed one.
+        """Context in which the layers have a class whose code computes packed tokens.
 
         Unlike another `forward`, a class is the same for all layers to a compiler.
         """

@@ -131,7 +131,7 @@ class PackedStates:
 
     @contextlib.contextmanager
     def step(self, packed: Sequence[Piece], device: torch.device) -> Iterator[None]:
-        """Context in which this thread's passes are of these pieces, in their order."""
+        """Context in which this thread's passes compute these pieces, in their order."""
         self._pieces = packed
         batched = itertools.takewhile(lambda each: each.decodes and each.num_past_tokens, packed)
         self._num_batched, self._batched_rows = len(list(batched)), None
@@ -143,10 +143,10 @@ class PackedStates:
 
     @contextlib.contextmanager
     def decoding(self, rows: torch.Tensor) -> Iterator[None]:
-        """Context in which this thread's passes are of one more token for each of `rows [n]`.
+        """Context in which this thread's passes decode one token for each of `rows [n]`.
 
-        Nothing on the host depends on the rows, so passes may be captured. Rows may come twice if
-        nobody reads their states.
+        Nothing on the host depends on the rows, so passes may be captured. A row may come twice if
+        its state is not read afterwards.
         """
         self._pieces, self._num_batched, self._batched_rows = (), len(rows), rows.long()
         with self.rules.step(PackedSequences.decoding(self._batched_rows)), _running(self):
@@ -154,7 +154,7 @@ class PackedStates:
 
     @contextlib.contextmanager
     def packed(self, sequences: PackedSequences) -> Iterator[None]:
-        """Context in which this thread's passes, all by the rules, are of these sequences."""
+        """Context in which this thread's passes compute these sequences, all by the rules."""
         with self.rules.step(sequences), _running(self):
             yield
 
@@ -255,9 +255,10 @@ class PackedStates:
 
 
 class StateProbe:
-    """Runs layers without a state, and finds those that would continue from one.
+    """Runs layers without a state, and finds the layers that would use a state.
 
-    Their output is NaN if any tensor of their state is NaN. `chunkable` are the layers found.
+    The output of such a layer is NaN if any tensor of its state is NaN. `chunkable` are the layers
+    found.
     """
 
     def __init__(self, layers: Mapping[int, StateLayer]):
@@ -265,7 +266,7 @@ class StateProbe:
         self.chunkable: set[int] = set()
 
     def step(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which this thread's passes are looked at."""
+        """Context in which this thread's passes are probed."""
         return _running(self)
 
     def run(self, layer: int, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
