@@ -208,6 +208,35 @@ def test_sigterm_during_the_start_ends_the_engine(model: Path, tmp_path: Path) -
         child.wait()
 
 
+_LOSES_AN_EXCEPTION = """
+import contextlib, signal, sys
+from vmkv.cli.main import main
+
+class Loses:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            with contextlib.suppress(BaseException):
+                signal.raise_signal({number})
+
+sys.meta_path.insert(0, Loses())
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_imports_ends_the_server(model: Path, number: signal.Signals) -> None:
+    """Imports may suppress the exception of the signal's handler."""
+    code = _LOSES_AN_EXCEPTION.format(number=int(number))
+    options = ["serve", str(model), "--port", "0", "--device", "cpu"]
+    child = subprocess.Popen([sys.executable, "-c", code, *options], stderr=subprocess.PIPE)
+    try:
+        _, said = child.communicate(timeout=120)
+    finally:
+        child.kill()
+    assert {signal.SIGTERM: -signal.SIGTERM, signal.SIGINT: 130}[number] == child.returncode
+    assert b"Traceback" not in said
+
+
 @pytest.mark.parametrize("uses", [True, False])
 def test_sampling_defaults_are_the_models(model: Path, tmp_path: Path, uses: bool) -> None:
     """With top_k=1 four samples are equal; a request may have values of its own."""

@@ -183,7 +183,13 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     _check_combination(arguments)
     for each in arguments.models:
         check_folder(each)
-    from ..serve.start import ending_in_order, open_socket, start_process, without_collections
+    from ..serve.start import (
+        ending_in_order,
+        holding_signals,
+        open_socket,
+        start_process,
+        without_collections,
+    )
 
     arguments.began_s = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -204,13 +210,14 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
                 process = start_process(functools.partial(_engine, each))
                 started[at] = stack.enter_context(contextlib.closing(process))
         kept.choose_bytecode_folder()
-        with phase("importing torch and transformers"), without_collections():
+        imports = phase("importing torch and transformers")
+        with holding_signals(), imports, without_collections():
             from ..serve.metrics import BrokerMetrics
             from ..serve.server import create_app_for, run_server
 
         _set_logging(arguments)
         options_for = [server_options(each) for each in parts]
-        with phase("checking options"):
+        with holding_signals(), phase("checking options"):
             longest = [_check_engine(each) for each in parts]
         every = zip(parts, started, longest, options_for, strict=True)
         served = [_serve(stack, *its) for its in every]

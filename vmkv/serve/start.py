@@ -81,6 +81,16 @@ def ending_in_order() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextlib.contextmanager
+def holding_signals() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back until the end: modules being imported may lose an exception."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 # ---- the engine's process ------------------------------------------------------------------------
 
 

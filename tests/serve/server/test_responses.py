@@ -304,6 +304,7 @@ def test_a_failure_tells_the_items_so_far() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools.0", "'web_search' is not served, only: f"),
         ({"tools": [{"type": "function"}]}, "tools.0", "needs name"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "valid string"),
+        ({"tool_choice": {}}, "tool_choice.type", "required"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
         ({"text": {"format": "json"}}, "text.format", "text.format: input should be a JSON object"),
         (

@@ -397,7 +397,9 @@ _SIZES = ("too_short", "too_long", "string_too_long")
 #: Types of pydantic's errors that name a class of vmkv where an object was expected.
 _NAMING_CLASSES = ("model_type", "model_attributes_type")
 #: Names of alternatives that pydantic has tried, within an error's location.
-_ALTERNATIVE = re.compile(r"(body|str|int|float|bool|constrained-str|(list|literal)\[.*|[A-Z]\w*)$")
+_ALTERNATIVE = re.compile(
+    r"(body|str|int|float|bool|constrained-str|(list|literal|function-\w+)\[.*|[A-Z]\w*)$"
+)
 
 
 async def parse(body: bytearray, content_type: str, form: type[T], max_values: int) -> T:
