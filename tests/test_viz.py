@@ -9,11 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.tiny_models import tiny_model
 
+import vmkv
 from vmkv import ClosedError, ConfigError, HostBackend, KVCache
 from vmkv.core.backend import Access, MemoryLocation
 from vmkv.core.cache.cost import CostModel
@@ -280,6 +283,22 @@ def test_a_cache_without_layers_can_be_drawn(ending: str, tmp_path: Path) -> Non
     with KVCache(HostBackend(PAGE_BYTES), max_tokens=8, max_sequences=1) as cache:
         draw(cache, path)
     assert path.stat().st_size > 500
+
+
+@pytest.mark.parametrize("kind", [vmkv.VMKVCache, vmkv.RaggedCache])
+def test_a_models_cache_can_be_drawn(kind: Any, tmp_path: Path) -> None:
+    """Its map has the layers that its `KVCache` has."""
+    model = tiny_model("llama", "sdpa")
+    with kind(model.config, memory=None, backend=HostBackend(PAGE_BYTES)) as cache:
+        assert "no layers yet" == str(page_map(cache))
+        if kind is vmkv.RaggedCache:
+            vmkv.generate(model, [[5, 6, 7]], cache=cache, max_new_tokens=2)
+        else:
+            ids = torch.tensor([[5, 6, 7]])
+            model.generate(ids, past_key_values=cache, max_new_tokens=2)
+        (core,) = cache.kv_caches
+        assert str(page_map(core)) == str(page_map(cache)) != "no layers yet"
+        draw(cache, tmp_path / "map.png")
 
 
 @pytest.mark.parametrize("name", ["map", "map.xyz"])

@@ -25,6 +25,8 @@ from .units import div_ceil, format_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from .hf.store import StoreOwner
+
 _TEXT_CELLS_MAX = 64
 _SHARED_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _OWN, _EMPTY, _PARKED, _HOST, _UNMAPPED = "#", "-", "=", "~", "."
@@ -158,17 +160,20 @@ class PageMap:
         return "\n".join([*parts, self.summary, _TEXT_LEGEND])
 
 
-def page_map(cache: KVCache) -> PageMap:
-    """Take a snapshot of the mappings of `cache`; it keeps no memory alive.
+def page_map(cache: KVCache | StoreOwner) -> PageMap:
+    """Take a snapshot of the mappings of `cache`, on all devices; it keeps no memory alive.
 
     Raises:
         ClosedError: The cache is closed.
 
     Cost: proportional to what is mapped; no driver call.
     """
-    cache.check_open()
-    with cache.pool.lock:
-        return PageMap(tuple(_group_map(cache, group) for group in cache.groups))
+    groups: list[GroupMap] = []
+    for each in (cache,) if isinstance(cache, KVCache) else cache.kv_caches:
+        each.check_open()
+        with each.pool.lock:
+            groups += [_group_map(each, group) for group in each.groups]
+    return PageMap(tuple(groups))
 
 
 def _group_map(cache: KVCache, group: LayerGroup) -> GroupMap:
@@ -269,14 +274,14 @@ def _symbol(row: RowMap, each: MappedExtent, *, is_empty: bool) -> str:
 # ---- picture ----------------------------------------------------------------------------------
 
 
-def draw(cache: KVCache | PageMap, path: str | Path) -> None:
+def draw(cache: KVCache | StoreOwner | PageMap, path: str | Path) -> None:
     """Draw a page map to a file: a line per row, a box per extent.
 
     Shared extents have a colour each, the same in every row; unshared extents are grey, darker in
     host memory; parked rows are hatched; unmapped pages are white. Read-only mappings show an `r`.
 
     Args:
-        cache: A cache, or a map of it.
+        cache: A `KVCache`, `VMKVCache` or `RaggedCache`, or a map of it.
         path: File to write; its ending gives the format (`.png`, `.svg`, `.pdf`).
 
     Raises:

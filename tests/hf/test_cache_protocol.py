@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
 import warnings
 from collections.abc import Callable
@@ -564,6 +565,45 @@ def test_pickle_and_save_are_refused(new_cache: NewCache) -> None:
         torch.save(cache, io.BytesIO())
     with pytest.raises(ConfigError, match="deepcopy"):
         copy.copy(cache)
+
+
+_REFUSED = 3
+_IN_A_CHILD: dict[str, tuple[Callable[[Any], object], int]] = {
+    "close": (VMKVCache.close, 0),
+    "reset": (VMKVCache.reset, _REFUSED),
+    "another cache": (lambda cache: _append(make_cache(cache.config), 9), 0),
+    "append": (lambda cache: _append(cache, 1), _REFUSED),
+    "trim": (VMKVCache.trim, _REFUSED),
+    "copy": (copy.deepcopy, _REFUSED),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("act", _IN_A_CHILD)
+def test_a_forked_child_leaves_its_parents_tokens(new_cache: NewCache, act: str) -> None:
+    """Both map the same memory; a child may close it and use caches of its own."""
+    cache = new_cache(tiny_config("llama"))
+    _append(cache, 40)
+    cache.config = tiny_config("llama")
+    before = contents(cache)
+    function, status = _IN_A_CHILD[act]
+    child = os.fork()
+    if not child:
+        got = 1
+        try:
+            function(cache)
+            got = 0
+        except ConfigError as error:
+            got = _REFUSED if "forked child" in str(error) else 1
+        finally:
+            os._exit(got)
+    assert status == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for ours, theirs in zip(before, contents(cache), strict=True):
+        assert ours is not None
+        assert theirs is not None
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    _append(cache, 1)
+    cache.check()
 
 
 def test_offloading_is_refused(new_cache: NewCache) -> None:

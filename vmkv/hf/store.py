@@ -446,9 +446,11 @@ class Store:
             core.close()
 
     def check_open(self) -> None:
-        """Raise `ClosedError` if the store is closed."""
+        """Raise `ClosedError` if the store is closed, `ConfigError` in a forked child."""
         if self.is_closed:
             raise ClosedError(f"this {self.owner} is closed; make a new one")
+        for core in self.cores:
+            core.pool.check_process()
 
 
 _CONFIG = inspect.Parameter("config", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -483,6 +485,12 @@ class StoreOwner:
             rest = None if num_bytes is None else max(0, num_bytes - released_bytes)
             released_bytes += core.trim(rest)
         return released_bytes
+
+    @property
+    def kv_caches(self) -> tuple[KVCache, ...]:
+        """The `KVCache` of each device; none before the first tokens."""
+        self._store.check_open()
+        return tuple(self._store.cores)
 
     def check(self) -> None:
         """Check the invariants of all memory; raises `InternalError` where one is broken."""

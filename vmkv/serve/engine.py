@@ -50,7 +50,7 @@ _SLICE_BYTES = 1 * GiB
 
 
 class Engine:
-    """Serves a transformers model.
+    """Serves a transformers model, to one thread at a time; `AsyncEngine` serves many.
 
     Args:
         model: A causal language model, in eval mode, on one device.

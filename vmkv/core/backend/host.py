@@ -46,6 +46,7 @@ class SparseFile:
     def __init__(self, name: str):
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
         self.end_bytes = 0
+        self._process_id = os.getpid()
 
     def allocate(self, num_bytes: int) -> int:
         """Allocate zeroed memory and return its native handle; OSError if the machine is full."""
@@ -55,7 +56,12 @@ class SparseFile:
         return self.fd << _HANDLE_FD_SHIFT | offset >> _HANDLE_OFFSET_SHIFT
 
     def drop(self, native_handle: int, num_bytes: int) -> None:
-        """Return a range's memory to the kernel; after an OSError nothing has changed."""
+        """Return a range's memory to the kernel; after an OSError nothing has changed.
+
+        A forked child does nothing: its parent uses the same memory.
+        """
+        if self._process_id != os.getpid():
+            return
         offset = (native_handle & ((1 << _HANDLE_FD_SHIFT) - 1)) << _HANDLE_OFFSET_SHIFT
         if _libc.fallocate(self.fd, _PUNCH_HOLE, offset, num_bytes):
             status = ctypes.get_errno()

@@ -183,6 +183,7 @@ class ExtentPool:
         self._close_when_unused = close_when_unused
         self._num_users = 0
         self._is_closed = False
+        self._process_id = os.getpid()
 
     @uninterrupted
     def attach(self) -> None:
@@ -470,6 +471,15 @@ class ExtentPool:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("this pool is closed")
+        self.check_process()
+
+    def check_process(self) -> None:
+        """Raise `ConfigError` in a forked child, whose memory and locks are also its parent's."""
+        if self._process_id != os.getpid():
+            raise ConfigError(
+                f"this memory is that of process {self._process_id}, and a forked child cannot use "
+                "it: make a cache in the child"
+            )
 
     # ---- end ------------------------------------------------------------------------------
 
