@@ -16,6 +16,7 @@ import torch
 from helpers.stamps import append, assert_holds
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
+from vmkv.core.cache import kv_cache
 from vmkv.core.cache.cost import CostModel
 from vmkv.core.memory import PageTable, check_pool
 from vmkv.units import KiB
@@ -132,7 +133,7 @@ class _Worker:
             self.close()
 
 
-@pytest.mark.parametrize("use", ["make", "stats", "close", "compact"])
+@pytest.mark.parametrize("use", ["make", "stats", "check", "close", "compact"])
 def test_parked_rows_are_read_under_the_pools_lock(
     pool: ExtentPool, make_cache: MakeCache, use: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,12 +156,15 @@ def test_parked_rows_are_read_under_the_pools_lock(
         (pool.pressure, "remove_source"),
         (PageTable, "retire_back"),
         (pool, "stats"),
+        (kv_cache, "check_pool"),
     ):
         watch(owner, name)
     if use == "make":
         make_cache(pool)
     elif use == "stats":
         cache.stats()
+    elif use == "check":
+        cache.check()
     elif use == "close":
         cache.close()
     else:

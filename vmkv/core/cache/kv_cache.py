@@ -225,17 +225,18 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
 
     def check(self) -> None:
         """Check every invariant of memory; raises `InternalError` where one is broken."""
-        check_pool(self.pool)
-        for group in self.groups:
-            for row in range(self.max_sequences):
-                group.table.check_writable(row)
-        for row in self.rows.parked:
-            check_own_bytes(self.groups, row)
-        for sequence in self.live_sequences():
+        with self.pool.lock:  # The thread of a broker's member may give memory back.
+            check_pool(self.pool)
             for group in self.groups:
-                group.check_row(sequence.row, sequence.num_tokens, self.overread_tokens)
-        if self.states is not None and self.away is None:
-            self.states.check_at_rest({row: its.num_tokens for row, its in self.live.items()})
+                for row in range(self.max_sequences):
+                    group.table.check_writable(row)
+            for row in self.rows.parked:
+                check_own_bytes(self.groups, row)
+            for sequence in self.live_sequences():
+                for group in self.groups:
+                    group.check_row(sequence.row, sequence.num_tokens, self.overread_tokens)
+            if self.states is not None and self.away is None:
+                self.states.check_at_rest({row: its.num_tokens for row, its in self.live.items()})
 
     # ---- closing --------------------------------------------------------------------------
 
