@@ -476,17 +476,23 @@ def test_a_member_waits_for_its_floor_no_longer_than_it_says(
     broker: Broker, join: Callable[..., ExtentPool]
 ) -> None:
     """Live rows of a pool without an engine hold it."""
-    filled(join("first"), 60)
-    with pytest.raises(TimeoutError, match="other members hold the memory"):
+
+    def join_late(floor_bytes: int) -> None:
         PoolMember.join(
             broker.socket_path,
             name="late",
             device=HostBackend(PAGE).name,
             free_bytes=0,
-            floor_bytes=20 * PAGE,
+            floor_bytes=floor_bytes,
             timeout_s=0.3,
         )
-    assert budgets(broker) == {"first": 60}
+
+    filled(join("first"), 64)
+    with pytest.raises(TimeoutError, match="other members hold the memory"):
+        join_late(20 * PAGE)
+    with pytest.raises(TimeoutError, match="could not give a page"):
+        join_late(0)
+    assert budgets(broker) == {"first": 64}
 
 
 def test_the_socket_has_a_place_for_each_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,9 +126,10 @@ class PoolMember:
             try:
                 data = interruptible(connection.recv, MESSAGE_BYTES_MAX)
             except TimeoutError:
+                floor = format_bytes(floor_bytes) if floor_bytes else "a page"
                 raise TimeoutError(
-                    f"the broker at {where} could not give {format_bytes(floor_bytes)} within "
-                    f"{timeout_s:g} s: other members hold the memory and do not give it back"
+                    f"the broker at {where} could not give {floor} within {timeout_s:g} s: other "
+                    "members hold the memory and do not give it back"
                 ) from None
             kind, *values = json.loads(data) if data else ("refused", f"{where} has closed")
             if kind != "order":
