@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -275,6 +276,14 @@ def test_another_tenant_never_gets_old_bytes() -> None:
 
 
 # ---- through model.generate ---------------------------------------------------------------------
+
+
+def test_copies_are_refused(new_cache: NewCache) -> None:
+    """They would hold no prefixes."""
+    cache = new_cache(tiny_model("llama", "sdpa"))
+    for act in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigError, match="cannot be copied"):
+            act(cache)
 
 
 def test_custom_generate_takes_a_cache(new_cache: NewCache) -> None:

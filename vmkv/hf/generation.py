@@ -421,6 +421,11 @@ class RaggedCache(StoreOwner):
             )
         raise AttributeError(f"RaggedCache has no attribute {name!r}")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            "a RaggedCache cannot be copied or pickled; make another one over the same pool"
+        )
+
     @property
     def has_windows(self) -> bool:
         """Whether some layers have a sliding window."""
