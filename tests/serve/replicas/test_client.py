@@ -60,20 +60,32 @@ class Handle:
     def __init__(self, *responses: Response):
         self.responses = list(responses)
         self.num_calls = 0
+        self.reports: list[Any] = [ray_exceptions.ActorDiedError()]
+        self.num_broadcasts = 0
         self.stream = SimpleNamespace(remote=self._next)
 
     def options(self, **_: Any) -> Handle:
         return self
 
     def broadcast(self, method: str) -> Any:
-        async def results_async(**_: Any) -> list[Any]:
-            return [ray_exceptions.ActorDiedError()]
+        self.num_broadcasts += 1
+        return SimpleNamespace(results=self._results, results_async=self._results_async)
 
-        return SimpleNamespace(results_async=results_async)
+    def _results(self, **_: Any) -> list[Any]:
+        return self.reports
+
+    async def _results_async(self, **_: Any) -> list[Any]:
+        if any(isinstance(each, TimeoutError) for each in self.reports):
+            raise TimeoutError  # As Ray does for one silent replica.
+        return self.reports
 
     def _next(self, *_: Any, **options: Any) -> Response:
         self.num_calls += 1
         return self.responses[self.num_calls - 1]
+
+
+#: The metrics of a replica.
+PAGE = b"vmkv_sequences 3.0\n"
 
 
 def engine_of(handle: Handle) -> Any:
@@ -209,3 +221,39 @@ def test_failure_says_that_no_replica_is_there() -> None:
             assert "no replica is there" in engine.failure
 
     asyncio.run(main())
+
+
+SILENT = ray_exceptions.GetTimeoutError("Get timed out")
+
+
+def status_of(*reports: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str | None, set[str]]:
+    """The failure, and the replicas with metrics, after `x` reported and then these came."""
+    from vmkv.serve.replicas import client
+
+    monkeypatch.setattr(client, "_REPORT_S", 0)
+
+    async def main() -> tuple[str | None, set[str]]:
+        handle = Handle()
+        handle.reports = [client.ReplicaReport("x", None, PAGE)]
+        async with engine_of(handle) as engine:
+            for turn in ([*handle.reports], list(reports)):
+                handle.reports, num_seen = turn, handle.num_broadcasts
+                while handle.num_broadcasts < num_seen + 3:
+                    await asyncio.sleep(0)
+            samples = [each for family in engine.metrics.families() for each in family.samples]
+            return engine.failure, {each.labels["replica"] for each in samples}
+
+    return asyncio.run(main())
+
+
+def test_a_silent_replica_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vmkv.serve.replicas.replica import ReplicaReport
+
+    y = ReplicaReport("y", None, PAGE)
+    assert status_of(SILENT, y, monkeypatch=monkeypatch) == (None, {"y"})
+
+
+def test_silent_replicas_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they reported last stays."""
+    dead = ray_exceptions.ActorDiedError()
+    assert status_of(SILENT, dead, monkeypatch=monkeypatch) == (None, {"x"})

@@ -28,7 +28,7 @@ from .replica import ReplicaReport
 _RERUNS_MAX = 2
 #: Interval and time limit of the replicas' status reports.
 _REPORT_S = 2.0
-_REPORT_TIMEOUT_S = 10.0
+_REPORT_TIMEOUT_S = 5.0
 #: Errors of a request whose replica has ended. Ray cancels requests when it stops waiting for a
 #: replica that is being removed.
 _LOST = (RayActorError, WorkerCrashedError, ObjectLostError, TaskCancelledError)
@@ -130,7 +130,9 @@ class ReplicatedEngine:
         while True:
             try:
                 reports = await self._reports()
-            except (RayServeException, RayError, TimeoutError, LostError) as error:
+            except TimeoutError:
+                pass  # A silent replica is there.
+            except (RayServeException, RayError, LostError) as error:
                 self.failure = f"no replica is there: {one_line(error)}"
             else:
                 failures = [each.failure for each in reports]
@@ -139,11 +141,20 @@ class ReplicatedEngine:
             await asyncio.sleep(_REPORT_S)
 
     async def _reports(self) -> list[ReplicaReport]:
-        """Return the reports of the replicas that answer, at least one."""
+        """Return the reports of the replicas that answer, at least one.
+
+        Raises `TimeoutError` if no replica answers and some are silent.
+        """
         response = self._handle.broadcast("report")
-        found = await response.results_async(timeout_s=_REPORT_TIMEOUT_S, return_exceptions=True)
+        # `results_async` has one time limit for all replicas, `results` one for each.
+        found = await asyncio.to_thread(
+            response.results, timeout_s=_REPORT_TIMEOUT_S, return_exceptions=True
+        )
         reports = [each for each in found if isinstance(each, ReplicaReport)]
         if not reports:
+            for each in found:
+                if isinstance(each, TimeoutError):
+                    raise each
             raise LostError("; ".join(one_line(each) for each in found))
         return reports
 
