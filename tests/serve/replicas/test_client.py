@@ -257,3 +257,9 @@ def test_silent_replicas_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they reported last stays."""
     dead = ray_exceptions.ActorDiedError()
     assert status_of(SILENT, dead, monkeypatch=monkeypatch) == (None, {"x"})
+
+
+def test_dead_replicas_have_no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure says in plain words that no replica is there."""
+    told = status_of(ray_exceptions.ActorDiedError(), monkeypatch=monkeypatch)
+    assert told == ("no replica is there: Ray starts new ones", set())

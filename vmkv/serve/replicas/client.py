@@ -29,6 +29,7 @@ _RERUNS_MAX = 2
 #: Interval and time limit of the replicas' status reports.
 _REPORT_S = 2.0
 _REPORT_TIMEOUT_S = 5.0
+_NONE_THERE = "no replica is there: Ray starts new ones"
 #: Errors of a request whose replica has ended. Ray cancels requests when it stops waiting for a
 #: replica that is being removed.
 _LOST = (RayActorError, WorkerCrashedError, ObjectLostError, TaskCancelledError)
@@ -128,34 +129,29 @@ class ReplicatedEngine:
 
     async def _report_on(self) -> None:
         while True:
-            try:
+            with contextlib.suppress(TimeoutError):  # A silent replica is there.
                 reports = await self._reports()
-            except TimeoutError:
-                pass  # A silent replica is there.
-            except (RayServeException, RayError, LostError) as error:
-                self.failure = f"no replica is there: {one_line(error)}"
-            else:
-                failures = [each.failure for each in reports]
+                failures = [each.failure for each in reports] or [_NONE_THERE]
                 self.failure = None if None in failures else "; ".join(map(str, failures))
                 self.metrics.take({each.replica: each.metrics for each in reports})
             await asyncio.sleep(_REPORT_S)
 
     async def _reports(self) -> list[ReplicaReport]:
-        """Return the reports of the replicas that answer, at least one.
+        """Return the reports of the replicas that answer.
 
         Raises `TimeoutError` if no replica answers and some are silent.
         """
-        response = self._handle.broadcast("report")
-        # `results_async` has one time limit for all replicas, `results` one for each.
-        found = await asyncio.to_thread(
-            response.results, timeout_s=_REPORT_TIMEOUT_S, return_exceptions=True
-        )
+        try:
+            response = self._handle.broadcast("report")
+            # `results_async` has one time limit for all replicas, `results` one for each.
+            found = await asyncio.to_thread(
+                response.results, timeout_s=_REPORT_TIMEOUT_S, return_exceptions=True
+            )
+        except (RayServeException, RayError):
+            return []
         reports = [each for each in found if isinstance(each, ReplicaReport)]
-        if not reports:
-            for each in found:
-                if isinstance(each, TimeoutError):
-                    raise each
-            raise LostError("; ".join(one_line(each) for each in found))
+        if not reports and any(isinstance(each, TimeoutError) for each in found):
+            raise TimeoutError
         return reports
 
     # ---- shutdown -------------------------------------------------------------------------
