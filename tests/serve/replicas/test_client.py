@@ -28,11 +28,22 @@ def output_of(text: str) -> RequestOutput:
 
 
 class Response:
-    """The response to a call of a replica: some outputs, then an error or none."""
+    """The response to a call of a replica: some outputs, then an error or none.
 
-    def __init__(self, outputs: Sequence[Any], error: Exception | None, hangs: bool = False):
+    A response that hangs ends when it is cancelled, unless its replica `is_stopped`.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[Any],
+        error: Exception | None,
+        hangs: bool = False,
+        is_stopped: bool = False,
+    ):
         self._outputs, self._error, self._hangs = list(map(output_of, outputs)), error, hangs
+        self._is_stopped = is_stopped
         self._cancelled = asyncio.Event()
+        self._iterator = self._items()
 
     @property
     def is_cancelled(self) -> bool:
@@ -42,13 +53,21 @@ class Response:
         self._cancelled.set()
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        return self._items()
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await anext(self._iterator)
+        except asyncio.CancelledError:
+            if self.is_cancelled:
+                raise serve_exceptions.RequestCancelledError("r") from None
+            raise
 
     async def _items(self) -> AsyncIterator[Any]:
         for each in self._outputs:
             yield each
         if self._hangs:
-            await self._cancelled.wait()
+            await (asyncio.Event() if self._is_stopped else self._cancelled).wait()
             raise serve_exceptions.RequestCancelledError("r")
         if self._error is not None:
             raise self._error
@@ -209,6 +228,32 @@ def test_shutdown_drains_or_ends_requests_and_refuses_new_ones() -> None:
         await draining
         with pytest.raises(ClosedError, match="shutting down"):
             await asking
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_shutdown_ends_requests_of_replicas_that_hang(waits: bool) -> None:
+    """Whether a reader waits for an output, or reads only afterwards."""
+
+    async def turns() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        engine = engine_of(Handle(Response(["x"], None, hangs=True, is_stopped=True)))
+        stream = engine.stream([1], SamplingParams())
+        await anext(stream)
+        if waits:
+            reading = asyncio.ensure_future(anext(stream))
+            await turns()
+        cutting = asyncio.ensure_future(engine.shutdown(drain=False))
+        await turns()
+        if not waits:
+            reading = asyncio.ensure_future(anext(stream))
+        await turns()
+        assert isinstance(reading.done() and reading.exception(), ClosedError)
+        await cutting
 
     asyncio.run(main())
 

@@ -30,6 +30,7 @@ _RERUNS_MAX = 2
 _REPORT_S = 2.0
 _REPORT_TIMEOUT_S = 5.0
 _NONE_THERE = "no replica is there: Ray starts new ones"
+_CUT = "the server is shutting down"
 #: Errors of a request whose replica has ended. Ray cancels requests when it stops waiting for a
 #: replica that is being removed.
 _LOST = (RayActorError, WorkerCrashedError, ObjectLostError, TaskCancelledError)
@@ -44,10 +45,10 @@ class ReplicatedEngine:
         self.metrics = ReplicaMetrics()
         #: The reason why no replica serves requests, or None; some seconds old.
         self.failure: str | None = None
-        self._responses: set[Any] = set()
+        self._reads: dict[Any, asyncio.Future[Any]] = {}  # The last one of each response
         self._all_done = asyncio.Event()
         self._all_done.set()
-        self._is_stopping = False
+        self._is_stopping = self._is_cut = False
         self._reporting: asyncio.Task[None] | None = None
 
     async def facts(self) -> tuple[int, int]:
@@ -89,10 +90,9 @@ class ReplicatedEngine:
         if self._is_stopping:
             raise ClosedError("the server is shutting down and takes no more requests")
         response = self._handle.stream.remote(prompt, params, priority, tenant=tenant)
-        self._responses.add(response)
         self._all_done.clear()
         try:
-            async for output in response:
+            while (output := await self._read(response)) is not None:
                 yield output
         except Exception as error:
             raise self._worded(error) from error
@@ -100,14 +100,21 @@ class ReplicatedEngine:
             response.cancel()
             raise
         finally:
-            self._responses.discard(response)
-            if not self._responses:
+            self._reads.pop(response, None)
+            if not self._reads:
                 self._all_done.set()
+
+    async def _read(self, response: Any) -> RequestOutput | None:
+        if self._is_cut:
+            raise ClosedError(_CUT)
+        read = self._reads[response] = asyncio.ensure_future(anext(response, None))
+        output: RequestOutput | None = await read
+        return output
 
     def _worded(self, error: Exception) -> Exception:
         """Convert one of Ray's errors; unwrap an exception that the replica raised."""
         if self._is_stopping and isinstance(error, _LOST):
-            return ClosedError("the server is shutting down")
+            return ClosedError(_CUT)
         if isinstance(error, _LOST):
             return LostError(
                 "the replica that computed this request has ended, and the answer is incomplete: "
@@ -160,8 +167,10 @@ class ReplicatedEngine:
         """Stop serving; the replicas keep running. Idempotent."""
         self._is_stopping = True
         if not drain:
-            for response in tuple(self._responses):
+            self._is_cut = True
+            for response, read in self._reads.items():
                 response.cancel()
+                read.cancel()  # A replica that hangs would not end it.
         await self._all_done.wait()
         if self._reporting is not None:
             self._reporting.cancel()
