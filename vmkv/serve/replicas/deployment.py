@@ -40,6 +40,10 @@ _ONGOING_MAX = 1024
 _HEALTH_S = 1.0
 #: Time for a replica that is being removed to finish its requests.
 _DRAIN_S = 60.0
+#: Failed health checks in a row after which Ray replaces a replica, and the shortest time limit of
+#: one. A process may be busy for seconds, as while it compiles kernels.
+_HEALTH_FAILURES = 3
+_HEALTH_TIMEOUT_MIN_S = 10.0
 _NAME = "vmkv"
 #: Ray's minimum; the replicas' small messages never use the object store.
 _OBJECT_STORE_BYTES = 100 * MiB
@@ -150,7 +154,12 @@ def running_replicas(
                 "--replicas, or set RAY_ADDRESS to a cluster that has them"
             )
         resources = {"num_cpus": 1, "num_gpus": int(on_gpus)}
-        deployment = engine_deployment(num_replicas=num_replicas, ray_actor_options=resources)
+        deployment = engine_deployment(
+            num_replicas=num_replicas,
+            ray_actor_options=resources,
+            health_check_timeout_s=max(silence_max_s / _HEALTH_FAILURES, _HEALTH_TIMEOUT_MIN_S),
+            graceful_shutdown_timeout_s=0,  # A replica that hangs does not finish its requests.
+        )
         handle = _run(deployment.bind(make, silence_max_s))
         yield ReplicatedEngine(handle), handle.facts.remote().result()
     finally:
