@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as List_
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .core.backend import Access, MemoryLocation
 from .core.cache import KVCache, LayerGroup, StateGroup
@@ -24,8 +24,6 @@ from .units import div_ceil, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from .hf.store import StoreOwner
 
 _TEXT_CELLS_MAX = 64
 _SHARED_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -160,7 +158,16 @@ class PageMap:
         return "\n".join([*parts, self.summary, _TEXT_LEGEND])
 
 
-def page_map(cache: KVCache | StoreOwner) -> PageMap:
+class ModelCache(Protocol):
+    """A `VMKVCache` or `RaggedCache`."""
+
+    @property
+    def kv_caches(self) -> tuple[KVCache, ...]:
+        """The `KVCache` of each device."""
+        ...
+
+
+def page_map(cache: KVCache | ModelCache) -> PageMap:
     """Take a snapshot of the mappings of `cache`, on all devices; it keeps no memory alive.
 
     Raises:
@@ -274,7 +281,7 @@ def _symbol(row: RowMap, each: MappedExtent, *, is_empty: bool) -> str:
 # ---- picture ----------------------------------------------------------------------------------
 
 
-def draw(cache: KVCache | StoreOwner | PageMap, path: str | Path) -> None:
+def draw(cache: KVCache | ModelCache | PageMap, path: str | Path) -> None:
     """Draw a page map to a file: a line per row, a box per extent.
 
     Shared extents have a colour each, the same in every row; unshared extents are grey, darker in

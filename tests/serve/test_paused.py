@@ -300,7 +300,7 @@ def test_a_forward_that_training_sets_stays(
     plain = said_by(engine)
     module = model.model.layers[0] if is_layer else model.model.norm
     is_refused = is_layer and options is TRACED
-    refused = pytest.raises(ConfigError, match="wrapped the forward")
+    refused = pytest.raises(ConfigError, match="layers is wrapped")
     with refused if is_refused else contextlib.nullcontext(), engine.paused():
         forward = set_forward(module)
         wanted = expected(model)
@@ -343,7 +343,7 @@ def test_a_model_that_is_refused_is_not_left_joined(
     """With sleep mode its weights are joined, and moved, before its layers are compiled."""
     engine = make_engine(model, **TRACED, enable_sleep_mode=True)
     layer = model.model.layers[0]
-    with pytest.raises(ConfigError, match="wrapped the forward"), engine.paused():
+    with pytest.raises(ConfigError, match="layers is wrapped"), engine.paused():
         set_forward(layer)
     assert not are_joined(model)
     with engine.paused():

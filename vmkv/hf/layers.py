@@ -239,7 +239,8 @@ class VirtualLayer:
 
     def get_seq_length(self, *args: Any) -> int:
         """Return the number of tokens seen so far, without waiting for the device."""
-        self._store.check_open()
+        if self._store.is_closed:  # `check_open` cannot be traced.
+            self._store.check_open()
         return self._length
 
     # ---- changes --------------------------------------------------------------------------
