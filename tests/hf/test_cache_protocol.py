@@ -571,7 +571,7 @@ _REFUSED = 3
 _IN_A_CHILD: dict[str, tuple[Callable[[Any], object], int]] = {
     "close": (VMKVCache.close, 0),
     "reset": (VMKVCache.reset, _REFUSED),
-    "another cache": (lambda cache: _append(make_cache(cache.config), 9), 0),
+    "another cache": (lambda _: _append(make_cache(tiny_config("llama")), 9), 0),
     "append": (lambda cache: _append(cache, 1), _REFUSED),
     "trim": (VMKVCache.trim, _REFUSED),
     "copy": (copy.deepcopy, _REFUSED),
@@ -582,9 +582,8 @@ _IN_A_CHILD: dict[str, tuple[Callable[[Any], object], int]] = {
 @pytest.mark.parametrize("act", _IN_A_CHILD)
 def test_a_forked_child_leaves_its_parents_tokens(new_cache: NewCache, act: str) -> None:
     """Both map the same memory; a child may close it and use caches of its own."""
-    cache = new_cache(tiny_config("llama"))
+    cache = new_cache(tiny_config("llama"), backend=HostBackend(4 * KiB))  # Closed with its pool.
     _append(cache, 40)
-    cache.config = tiny_config("llama")
     before = contents(cache)
     function, status = _IN_A_CHILD[act]
     child = os.fork()

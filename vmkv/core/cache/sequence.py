@@ -338,7 +338,7 @@ class Sequence:
 
 @uninterrupted
 def close_idle(sequence: Sequence, idle_since: int | None) -> None:
-    """Close a sequence whose last work, except for forks, was submitted by a `Pressure.tick`.
+    """Close a sequence; only copies for forks have used it since the tick `idle_since`.
 
     With None, eviction of its row waits for all work submitted so far.
     """
