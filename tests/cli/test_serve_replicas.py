@@ -7,10 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from helpers.serving import tiny_tokenizer
+from helpers.tiny_models import kernel_model
 
 COMMAND = [sys.executable, "-m", "vmkv.cli", "serve"]
 REPLICAS = ["--replicas", "2", "--device", "cpu", "--port", "0"]
@@ -34,6 +38,46 @@ def test_replicas_serve_and_end_on_sigterm(model: Path, tmp_path: Path) -> None:
         body = {"model": "tiny", "prompt": "A row", "max_tokens": 4, "ignore_eos": True}
         answer = httpx.post(f"{found.group(0)}/v1/completions", json=body, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 4
+        child.send_signal(signal.SIGTERM)
+        assert 0 == child.wait(60), (tmp_path / "log").read_text()
+    finally:
+        child.kill()
+        child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has no second GPU")
+def test_each_replica_has_a_gpu(tmp_path: Path) -> None:
+    """Both answer, with the same tokens, and SIGTERM frees both devices."""
+    pytest.importorskip("ray")
+    kernel_model("cpu").save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    before = [torch.cuda.mem_get_info(at)[0] for at in (0, 1)]
+    options = ["--replicas", "2", "--port", "0", "--memory", "0.5", "--max-model-len", "256"]
+    with (tmp_path / "log").open("w") as log:
+        command = [*COMMAND, str(tmp_path / "model"), *options]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        assert child.stdout is not None
+        found = re.search(r"http://[\d.]+:\d+", child.stdout.readline())
+        assert found, (tmp_path / "log").read_text()
+        taken = [free - torch.cuda.mem_get_info(at)[0] for at, free in enumerate(before)]
+        assert min(taken) > 2**28, taken  # A context at least.
+        with httpx.Client(base_url=found.group(0), timeout=120) as client:
+            name = client.get("/v1/models").json()["data"][0]["id"]
+            body = {"model": name, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+
+            def ask(first: int) -> str:
+                response = client.post("/v1/completions", json={**body, "prompt": [first, 9]})
+                return str(response.json()["choices"][0]["text"])
+
+            with ThreadPoolExecutor(16) as threads:
+                told = [list(threads.map(ask, range(5, 40))) for _ in range(2)]
+            assert told[0] == told[1]
+            page = client.get("/metrics").text
+        assert 2 == len(set(re.findall(r'vmkv_steps_total\{replica="([^"]+)"\}', page))), page
         child.send_signal(signal.SIGTERM)
         assert 0 == child.wait(60), (tmp_path / "log").read_text()
     finally:

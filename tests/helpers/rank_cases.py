@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import transformers
 from helpers import tiny_models
 from helpers.hybrids import hybrid
 from helpers.serving import tiny_llama, tiny_tokenizer
@@ -966,6 +967,32 @@ def tiny_part(name: str, group: TensorParallel) -> Any:
 def part_on_a_gpu(group: TensorParallel) -> Any:
     """A model for `open_parallel_engine` with a head size that kernels support."""
     return kernel_model()
+
+
+def exact_part_on_a_gpu(group: TensorParallel | None) -> Any:
+    """A model in float32, in which the order of sums changes no token; a page has 64 tokens."""
+    how = {"hidden_size": 512, "num_hidden_layers": 16, "num_key_value_heads": 8}
+    return kernel_model(num_attention_heads=8, **how).float()
+
+
+#: Of the weights that a rank of `wide_part_on_a_gpu` holds: 3 layers of 12 x 2,048 x 2,048.
+WIDE_BYTES = 3 * 12 * 2048 * 2048 // 2 * 2
+
+
+def wide_part_on_a_gpu(group: TensorParallel) -> Any:
+    """A model whose weights show in a device's free memory."""
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=2048,
+        intermediate_size=5461 // 64 * 64,
+        num_hidden_layers=3,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return transformers.LlamaForCausalLM(config).eval().to(torch.bfloat16)
 
 
 def part_that_fails(group: TensorParallel) -> Any:

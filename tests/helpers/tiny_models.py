@@ -267,17 +267,15 @@ def tiny_model(name: str, attention: str = "eager", *, seed: int = 0) -> PreTrai
     return model
 
 
-def kernel_model(device: str = "cuda") -> PreTrainedModel:
+def kernel_model(device: str = "cuda", **sizes: int) -> PreTrainedModel:
     """A small Llama in bfloat16 with a head size that kernels support."""
     torch.manual_seed(0)
+    defaults = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = transformers.LlamaConfig(
         vocab_size=256,
-        hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=2048,
+        **{"num_key_value_heads": 2, **defaults, **sizes},
     )
     made = transformers.AutoModelForCausalLM.from_config(config).eval().to(device, torch.bfloat16)
     made.generation_config.eos_token_id = None
