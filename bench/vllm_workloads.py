@@ -56,7 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.tensor_parallel_size == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # A function, to our workers.
+    # CUDA is initialised in this process, so workers cannot be forked; and a worker that is spawned
+    # does not find functions of `__main__`.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm import LLM, SamplingParams
+    from vllm_workloads import initialise as to_random_weights
 
     config = SHAPES[arguments.shape](smoke=False)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
@@ -77,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             additional_config=VLLM_CONFIG,
         )
         if not arguments.dummy_weights:
-            llm.apply_model(initialise)
+            llm.apply_model(to_random_weights)
         for workload in WORKLOADS:
             if arguments.names and workload.name not in arguments.names:
                 continue

@@ -970,9 +970,9 @@ def part_on_a_gpu(group: TensorParallel) -> Any:
 
 
 def exact_part_on_a_gpu(group: TensorParallel | None) -> Any:
-    """A model in float32, in which the order of sums changes no token; a page has 64 tokens."""
-    how = {"hidden_size": 512, "num_hidden_layers": 16, "num_key_value_heads": 8}
-    return kernel_model(num_attention_heads=8, **how).float()
+    """A model in float32, in which the order of sums changes no token; a page has 85 tokens."""
+    how = {"hidden_size": 1024, "num_hidden_layers": 6, "num_key_value_heads": 16}
+    return kernel_model(num_attention_heads=16, **how).float()
 
 
 #: Of the weights that a rank of `wide_part_on_a_gpu` holds: 3 layers of 12 x 2,048 x 2,048.

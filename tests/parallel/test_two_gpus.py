@@ -21,8 +21,8 @@ pytestmark = [
 ]
 NUM_ACTIONS = 2000
 OPTIONS: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 96, "max_tokens": 256}
-#: Ten pages; six requests take up to 24, so that some are preempted and swapped.
-SMALL = {"budget_bytes": 20 * MiB, "host_budget_bytes": 16 * MiB}
+#: Six pages; six requests take up to 18, so that some are preempted and swapped.
+SMALL = {"budget_bytes": 12 * MiB, "host_budget_bytes": 16 * MiB}
 
 
 def _any_request(choices: random.Random) -> tuple[list[int], SamplingParams]:
@@ -51,7 +51,7 @@ def test_random_requests_get_the_tokens_of_one_gpu() -> None:
                 engine.cancel(choices.choice(handles[-6:]))
             elif what < 0.25:
                 with contextlib.suppress(ConfigError):
-                    engine.set_budget(choices.randrange(8, 16) * 2 * MiB)
+                    engine.set_budget(choices.randrange(4, 9) * 2 * MiB)
             else:
                 engine.step()
         while engine.has_unfinished:
