@@ -38,7 +38,7 @@ from models import CacheShape, llama_config, make_model
 from transformers import LlamaForCausalLM
 
 from vmkv import KVCache, SamplingParams
-from vmkv.options import EngineOptions
+from vmkv.serve.options import EngineOptions
 from vmkv.serve.runner import ModelRunner, RunnerOptions
 from vmkv.step import Piece
 from vmkv.units import GiB, MiB

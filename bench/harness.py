@@ -114,7 +114,7 @@ class Bench:
         self.smoke, self._path = options.smoke, options.json
         if not options.smoke:  # An engine's start may take minutes, and may be cut by a limit.
             logging.basicConfig(format="[%(relativeCreated)6d ms] %(message)s")
-            logging.getLogger("vmkv.phases").setLevel(logging.INFO)
+            logging.getLogger("vmkv.step.phases").setLevel(logging.INFO)
         return options
 
     def finish(

@@ -215,3 +215,14 @@ def created_bytes(cache: Any) -> int:
     """All memory that the pool of a `VMKVCache` has created."""
     stats = cache.stats()
     return stats.resident_bytes + stats.free_bytes + stats.retired_bytes
+
+
+@torch.inference_mode()
+def initialise(model: Any) -> None:
+    """Give a model the random weights that transformers gives a Llama."""
+    deviation = LlamaConfig().initializer_range
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0, deviation)
+        else:
+            parameter.fill_(1)

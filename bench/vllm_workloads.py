@@ -21,25 +21,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from bench_serve import MAX_NUM_SEQS, MAX_TOKENS, WORKLOADS
 from harness import VLLM_CONFIG, VLLM_ENVIRONMENT
-from models import SHAPES
-from transformers import LlamaConfig
+from models import SHAPES, initialise
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-
-@torch.inference_mode()
-def initialise(model: Any) -> None:
-    """Give a model the random weights that transformers gives a Llama."""
-    deviation = LlamaConfig().initializer_range
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(0, deviation)
-        else:
-            parameter.fill_(1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,11 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.tensor_parallel_size == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # A function, to our workers.
-    # CUDA is initialised in this process, so workers cannot be forked; and a worker that is spawned
-    # does not find functions of `__main__`.
+    # CUDA is initialised in this process, so workers cannot be forked.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm import LLM, SamplingParams
-    from vllm_workloads import initialise as to_random_weights
 
     config = SHAPES[arguments.shape](smoke=False)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
@@ -81,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             additional_config=VLLM_CONFIG,
         )
         if not arguments.dummy_weights:
-            llm.apply_model(to_random_weights)
+            llm.apply_model(initialise)
         for workload in WORKLOADS:
             if arguments.names and workload.name not in arguments.names:
                 continue

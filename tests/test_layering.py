@@ -1,7 +1,7 @@
 """Imports point left only, and all layers up to `memory` are free of torch.
 
-    errors, units, interrupts, phases, kept <- core (_native <- backend <- memory <- cache) <- viz,
-        guests <- attention <- step <- hf <- options <- serve <- cli, trl
+    errors, units, phases, compile_cache <- core (_native, interrupts <- backend <- memory <- cache)
+        <- viz, guests <- attention <- step <- hf <- serve <- cli, trl
 
 An import inside a function counts like any other, and across packages so does one under
 TYPE_CHECKING. No modules import each other in a circle; within one package, imports under
@@ -22,17 +22,17 @@ LAYERS = [
     *(
         "errors",
         "units",
-        "interrupts",
         "phases",
-        "kept",
+        "compile_cache",
         "_native",
+        "interrupts",
         "backend",
         "memory",
         "cache",
         "viz",
         "guests",
     ),
-    *("attention", "step", "hf", "options", "serve", "cli", "trl"),
+    *("attention", "step", "hf", "serve", "cli", "trl"),
 ]
 TORCH_FREE = {*LAYERS[: LAYERS.index("cache")], "testing"}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -25,8 +25,8 @@ from transformers import Trainer
 from trl import GRPOTrainer, RLOOTrainer
 
 from .errors import ConfigError
-from .options import EngineOptions
 from .serve.engine import Engine
+from .serve.options import EngineOptions
 from .serve.params import SamplingParams
 from .serve.runner import RunnerOptions
 from .serve.start import without_collections

@@ -16,12 +16,12 @@ import pytest
 import torch
 import transformers
 
-from vmkv import phases
 from vmkv.cli import progress
 from vmkv.cli.main import make_parser
 from vmkv.cli.models import load_config, load_model
 from vmkv.cli.serve import _chosen, server_options
-from vmkv.options import EngineOptions
+from vmkv.serve.options import EngineOptions
+from vmkv.step import phases
 
 Complaint = Callable[..., str]
 TEXT = {

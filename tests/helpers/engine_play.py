@@ -24,9 +24,9 @@ from vmkv import ExtentPool, KVCache, SamplingParams
 from vmkv import Sequence as Sequence_
 from vmkv.core.cache import grow_ahead, make_ready
 from vmkv.errors import CapacityError, ConfigError, DriverError
-from vmkv.options import EngineOptions
 from vmkv.serve import engine
 from vmkv.serve.engine import Engine
+from vmkv.serve.options import EngineOptions
 from vmkv.serve.request import FinishReason, RequestHandle
 from vmkv.serve.scheduler import PreemptionCosts
 

@@ -28,8 +28,8 @@ from vmkv.core.backend.host import HostFence
 from vmkv.core.cache import StateShape, layer_group, make_ready
 from vmkv.core.cache.cost import CostModel
 from vmkv.core.cache.swap import MovedPrefixes, move_prefixes
+from vmkv.core.interrupts import uninterrupted
 from vmkv.errors import CapacityError, ClosedError, DriverError
-from vmkv.interrupts import uninterrupted
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
 
 _MAPS = {"mem_create", "mem_map", "mem_set_access"}

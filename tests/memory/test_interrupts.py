@@ -16,7 +16,7 @@ from helpers.interrupts import interrupted, offsets
 from vmkv import BackendUsage, ExtentPool, HostBackend
 from vmkv.core.backend import Access, AccessOp, MapOp, Op, UnmapOp
 from vmkv.core.backend.booked import Books
-from vmkv.interrupts import interruptible, uninterrupted
+from vmkv.core.interrupts import interruptible, uninterrupted
 from vmkv.units import Address
 
 

@@ -27,8 +27,8 @@ from vmkv.core.cache import KVCache
 from vmkv.core.cache import Sequence as Row
 from vmkv.errors import ClosedError, ConfigError
 from vmkv.hf import compat
-from vmkv.options import EngineOptions
 from vmkv.serve.memory_view import fit_budget
+from vmkv.serve.options import EngineOptions
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import ModelRunner, RunnerOptions
 from vmkv.step import Piece

@@ -17,7 +17,7 @@ from vmkv import Engine
 from vmkv.attention import AttentionSpec
 from vmkv.core.cache import KVCache
 from vmkv.core.cache.fp8 import FP8
-from vmkv.options import EngineOptions
+from vmkv.serve.options import EngineOptions
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import ModelRunner, RunnerOptions
 from vmkv.step import Piece

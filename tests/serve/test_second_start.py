@@ -15,7 +15,7 @@ import torch
 import torch._dynamo.utils
 from helpers.tiny_models import tiny_model
 
-from vmkv import Engine, SamplingParams, kept
+from vmkv import Engine, SamplingParams, compile_cache
 from vmkv.serve.runner import RunnerOptions
 from vmkv.step.warm_up import _kept_sizes
 
@@ -50,12 +50,12 @@ def test_slow_sizes_are_kept_and_not_captured_again(folder: Path) -> None:
     with started() as (sizes, expected):
         assert {32, 64, 96, 128} == sizes
     [file] = folder.glob("slow-sizes-*")
-    assert b"[]" == kept.read(file.name)  # Nothing is timed on the host.
-    kept.write(file.name, b"[64]")
+    assert b"[]" == compile_cache.read(file.name)  # Nothing is timed on the host.
+    compile_cache.write(file.name, b"[64]")
     with started() as (sizes, tokens):
         assert {32, 96, 128} == sizes
         assert expected == tokens
-    assert b"[64]" == kept.read(file.name)
+    assert b"[64]" == compile_cache.read(file.name)
 
 
 def test_damaged_sizes_are_measured_anew(folder: Path) -> None:
@@ -73,7 +73,7 @@ def test_sizes_of_another_shape_are_not_used(folder: Path) -> None:
     with started():
         pass
     [file] = folder.glob("slow-sizes-*")
-    kept.write(file.name, b"[64]")
+    compile_cache.write(file.name, b"[64]")
     with started(max_num_seqs=3) as (sizes, _):
         assert {32, 64, 96, 128} == sizes
     assert 2 == len([*folder.glob("slow-sizes-*")])
@@ -90,7 +90,7 @@ def test_ranks_use_sizes_that_all_of_them_have(
     meeting, told = threading.Barrier(2, timeout=30), [0, 0]
     results: list[frozenset[int] | None] = [frozenset(), frozenset()]
     contents = {str(rank): text for rank, text in enumerate(found)}
-    monkeypatch.setattr(kept, "read", lambda name: (contents[name] or "").encode() or None)
+    monkeypatch.setattr(compile_cache, "read", lambda name: (contents[name] or "").encode() or None)
 
     def run(rank: int) -> None:
         def agree(value: int) -> int:
@@ -111,13 +111,13 @@ def test_ranks_use_sizes_that_all_of_them_have(
 
 
 SCRIPT = """
-from vmkv import kept
-kept.choose_compiler_folder()
+from vmkv import compile_cache
+compile_cache.choose_compiler_folder()
 import torch
 from torch._dynamo.utils import counters
 from vmkv.step.compiled_layers import _compiler
 
-with kept.compiler_folder():
+with compile_cache.compiler_folder():
     backend = _compiler("inductor", {})
     torch.compile(torch.nn.functional.silu, dynamic=True, backend=backend)(torch.ones(3, 8))
 print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
@@ -157,7 +157,7 @@ def test_a_folder_of_the_users_own_is_left_to_the_compiler(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
-    with kept.compiler_folder():
+    with compile_cache.compiler_folder():
         assert str(tmp_path / "own") == os.environ["TORCHINDUCTOR_CACHE_DIR"]
     assert not folder.exists()
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import kept
+from .. import compile_cache
 from ..core import _native
 from ..core.backend.cuda import checked
 from ..errors import ConfigError, CudaDriverError
@@ -107,8 +107,8 @@ def assembled(source: str, name: str, architecture: str, *options: str) -> bytes
     from cuda.bindings import nvrtc
 
     release = _checked(name, nvrtc.nvrtcVersion())
-    file = kept.name_of("kernel", source, name, architecture, options, release)
-    found = kept.read(file)
+    file = compile_cache.name_of("kernel", source, name, architecture, options, release)
+    found = compile_cache.read(file)
     if found is not None:
         return found
     flags = [each.encode() for each in (f"--gpu-architecture={architecture}", *options)]
@@ -122,5 +122,5 @@ def assembled(source: str, name: str, architecture: str, *options: str) -> bytes
     binary: bytes = b" " * _checked(name, nvrtc.nvrtcGetCUBINSize(program))
     _checked(name, nvrtc.nvrtcGetCUBIN(program, binary))
     nvrtc.nvrtcDestroyProgram(program)
-    kept.write(file, binary)
+    compile_cache.write(file, binary)
     return binary

@@ -19,10 +19,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from .. import kept
+from .. import compile_cache
 from ..errors import CapacityError, ConfigError, VMKVError, one_line
-from ..options import LOGPROBS_MODES, EngineOptions, Limits, ServerOptions
 from ..phases import phase
+from ..serve.options import LOGPROBS_MODES, EngineOptions, Limits, ServerOptions
 from ..units import GiB, MiB, format_bytes
 from . import arguments as types
 from .folders import check_folder
@@ -209,7 +209,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             for at, each in enumerate(parts):
                 process = start_process(functools.partial(_engine, each))
                 started[at] = stack.enter_context(contextlib.closing(process))
-        kept.choose_bytecode_folder()
+        compile_cache.choose_bytecode_folder()
         imports = phase("importing torch and transformers")
         with holding_signals(), imports, without_collections():
             from ..serve.metrics import BrokerMetrics
@@ -513,7 +513,7 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
     device = _device(arguments.device)
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as start:
         progress = start.enter_context(_progress(arguments))
-        start.enter_context(kept.compiler_folder())
+        start.enter_context(compile_cache.compiler_folder())
         stack.enter_context(_log_of(arguments, "vmkv.serve.engine"))
         if arguments.trace:
             trace = stack.enter_context(contextlib.closing(ChromeTrace(arguments.trace)))

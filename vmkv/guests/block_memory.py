@@ -19,10 +19,10 @@ import torch
 
 from ..core import _native
 from ..core.cache.layer_group import bytes_over, stream_getter
+from ..core.interrupts import uninterrupted
 from ..core.memory import ExtentPool, PageTable, Victim, size_classes
 from ..core.memory.change import Change, RowChange
 from ..errors import CapacityError, ConfigError
-from ..interrupts import uninterrupted
 from ..units import format_bytes
 
 #: Interval of reports to the broker while requests run.

@@ -25,16 +25,16 @@ import torch
 
 from ..core.backend import Backend, open_backend
 from ..core.cache import KVCache
+from ..core.interrupts import uninterrupted
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ClosedError, ConfigError, DriverError, PausedError
 from ..hf.compat import check_model
 from ..hf.store import close_later, close_orphans
-from ..interrupts import uninterrupted
-from ..options import EngineOptions
 from ..units import GiB, format_bytes
 from .guided import Grammars
 from .memory_view import MemoryView, OwnBudget, open_rows, pool_beside
 from .observer import EngineObserver, FirstToken, Idle, Observers, RequestAdded, RequestRecord
+from .options import EngineOptions
 from .params import SamplingParams
 from .prompts import check_tenant, end_tokens, packed_prompt, resolve, tokenised, vocabulary_sizes
 from .request import FinishReason, Request, RequestHandle, RequestOutput, detokenizer_of
@@ -60,7 +60,7 @@ class Engine:
             that fits the pool alone waits for memory; it fails with `OutOfPagesError` if for 100
             steps no memory comes free and no engine makes progress.
         observer: Receives the engine's events.
-        options: Those of `vmkv.options.EngineOptions`.
+        options: Those of `vmkv.serve.options.EngineOptions`.
 
     Attributes:
         options: The options it was made with.

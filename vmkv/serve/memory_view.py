@@ -27,10 +27,10 @@ from ..errors import CapacityError, ConfigError, DriverError
 from ..hf.configuration import check_length, layer_windows
 from ..hf.proof import prove
 from ..hf.store import CacheOptions, Signature, Store
-from ..options import EngineOptions
 from ..phases import phase
 from ..step.row_attention import AttentionCalls
 from ..units import format_bytes
+from .options import EngineOptions
 from .request import Request
 from .scheduler import PlannedChunk
 

@@ -19,7 +19,6 @@ import torch
 from ..core.cache import KVCache
 from ..errors import ClosedError, ConfigError, VMKVError
 from ..hf import compat as vocabulary
-from ..options import EngineOptions
 from ..step import Piece, Stepper
 from ..step.model_guard import places_of, settings_of, unmerge_disabled
 from ..step.piece import HeadInParts, StepLogits
@@ -27,6 +26,7 @@ from ..step.row_attention import AttentionCalls, check_free
 from ..step.states import run_packed
 from ..step.warm_up import warm_up
 from .memory_view import ServedRows, fit_budget
+from .options import EngineOptions
 from .params import SamplingParams
 from .prompt_scores import Scores, score
 from .request import TokenLogprobs

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from .. import kept
+from .. import compile_cache
 from ..errors import ConfigError, one_line
 from .children import be_child, end_child, start_child
 
@@ -117,8 +117,8 @@ def start_process(make: Any) -> StartedProcess:
 
 def _run(connection: socket.socket, pickled: bytes) -> None:
     be_child(connection)
-    kept.choose_compiler_folder()
-    kept.choose_bytecode_folder()
+    compile_cache.choose_compiler_folder()
+    compile_cache.choose_bytecode_folder()
     with without_collections():
         run_engine = importlib.import_module(".process.host", __package__).run_engine
         importlib.import_module(".engine", __package__)

@@ -30,9 +30,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..core.interrupts import interruptible, uninterrupted
 from ..core.memory.arbiter import PATIENCE_STEPS, Borrower
 from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
-from ..interrupts import interruptible, uninterrupted
 from ..step import Piece
 from ..units import div_ceil
 from .memory_view import MemoryView

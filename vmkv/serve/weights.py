@@ -26,9 +26,9 @@ from ..core import _native
 from ..core.backend import Backend, MemoryLocation
 from ..core.cache.device_memory import open_member_pool
 from ..core.cache.layer_group import bytes_over, stream_getter
+from ..core.interrupts import uninterrupted
 from ..core.memory import Extent, ExtentPool, HostCopy, PageTable, PoolMember, size_classes
 from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
-from ..interrupts import uninterrupted
 from ..step.joined_layers import AWAY, join, separate
 from ..step.model_guard import has_users
 from ..units import align_up, div_ceil, format_bytes

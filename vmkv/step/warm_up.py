@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch._dynamo
 
-from .. import kept
+from .. import compile_cache
 from ..errors import CapacityError, ConfigError
 from ..phases import phase
 from ..units import GiB
@@ -117,7 +117,7 @@ def _capture_all(
                 stepper.decode_graphs = None
     mixed = stepper.mixed_graphs
     if mixed is not None and mixed.slow_sizes is not None and known is None:
-        kept.write(name, json.dumps(sorted(mixed.slow_sizes)).encode())
+        compile_cache.write(name, json.dumps(sorted(mixed.slow_sizes)).encode())
     if stepper.device.type == "cuda":
         torch.cuda.synchronize(stepper.device)
     graph_bytes = max(0, free_bytes - _free_bytes(stepper.device))
@@ -142,12 +142,12 @@ def _sizes_name(stepper: Stepper) -> str:
     layers = [(each.geometry.shape, each.dtype, each.window_tokens) for each in groups]
     sizes = space and (space.max_num_seqs, space.max_tokens, tuple(space.logits.shape))
     how = stepper.attention.kernel_names, stepper.uses_operator
-    return kept.name_of("slow-sizes", machine, shapes, layers, sizes, how)
+    return compile_cache.name_of("slow-sizes", machine, shapes, layers, sizes, how)
 
 
 def _kept_sizes(name: str, agree: Callable[[int], int]) -> frozenset[int] | None:
     """Return the sizes kept by an earlier start; None unless all ranks have the same."""
-    data = kept.read(name)
+    data = compile_cache.read(name)
     mark = 0 if data is None else 1 + zlib.crc32(data)
     if agree(int(agree(mark) != mark or data is None)):
         return None

@@ -14,9 +14,9 @@ from struct import Struct
 from typing import NamedTuple
 
 from ...errors import DriverError, OutOfAddressSpaceError
-from ...interrupts import uninterrupted
 from ...units import Address, Handle, KiB, format_bytes
 from .. import _native
+from ..interrupts import uninterrupted
 from .base import (
     PRIMITIVES,
     Access,

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...errors import ConfigError, CudaDriverError
-from ...interrupts import uninterrupted
 from ...units import Address, format_bytes
+from ..interrupts import uninterrupted
 from .base import Fence, MemoryLocation
 from .booked import Allocation, BookedBackend, NativeCalls, describe
 

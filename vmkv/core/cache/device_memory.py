@@ -13,8 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ...errors import ConfigError
-from ...interrupts import uninterrupted
 from ..backend import Backend, open_backend
+from ..interrupts import uninterrupted
 from ..memory import ExtentPool, PoolMember
 from .layer_group import torch_device
 

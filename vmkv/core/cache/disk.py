@@ -29,8 +29,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...errors import ConfigError, OutOfPagesError
-from ...interrupts import interruptible
 from ...units import Address, MiB
+from ..interrupts import interruptible
 from .device_memory import call_with_room
 from .growing import Target, map_rows
 from .layer_group import LayerGroup

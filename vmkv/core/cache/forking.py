@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...errors import CapacityError, ConfigError, OutOfPagesError
-from ...interrupts import uninterrupted
 from ...units import Address
 from ..backend import Access, CopyOp
+from ..interrupts import uninterrupted
 from ..memory import Change, Mapping, RowChange, asking_broker, make_writable, size_classes
 from .layer_group import LayerGroup
 from .prefix import BLOCK_TOKENS, Where

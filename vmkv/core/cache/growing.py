@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import ConfigError, OutOfAddressSpaceError, OutOfPagesError, SequenceFullError
-from ...interrupts import uninterrupted
+from ..interrupts import uninterrupted
 from ..memory import Change, Extent, RowChange, Scrub, asking_broker, size_classes
 from ..memory import Mapping as Placed
 from .forking import choose_row, unshare

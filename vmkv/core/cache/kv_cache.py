@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from ...errors import ConfigError
-from ...interrupts import uninterrupted
+from ..interrupts import uninterrupted
 from ..memory import asking_broker, check_pool
 from . import forking, growing
 from . import layers as layer_changes

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from ...errors import ConfigError
-from ...interrupts import uninterrupted
+from ..interrupts import uninterrupted
 from ..memory import asking_broker
 from .fp8 import LayerScales, check_layer_scales
 from .geometry import Geometry, LayerShape, check_positive

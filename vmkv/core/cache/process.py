@@ -34,8 +34,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ClosedError, ConfigError, VMKVError
-from ...interrupts import interruptible, uninterrupted
 from ..backend import Access, MemoryLocation
+from ..interrupts import interruptible, uninterrupted
 from ..memory import Change, Extent, ExtentPool, RowChange, asking_broker, placed, protect
 from ..memory.unix_sockets import Listener, peer_of
 from .disk import check_fits, describe_groups

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from ...errors import ClosedError, ConfigError
-from ...interrupts import uninterrupted
+from ..interrupts import uninterrupted
 from ..memory import asking_broker
 from .disk import save
 from .forking import fork

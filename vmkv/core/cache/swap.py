@@ -21,9 +21,9 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import ConfigError
-from ...interrupts import uninterrupted
 from ...units import Address
 from ..backend import MemoryLocation
+from ..interrupts import uninterrupted
 from ..memory import Change, Extent, HostCopy, Mapping, PageTable, RowChange, Victim, size_classes
 from ..memory.host_copy import copied_to_host
 from .growing import Target, map_rows

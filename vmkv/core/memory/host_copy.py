@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ...interrupts import uninterrupted
 from ...units import Address
 from ..backend import Access, CopyOp, Fence, MemoryLocation, Op
+from ..interrupts import uninterrupted
 from .page_table import Extent, Mapping, PageTable
 from .pool import ExtentPool
 

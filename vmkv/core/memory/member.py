@@ -23,8 +23,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...errors import ClosedError, ConfigError, DriverError, OutOfPagesError, one_line
-from ...interrupts import interruptible
 from ...units import GiB, MiB, format_bytes
+from ..interrupts import interruptible
 from .broker import MESSAGE_BYTES_MAX, VERSION
 from .shares import Order, Report
 from .unix_sockets import peer_of

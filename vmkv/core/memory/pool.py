@@ -19,10 +19,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...errors import ClosedError, ConfigError, DriverError, OutOfPagesError
-from ...interrupts import uninterrupted
 from ...units import Address, Handle, MiB, is_power_of_two
 from .._native import count_references
 from ..backend import Backend, MemoryLocation
+from ..interrupts import uninterrupted
 from .arbiter import Arbiter
 from .page_table import Extent, PageTable
 from .pressure import Pressure, Victim

@@ -27,11 +27,11 @@ from typing import Any
 from ...core.backend import Backend
 from ...core.memory import ExtentPool
 from ...errors import CapacityError, ConfigError, RankError
-from ...options import EngineOptions
 from ..engine import Engine
 from ..engine_loop import FAILED_STEPS_MAX
 from ..memory_view import pool_beside
 from ..observer import EngineObserver
+from ..options import EngineOptions
 from ..runner import RunnerOptions
 from ..scheduler import PreemptionCosts
 from . import Ranks, TensorParallel, localise

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from ...core.interrupts import interruptible
 from ...core.memory import ExtentPool, PoolMember
 from ...core.memory.broker import MESSAGE_BYTES_MAX
 from ...core.memory.shares import Order
 from ...errors import RankError
-from ...interrupts import interruptible
 from . import TensorParallel
 
 #: Time for memory that is waited for; the other ranks wait for rank 0 meanwhile.

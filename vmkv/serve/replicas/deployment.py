@@ -24,9 +24,9 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from ...errors import ConfigError, one_line
-from ...options import ServerOptions
 from ...units import MiB
 from ..engine_client import SILENCE_MAX_S
+from ..options import ServerOptions
 from ..process.host import MakeEngine
 from ..server.app import create_app
 from .choice import Routing

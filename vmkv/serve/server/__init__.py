@@ -7,8 +7,8 @@ of `responses.py` and `messages.py` become chats and return as items (`items.py`
 in `errors.py`. `app.py` has the routes. Needs the extra `.[serve]`.
 """
 
-from ...options import Limits as Limits
-from ...options import ServerOptions as ServerOptions
+from ..options import Limits as Limits
+from ..options import ServerOptions as ServerOptions
 from .app import create_app as create_app
 from .app import create_app_for as create_app_for
 from .run import run_server as run_server

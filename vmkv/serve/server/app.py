@@ -20,8 +20,8 @@ from starlette.responses import Response
 import vmkv
 
 from ...errors import ConfigError
-from ...options import ServerOptions
 from ..metrics import Metrics
+from ..options import ServerOptions
 from .errors import ApiError
 from .guard import Guard
 from .messages import CountTokensRequest, MessagesRequest

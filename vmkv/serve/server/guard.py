@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import ConfigError
-from ...options import Limits, ServerOptions
+from ..options import Limits, ServerOptions
 from .errors import ApiError, api_error, draining
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.types import Receive, Scope, Send
 
 from ...errors import ConfigError, LostError, shown
-from ...options import ServerOptions
 from ..metrics import CONTENT_TYPE, labelled
+from ..options import ServerOptions
 from ..params import SamplingParams
 from ..request import CompletionOutput, RequestOutput
 from .choices import ChatForm, ChoicesWriter, CompletionForm, Form, Tokens

@@ -10,14 +10,14 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError
-from .units import MiB
+from ..errors import ConfigError
+from ..units import MiB
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
-    from .hf.kv_format import KVScales, SkipLayers
+    from ..hf.kv_format import KVScales, SkipLayers
 
 #: More priority levels would make waiting times practically unbounded: Note [Waiting is bounded].
 _PRIORITY_MAX = 16

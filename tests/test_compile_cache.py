@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vmkv import kept
+from vmkv import compile_cache
 
 
 @pytest.fixture(autouse=True)
@@ -20,12 +20,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_contents_are_found_under_their_key(folder: Path) -> None:
-    name = kept.name_of("kernel", "source", ("sm_90",))
-    assert kept.read(name) is None
-    kept.write(name, b"binary")
-    assert kept.read(name) == b"binary"
-    kept.write(name, b"")
-    assert kept.read(name) == b""
+    name = compile_cache.name_of("kernel", "source", ("sm_90",))
+    assert compile_cache.read(name) is None
+    compile_cache.write(name, b"binary")
+    assert compile_cache.read(name) == b"binary"
+    compile_cache.write(name, b"")
+    assert compile_cache.read(name) == b""
     assert [each.name for each in folder.iterdir()] == [name]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
@@ -33,22 +33,23 @@ def test_contents_are_found_under_their_key(folder: Path) -> None:
 def test_names_depend_on_the_key_the_kind_and_the_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = [kept.name_of("a", 1), kept.name_of("b", 1), kept.name_of("a", 2), kept.name_of("a")]
-    monkeypatch.setattr(kept, "versions", lambda: ("other",))
-    names.append(kept.name_of("a", 1))
+    keys = [("a", 1), ("b", 1), ("a", 2), ("a",)]
+    names = [compile_cache.name_of(*key) for key in keys]
+    monkeypatch.setattr(compile_cache, "versions", lambda: ("other",))
+    names.append(compile_cache.name_of("a", 1))
     assert len(set(names)) == len(names)
 
 
 def test_damaged_files_are_none_and_are_written_anew(folder: Path) -> None:
     """Cut, changed, empty, or of another kind."""
-    name = kept.name_of("sizes")
-    kept.write(name, b"[32, 64]")
+    name = compile_cache.name_of("sizes")
+    compile_cache.write(name, b"[32, 64]")
     whole = (folder / name).read_bytes()
     for damaged in (whole[:-1], b"", whole[:10], whole[:-1] + b"}", b"x" + whole[1:], whole + b" "):
         (folder / name).write_bytes(damaged)
-        assert kept.read(name) is None
-        kept.write(name, b"[32, 64]")
-        assert kept.read(name) == b"[32, 64]"
+        assert compile_cache.read(name) is None
+        compile_cache.write(name, b"[32, 64]")
+        assert compile_cache.read(name) == b"[32, 64]"
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(
@@ -56,25 +57,25 @@ def test_a_folder_that_cannot_be_written_is_no_error(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("VMKV_CACHE_DIR", str(tmp_path / "file"))
-    kept.write("name", b"contents")
-    assert kept.read("name") is None
-    with kept.kept_folder("compiled") as path:
+    compile_cache.write("name", b"contents")
+    assert compile_cache.read("name") is None
+    with compile_cache.kept_folder("compiled") as path:
         assert not path.exists()
 
 
 def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("VMKV_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert kept.folder() == tmp_path / "vmkv"
+    assert compile_cache.folder() == tmp_path / "vmkv"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert kept.folder() == tmp_path / "home" / ".cache" / "vmkv"
+    assert compile_cache.folder() == tmp_path / "home" / ".cache" / "vmkv"
 
 
 @pytest.mark.parametrize("damage", ["nothing", "changed", "removed", "unnoted", "note"])
 def test_a_folder_with_changed_files_is_removed(folder: Path, damage: str) -> None:
     """Files of a start that did not end are not noted, and left alone."""
-    with kept.kept_folder("compiled") as path:
+    with compile_cache.kept_folder("compiled") as path:
         (path / "sub").mkdir(parents=True)
         (path / "sub" / "one.py").write_text("1")
         (path / "two.so").write_text("2")
@@ -86,7 +87,7 @@ def test_a_folder_with_changed_files_is_removed(folder: Path, damage: str) -> No
         (path / "three.py").write_text("3")
     elif damage == "note":
         (folder / "compiled.files").write_bytes(b"nonsense")
-    with kept.kept_folder("compiled") as again:
+    with compile_cache.kept_folder("compiled") as again:
         assert again == path
         assert path.exists() == (damage not in ("changed", "removed"))
 
@@ -101,7 +102,7 @@ def test_bytecode_of_packages_without_it_is_kept(
     (tmp_path / "site" / "torch-9.dist-info").mkdir()
     source = package / "__init__.py"
     source.write_text("number = 7")
-    told = {"PYTHONPATH": f"{tmp_path / 'site'}:{Path(kept.__file__).parents[1]}"}
+    told = {"PYTHONPATH": f"{tmp_path / 'site'}:{Path(compile_cache.__file__).parents[1]}"}
     run = [sys.executable, "-c"]
     if has_bytecode:
         subprocess.run(
@@ -110,9 +111,8 @@ def test_bytecode_of_packages_without_it_is_kept(
             check=True,
         )
     told["PYTHONDONTWRITEBYTECODE"] = "1"
-    script = (
-        "from vmkv import kept; kept.choose_bytecode_folder(); import torch; print(torch.number)"
-    )
+    script = "from vmkv.compile_cache import choose_bytecode_folder as choose; choose(); "
+    script += "import torch; print(torch.number)"
     for number in (7, 8):
         source.write_text(f"number = {number}")
         os.utime(source, (number, number))
