@@ -14,7 +14,14 @@ from vmkv.cli.main import make_parser
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "vmkv").rglob("*.py"))
-DOCUMENTS = [ROOT / f"{name}.md" for name in ("README", "DESIGN", "CONTRIBUTING", "CHANGELOG")]
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "vmkv").rglob("README.md"))]
+DOCUMENTS = [
+    *(ROOT / f"{name}.md" for name in ("DESIGN", "CONTRIBUTING", "CHANGELOG")),
+    *sorted((ROOT / "vmkv").rglob("DESIGN.md")),
+    *GUIDES,
+]
+#: Most words of the two documents that everybody reads.
+WORDS_MAX = {"README.md": 1600, "DESIGN.md": 4500}
 DESIGN = (ROOT / "DESIGN.md").read_text()
 _FILE = re.compile(r"`([\w/]+\.(?:py|c|md))`")
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -26,6 +33,11 @@ def test_files_of_the_tour_exist() -> None:
     assert len(named) > 20
     assert [] == [name for name in named if not (ROOT / "vmkv" / name).is_file()]
     assert [] == sorted({name for name in named if named.count(name) > 1})
+
+
+@pytest.mark.parametrize("name", WORDS_MAX)
+def test_documents_are_short(name: str) -> None:
+    assert len((ROOT / name).read_text().split()) <= WORDS_MAX[name]
 
 
 def test_named_files_exist() -> None:
@@ -74,7 +86,7 @@ def test_commands_and_options_in_documents_exist() -> None:
         for action in parser._actions
         for option in action.option_strings
     }
-    written = "".join((ROOT / f"{name}.md").read_text() for name in ("README", "CHANGELOG"))
+    written = "".join(path.read_text() for path in (*GUIDES, ROOT / "CHANGELOG.md"))
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", written)) <= options
     shown = re.findall(r"^    (?:\S*/)?vmkv (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert {"serve", "plan", "doctor"} <= set(shown) <= set(commands.choices)
@@ -82,7 +94,7 @@ def test_commands_and_options_in_documents_exist() -> None:
 
 def test_modules_with_process_state_are_listed() -> None:
     """DESIGN.md lists every module whose functions change a variable of the module."""
-    note = DESIGN.partition("### Note [State of the process]")[2].partition("\n### ")[0]
+    note = DESIGN.partition("### Note [State of the process]")[2].partition("\n##")[0]
     assert set(_FILE.findall(note)) == {
         str(path.relative_to(ROOT / "vmkv")) for path in FILES if _changed(path.read_text())
     }

@@ -270,15 +270,15 @@ def test_generate_refuses_bad_sizes(bad, monkeypatch, capsys):
 
 
 def readme_blocks() -> list[object]:
-    """The README's Python blocks, except those that begin with `# needs`."""
-    path = ROOT / "README.md"
-    text = path.read_text() if path.exists() else ""
+    """Python blocks of every README, except those that begin with `# needs`."""
     blocks = []
-    for match in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        block = match.group(1)
-        if not block.lstrip().startswith("# needs"):
-            line = text.count("\n", 0, match.start()) + 1
-            blocks.append(pytest.param(block, id=f"line-{line}"))
+    for path in (ROOT / "README.md", *sorted((ROOT / "vmkv").rglob("README.md"))):
+        text = path.read_text()
+        for match in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            block = match.group(1)
+            if not block.lstrip().startswith("# needs"):
+                line = text.count("\n", 0, match.start()) + 1
+                blocks.append(pytest.param(block, id=f"{path.parent.name}-{line}"))
     return blocks
 
 
