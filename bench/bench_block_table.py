@@ -26,7 +26,7 @@ sequence of the batch will need, kept up incrementally, vectorised slots, three 
 preallocated buffers; blocks of 16 tokens. `check` proves that its slots are right.
 
 Not measured. What kernels do with either (bench_attention); mapping pages (bench_mapping: 0.5 us a
-token and sequence); packing and submitting a whole step (bench_mixed_step); prefix sharing.
+token and sequence); packing and submitting a whole step; prefix sharing.
 """
 
 from __future__ import annotations

@@ -90,67 +90,57 @@ def llama_config(*, smoke: bool, **changed: Any) -> LlamaConfig:
     return LlamaConfig(**sizes | changed)
 
 
+_SMOKE: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+_SMOKE_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def _config(kind: str, sizes: tuple[int, ...], *, smoke: bool, **others: Any) -> Any:
+    """A configuration of `kind`: its sizes in the order of `_SMOKE`, or tiny."""
+    chosen = _SMOKE if smoke else dict(zip(_SMOKE, sizes, strict=True))
+    positions = 512 if smoke else 16384
+    return AutoConfig.for_model(kind, **{"max_position_embeddings": positions, **chosen, **others})
+
+
 def _qwen3_next(*, smoke: bool) -> Any:
     """Qwen3-Next's layers without its mixtures, 9 GB: 36 of Gated DeltaNet, 12 of attention.
 
     One layer keeps a small mixture, because vLLM refuses a model without any.
     """
-    return AutoConfig.for_model(
-        "qwen3_next",
-        vocab_size=128 if smoke else 151936,
-        hidden_size=32 if smoke else 2048,
-        intermediate_size=64 if smoke else 8192,
-        num_hidden_layers=4 if smoke else 48,
-        num_attention_heads=4 if smoke else 16,
-        num_key_value_heads=2,
-        head_dim=8 if smoke else 256,
-        linear_num_key_heads=2 if smoke else 16,
-        linear_num_value_heads=4 if smoke else 32,
-        linear_key_head_dim=8 if smoke else 128,
-        linear_value_head_dim=8 if smoke else 128,
-        num_experts=4 if smoke else 8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16 if smoke else 512,
-        shared_expert_intermediate_size=16 if smoke else 512,
-        mlp_only_layers=list(range(3 if smoke else 47)),
-        max_position_embeddings=512 if smoke else 16384,
-    )
+    others: dict[str, Any] = {"mlp_only_layers": list(range(3 if smoke else 47))}
+    for what, num, small in (("key", 16, 2), ("value", 32, 4)):
+        others[f"linear_num_{what}_heads"] = small if smoke else num
+        others[f"linear_{what}_head_dim"] = 8 if smoke else 128
+    width = 16 if smoke else 512
+    others |= {"moe_intermediate_size": width, "shared_expert_intermediate_size": width}
+    others |= {"num_experts": 4 if smoke else 8, "num_experts_per_tok": 2}
+    if smoke:
+        others |= {"num_hidden_layers": 4, "intermediate_size": 64}
+    sizes = (151936, 2048, 8192, 48, 16, 2, 256)
+    return _config("qwen3_next", sizes, smoke=smoke, **others)
 
 
 def _qwen3_moe(*, smoke: bool) -> Any:
     """Half of Qwen3-30B-A3B's layers, 29 GB."""
-    return AutoConfig.for_model(
-        "qwen3_moe",
-        vocab_size=128 if smoke else 151936,
-        hidden_size=32 if smoke else 2048,
-        intermediate_size=64 if smoke else 6144,
-        num_hidden_layers=2 if smoke else 24,
-        num_attention_heads=4 if smoke else 32,
-        num_key_value_heads=2 if smoke else 4,
-        head_dim=8 if smoke else 128,
-        num_experts=4 if smoke else 128,
-        num_experts_per_tok=2 if smoke else 8,
-        moe_intermediate_size=16 if smoke else 768,
-        norm_topk_prob=True,
-        max_position_embeddings=512 if smoke else 16384,
-    )
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    others = {**_SMOKE_EXPERTS, "intermediate_size": 64} if smoke else experts
+    sizes = (151936, 2048, 6144, 24, 32, 4, 128)
+    return _config("qwen3_moe", sizes, smoke=smoke, norm_topk_prob=True, **others)
 
 
 def _gpt_oss(*, smoke: bool) -> Any:
     """Half of gpt-oss-20b's layers, 21 GB in bfloat16."""
-    return AutoConfig.for_model(
-        "gpt_oss",
-        vocab_size=128 if smoke else 201088,
-        hidden_size=32 if smoke else 2880,
-        intermediate_size=32 if smoke else 2880,
-        num_hidden_layers=2 if smoke else 12,
-        num_attention_heads=4 if smoke else 64,
-        num_key_value_heads=2 if smoke else 8,
-        head_dim=8 if smoke else 64,
-        num_local_experts=4 if smoke else 32,
-        num_experts_per_tok=2 if smoke else 4,
-        max_position_embeddings=512 if smoke else 16384,
-    )
+    count, chosen = (4, 2) if smoke else (32, 4)
+    sizes = (201088, 2880, 2880, 12, 64, 8, 64)
+    experts = {"num_local_experts": count, "num_experts_per_tok": chosen}
+    return _config("gpt_oss", sizes, smoke=smoke, **experts)
 
 
 #: Shapes by name; the first is what benches measure by default.
