@@ -1,7 +1,7 @@
 """Imports point left only, and all layers up to `memory` are free of torch.
 
-    errors, units, interrupts, phases, kept <- core (_native <- backend <- memory <- cache) <- viz,
-        guests <- attention <- step <- hf <- options <- serve <- cli, trl
+    errors, units, interrupts, phases, kept, releases <- core (_native <- backend <- memory <-
+        cache) <- viz, guests <- attention <- step <- hf <- options <- serve <- cli, trl
 
 An import inside a function counts like any other, and across packages so does one under
 TYPE_CHECKING. No modules import each other in a circle; within one package, imports under
@@ -25,6 +25,7 @@ LAYERS = [
         "interrupts",
         "phases",
         "kept",
+        "releases",
         "_native",
         "backend",
         "memory",

@@ -2,8 +2,8 @@
 
 Layers; imports point left only, and a test proves it:
 
-    errors, units, interrupts, phases, kept <- core (_native <- backend <- memory <- cache) <- viz
-        <- attention <- step <- hf <- options <- serve <- cli, trl
+    errors, units, interrupts, phases, kept, releases <- core (_native <- backend <- memory <-
+        cache) <- viz <- attention <- step <- hf <- options <- serve <- cli, trl
 
 Public names are imported when first used: the layers up to `memory` need no torch, and
 `vmkv.KVCache` does not load transformers. `testing` is a kit for authors of backends.

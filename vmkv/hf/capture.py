@@ -1,7 +1,9 @@
 """transformers' own decoding loop over captured steps.
 
     vmkv.capture_decoding(model)
-    model.generate(**inputs, past_key_values=VMKVCache(model.config))
+    model.generate(**inputs, cache=VMKVCache(model.config))
+
+(`past_key_values` before transformers 5.24, here as everywhere.)
 
 An object replaces the model's `forward`. A call with one token for every row of a `VMKVCache`, and
 nothing else, replays a graph over the cache's rows, whose addresses stay; the model itself computes
@@ -49,9 +51,9 @@ def capture_decoding(
 ) -> CapturedDecoding:
     """Capture a model's decode steps over a `VMKVCache`, in any decoding loop.
 
-    Afterwards `model.generate(**inputs, past_key_values=VMKVCache(model.config))` decodes by
-    replaying CUDA graphs, captured once a size has come three times: greedily or sampling, with
-    beams, with left padding. Graphs stay with their cache between calls. Everything else runs as
+    Afterwards `model.generate(**inputs, cache=VMKVCache(model.config))` decodes by replaying
+    CUDA graphs, captured once a size has come three times: greedily or sampling, with beams, with
+    left padding. Graphs stay with their cache between calls. Everything else runs as
     before, with the same cache: prompts, other caches, masks other than left padding, steps without
     positions after left padding or images, models with hooks or adapters, in training or under
     autocast, divided or spread over devices, and models that fail their proof (see
@@ -71,8 +73,9 @@ def capture_decoding(
         A handle with `close()`, also a context manager; the same one for a second call.
 
     Raises:
-        ConfigError: The model is an encoder-decoder, its layers cannot be compiled, or it is
-            captured already with another `compile_layers`. The model is unchanged.
+        ConfigError: The model is an encoder-decoder or takes no cache, its layers cannot be
+            compiled, or it is captured already with another `compile_layers`. The model is
+            unchanged.
 
     Cost: a copy of the weights, part by part, where layers are compiled; at the first step that
         could be captured, a proof (see `vmkv.generate`). A mask is read once per prompt, and later
@@ -90,7 +93,7 @@ def capture_decoding(
     if model.config.is_encoder_decoder:
         raise ConfigError(
             "decode steps of encoder-decoders cannot be captured; generate with "
-            "past_key_values=VMKVCache.for_encoder_decoder(config) as it is"
+            f"{CACHE_NAME}=VMKVCache.for_encoder_decoder(config) as it is"
         )
     cache_argument(model)  # Refuses a model that takes none.
     layers = None

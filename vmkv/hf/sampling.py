@@ -22,7 +22,7 @@ import torch
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
 
 from ..errors import ConfigError
-from ..step.cache_argument import CACHE_NAMES
+from ..step.cache_argument import CACHE_NAME, CACHE_NAMES
 from . import compat
 
 # ---- preparation ---------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
             raise _tokens_only(name)
         raise ConfigError(
             f"ragged generation gives the model token ids alone, not {name}; generate with "
-            "past_key_values=VMKVCache(config) instead"
+            f"{CACHE_NAME}=VMKVCache(config) instead"
         )
 
 
