@@ -2,8 +2,8 @@
 
 Layers; imports point left only, and a test proves it:
 
-    errors, units, phases, compile_cache <- core (_native, interrupts <- backend <- memory <- cache)
-        <- viz, guests <- attention <- step <- hf <- serve <- cli, trl
+    errors, units, phases, compile_cache, releases <- core (_native, interrupts <- backend
+        <- memory <- cache) <- viz, guests <- attention <- step <- hf <- serve <- cli, trl
 
 Public names are imported when first used: the layers up to `memory` need no torch, and
 `vmkv.KVCache` does not load transformers. `testing` is a kit for authors of backends.

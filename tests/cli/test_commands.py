@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from vmkv import ConfigError
 from vmkv.cli.doctor import Finding, attention_summary, environment, examine
 from vmkv.cli.main import main, make_parser
 from vmkv.cli.serve import server_options
+from vmkv.releases import LAST_TESTED
 from vmkv.serve.server.guard import read_api_keys
 
 
@@ -48,6 +50,35 @@ def test_doctor_prints_json() -> None:
     assert 0 == status
     assert record["environment"] == environment()
     assert {"device", "attention", "package"} == {each["section"] for each in record["findings"]}
+
+
+def test_a_release_newer_than_the_last_one_tested_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By doctor, and once when the cache for transformers is imported."""
+    assert not any("newer than" in each.remedy for each in examine())
+    (tmp_path / "transformers-99.1.dist-info").mkdir()
+    (tmp_path / "transformers-99.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: transformers\nVersion: 99.1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    said = [each.remedy for each in examine() if each.name == "transformers"]
+    assert ["transformers 99.1 is newer than"] == [each[:31] for each in said]
+    imported = subprocess.run(
+        [sys.executable, "-c", "import vmkv; vmkv.VMKVCache, vmkv.generate"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert 1 == imported.stderr.count(said[0])
+
+
+def test_the_last_release_tested_bounds_the_dependency_and_is_the_default_of_make() -> None:
+    root = Path(__file__).parents[2]
+    ((major, minor),) = LAST_TESTED.values()
+    assert f'"transformers>=4.57,<{major}.{minor + 1}"' in (root / "pyproject.toml").read_text()
+    assert f"TRANSFORMERS ?= transformers=={major}.{minor}." in (root / "Makefile").read_text()
 
 
 @pytest.mark.parametrize(

@@ -582,6 +582,20 @@ def test_batches_that_the_kernel_cannot_serve_run_the_model(
     assert 1 == len([each for each in caplog.records if "captured" in each.getMessage()])
 
 
+class _RenamesCache(transformers.LlamaForCausalLM):
+    """A model of a release with another name for the cache; `kwargs` takes those before."""
+
+    def forward(self, input_ids: Any = None, memory: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, past_key_values=memory, **kwargs)
+
+
+def test_a_model_that_takes_its_cache_by_an_unknown_name_is_refused() -> None:
+    model = _RenamesCache(tiny_model("llama").config)
+    with pytest.raises(ConfigError, match=r"_RenamesCache\.forward takes no cache by a name"):
+        vmkv.capture_decoding(model)
+    assert "forward" not in vars(model)
+
+
 def test_encoder_decoders_are_refused() -> None:
     """The error names `for_encoder_decoder`."""
     with pytest.raises(ConfigError, match="for_encoder_decoder"):

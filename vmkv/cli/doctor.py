@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import vmkv
 
 from ..errors import VMKVError
+from ..releases import newer_than_tested
 from ..units import format_bytes
 from .arguments import Commands
 
@@ -216,7 +217,9 @@ def _packages() -> Iterator[Finding]:
     for name, (purpose, remedy) in _PACKAGES.items():
         version = _version(name)
         details = f"{version or 'not installed'}, for {purpose}"
-        yield Finding("package", name, version is not None, details, "" if version else remedy)
+        if version:
+            remedy = newer_than_tested(name) or ""
+        yield Finding("package", name, version is not None, details, remedy)
     is_built = importlib.util.find_spec("vmkv.core._native._core") is not None
     details = "built" if is_built else f"not built for Python {sys.version_info[0]}"
     remedy = "" if is_built else "pip install . in the checkout, with a C compiler"

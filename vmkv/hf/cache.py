@@ -1,6 +1,7 @@
 """`VMKVCache`: a drop-in for `DynamicCache` whose sequences lie in virtual memory.
 
-model.generate(**inputs, past_key_values=VMKVCache(config=model.config))
+model.generate(**inputs, cache=VMKVCache(config=model.config))  # transformers 5.24
+model.generate(**inputs, past_key_values=VMKVCache(config=model.config))  # before that
 """
 
 from __future__ import annotations

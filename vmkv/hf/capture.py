@@ -1,7 +1,9 @@
 """transformers' own decoding loop over captured steps.
 
     vmkv.capture_decoding(model)
-    model.generate(**inputs, past_key_values=VMKVCache(model.config))
+    model.generate(**inputs, cache=VMKVCache(model.config))
+
+(`past_key_values` before transformers 5.24, here as everywhere.)
 
 An object replaces the model's `forward`. A call with one token for every row of a `VMKVCache`, and
 nothing else, replays a graph over the cache's rows, whose addresses stay; the model itself computes
@@ -23,6 +25,7 @@ import torch
 
 from ..errors import CapacityError, ConfigError, one_line
 from ..step import Stepper
+from ..step.cache_argument import CACHE_NAME, cache_argument, named_cache
 from ..step.compiled_layers import CompiledLayers
 from ..step.model_guard import chosen_attention
 from ..step.row_attention import AttentionCalls
@@ -36,8 +39,8 @@ from .store import Store
 _LOG = logging.getLogger(__name__)
 #: Arguments of a decode step of `generate` that captured steps handle.
 _KNOWN = {
-    *("input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"),
-    *("use_cache", "return_dict", "logits_to_keep"),
+    *("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache"),
+    *("return_dict", "logits_to_keep"),
 }
 #: Outputs that a configuration may request and a graph does not return.
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -48,9 +51,9 @@ def capture_decoding(
 ) -> CapturedDecoding:
     """Capture a model's decode steps over a `VMKVCache`, in any decoding loop.
 
-    Afterwards `model.generate(**inputs, past_key_values=VMKVCache(model.config))` decodes by
-    replaying CUDA graphs, captured once a size has come three times: greedily or sampling, with
-    beams, with left padding. Graphs stay with their cache between calls. Everything else runs as
+    Afterwards `model.generate(**inputs, cache=VMKVCache(model.config))` decodes by replaying
+    CUDA graphs, captured once a size has come three times: greedily or sampling, with beams, with
+    left padding. Graphs stay with their cache between calls. Everything else runs as
     before, with the same cache: prompts, other caches, masks other than left padding, steps without
     positions after left padding or images, models with hooks or adapters, in training or under
     autocast, divided or spread over devices, and models that fail their proof (see
@@ -70,8 +73,9 @@ def capture_decoding(
         A handle with `close()`, also a context manager; the same one for a second call.
 
     Raises:
-        ConfigError: The model is an encoder-decoder, its layers cannot be compiled, or it is
-            captured already with another `compile_layers`. The model is unchanged.
+        ConfigError: The model is an encoder-decoder or takes no cache, its layers cannot be
+            compiled, or it is captured already with another `compile_layers`. The model is
+            unchanged.
 
     Cost: a copy of the weights, part by part, where layers are compiled; at the first step that
         could be captured, a proof (see `vmkv.generate`). A mask is read once per prompt, and later
@@ -89,8 +93,9 @@ def capture_decoding(
     if model.config.is_encoder_decoder:
         raise ConfigError(
             "decode steps of encoder-decoders cannot be captured; generate with "
-            "past_key_values=VMKVCache.for_encoder_decoder(config) as it is"
+            f"{CACHE_NAME}=VMKVCache.for_encoder_decoder(config) as it is"
         )
+    cache_argument(model)  # Refuses a model that takes none.
     layers = None
     if compile_layers:
         layers = CompiledLayers(model, backend=compile_backend)
@@ -116,6 +121,7 @@ class _OfCache:
         self.steps = steps
         self.logits = output.logits.new_empty((0, output.logits.shape[-1]))
         self.output_type = type(output)
+        self.cache_name = named_cache(self.output_type) or CACHE_NAME
         self.is_checked = self.runs_plainly = self.offsets_positions = False
 
 
@@ -180,13 +186,15 @@ class CapturedDecoding(AbstractContextManager["CapturedDecoding"]):
         """Return the model's output."""
         model = self._model()
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        cache = given.get("past_key_values")
+        # By any name, those that transformers renames for callers included.
+        name = next((name for name, its in given.items() if isinstance(its, VMKVCache)), None)
+        cache = None if name is None else given.pop(name)
         output = None
-        if isinstance(cache, VMKVCache):
+        if cache is not None:
             output = self._serve(model, cache, given)
         if output is None:
             output = (self._before or _forward_of_class(model))(*args, **kwargs)
-            if isinstance(cache, VMKVCache):
+            if cache is not None:
                 self._note(cache, given, output)
         return output
 
@@ -221,7 +229,7 @@ class CapturedDecoding(AbstractContextManager["CapturedDecoding"]):
             return None
         cache.end_step()
         self.num_steps += 1
-        return known.output_type(logits=logits, past_key_values=cache)
+        return known.output_type(logits=logits, **{known.cache_name: cache})
 
     def _note(self, cache: VMKVCache, given: Mapping[str, Any], output: Any) -> None:
         """Record an output that the model itself computed over `cache`."""

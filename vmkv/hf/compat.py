@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 from transformers.utils import generic
 
 from ..errors import CapacityError, ConfigError, one_line
+from ..step.cache_argument import named_cache
 
 # ---- compat --------------------------------------------------------------------------------------
 
@@ -355,10 +356,9 @@ def offsets_positions(model: Any) -> bool:
 def takes_cache(model: Any) -> bool:
     """Whether a model accepts and uses a cache."""
     supports = getattr(model, "_supports_default_dynamic_cache", lambda: True)
-    parameters = inspect.signature(model.forward).parameters
-    return bool(supports()) and (
-        "past_key_values" in parameters or "input_ids" not in parameters  # A wrapper.
-    )
+    name = named_cache(model.forward)
+    is_wrapper = "input_ids" not in inspect.signature(model.forward).parameters
+    return bool(supports()) and (name not in (None, "cache_params") or is_wrapper)
 
 
 def special_tokens(config: Any) -> set[int]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.cache.geometry import fitting_rows
 from ..errors import ConfigError
+from ..step.cache_argument import CACHE_NAME
 from . import compat
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class UnservableError(ConfigError):
         self,
         why: str,
         name: str = "this model",
-        instead: str = "generate with past_key_values=VMKVCache(config) instead",
+        instead: str = f"generate with {CACHE_NAME}=VMKVCache(config) instead",
     ):
         super().__init__(f"{name} cannot be served in a packed batch: {why}; {instead}")
         self.why = why
@@ -46,7 +47,7 @@ def check_length(config: Any, max_tokens: int | None) -> None:
         raise ConfigError(
             f"beyond {limit} tokens, one sequence changes the rotary embedding of all that it is "
             f"packed with, and these may reach {max_tokens or 'any length'}: let them end at "
-            f"{limit} tokens at most, or generate with past_key_values=VMKVCache(config) instead"
+            f"{limit} tokens at most, or generate with {CACHE_NAME}=VMKVCache(config) instead"
         )
 
 

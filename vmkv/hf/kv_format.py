@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache
 from ..core.cache.disk import whole_file
 from ..core.cache.fp8 import FP8_MAX, LayerScales
 from ..errors import ConfigError
+from ..step.cache_argument import cache_argument
 from . import compat
 
 if TYPE_CHECKING:
@@ -111,8 +112,8 @@ def calibrate_kv_scales(model: Any, token_ids: Iterable[Sequence[int]]) -> KVSca
             cache = DynamicCache()  # Without a configuration, it keeps tokens behind windows too.
             model(
                 input_ids=torch.tensor([list(tokens)], device=device),
-                past_key_values=cache,
                 use_cache=True,
+                **{cache_argument(model): cache},
             )
             for index, layer in enumerate(cache.layers):
                 if layer.is_initialized:

@@ -9,7 +9,6 @@ compared after two passes: differences between them grow with the text.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from transformers import cache_utils
 
 from ..core.cache.geometry import LayerShape
 from ..errors import ConfigError, one_line
+from ..step.cache_argument import cache_argument
 from ..step.states import tensors_of
 from . import compat
 
@@ -67,7 +67,7 @@ def kept_layers(model: Any) -> list[KeptLayer]:
     that neither grow token by token nor stay as they are.
     """
     name = model.config.model_type
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    if not compat.takes_cache(model):
         raise ConfigError(
             f"{name} models take no key-value cache of transformers: what they keep of a text, if "
             "anything, is a state of their own"
@@ -92,7 +92,7 @@ def _run(model: Any, num_tokens: int) -> list[Any]:
     tokens = torch.zeros((1, num_tokens), dtype=torch.long, device="meta")
     try:
         with _shapes_only():
-            model(input_ids=tokens, past_key_values=cache, use_cache=True)
+            model(input_ids=tokens, use_cache=True, **{cache_argument(model): cache})
     except Exception as error:  # any model's forward, with any values
         raise ConfigError(
             f"what {model.config.model_type} models keep cannot be told from its configuration: "

@@ -22,19 +22,22 @@ import torch
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
 
 from ..errors import ConfigError
+from ..step.cache_argument import CACHE_NAME, CACHE_NAMES
 from . import compat
 
 # ---- preparation ---------------------------------------------------------------------------------
 
 #: Inputs that `model.generate` makes by itself and packed passes replace by their own.
 _KNOWN_INPUTS = {
-    *("attention_mask", "cache_params", "cache_position", "logits_to_keep", "past_key_values"),
+    *("attention_mask", "cache_position", "logits_to_keep"),
     *("position_ids", "use_cache"),
+    *CACHE_NAMES,
 }
 #: Options that vmkv makes from the prompts.
 _OURS = (
     *("attention_mask", "cache_position", "custom_generate", "input_ids", "inputs"),
-    *("inputs_embeds", "past_key_values", "position_ids", "synced_gpus"),
+    *("inputs_embeds", "position_ids", "synced_gpus"),
+    *CACHE_NAMES,
 )
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 
@@ -103,11 +106,12 @@ def prepare(
 
 def check_inputs(inputs: Mapping[str, Any]) -> None:
     """Refuse model inputs besides token ids, and a cache that holds tokens already."""
-    past = inputs.get("past_key_values")
-    if past is not None and past.get_seq_length():
-        raise ConfigError(
-            "ragged generation keeps sequences in rows of its own; leave past_key_values out"
-        )
+    for name in CACHE_NAMES:
+        past = inputs.get(name)
+        if past is not None and past.get_seq_length():
+            raise ConfigError(
+                f"ragged generation keeps sequences in rows of its own; leave {name} out"
+            )
     for name in sorted(inputs.keys() - _KNOWN_INPUTS):
         value = inputs[name]
         if value is None or (isinstance(value, bool | dict) and not value):
@@ -116,7 +120,7 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
             raise _tokens_only(name)
         raise ConfigError(
             f"ragged generation gives the model token ids alone, not {name}; generate with "
-            "past_key_values=VMKVCache(config) instead"
+            f"{CACHE_NAME}=VMKVCache(config) instead"
         )
 
 

@@ -33,6 +33,7 @@ import torch
 
 from ..core.cache import StateGroup, StateShape
 from ..errors import ConfigError
+from .cache_argument import named_cache
 from .state_plan import PackedSequences
 from .state_rules import PackedRules, can_pack
 
@@ -310,9 +311,6 @@ def _transposed(made: Any) -> Any:
 
 # ---- the model's layers --------------------------------------------------------------------------
 
-#: Names under which layers with states take a cache; the last one that fits counts, because
-#: attention beside such a layer takes the first.
-_CACHE_NAMES = ("past_key_values", "cache_params")
 _LOCK = threading.Lock()
 
 
@@ -356,12 +354,23 @@ def state_modules(
 ) -> dict[int, tuple[torch.nn.Module, str]]:
     """Return the module of each of `layers` that takes a cache, and the argument's name."""
     found: dict[int, tuple[torch.nn.Module, str]] = {}
-    for name in _CACHE_NAMES:
-        for module in model.modules():
-            layer: Any = getattr(module, "layer_idx", None)
-            if layer in layers and name in inspect.signature(type(module).forward).parameters:
-                found[layer] = module, name  # The innermost, because those around come before.
+    for module in model.modules():
+        layer: Any = getattr(module, "layer_idx", None)
+        kind: Any = type(module)
+        name = named_cache(kind.forward) if layer in layers else None
+        before: Any = type(found[layer][0]) if layer in found else kind
+        # The innermost, because those around come before; but not attention beside the layer.
+        if name and (_is_stateful(kind) or not _is_stateful(before)):
+            found[layer] = module, name
     return found
+
+
+@functools.cache
+def _is_stateful(kind: Any) -> bool:
+    """Whether the code of a module's class names states of transformers' cache."""
+    methods = [inspect.unwrap(each) for _, each in inspect.getmembers(kind, inspect.isfunction)]
+    names = {name for each in methods for name in each.__code__.co_names}
+    return any("conv_state" in name or "recurrent_state" in name for name in names)
 
 
 def run_packed(model: torch.nn.Module, layers: Mapping[int, StateLayer]) -> bool:

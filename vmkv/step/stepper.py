@@ -27,6 +27,7 @@ from ..core.cache import KVCache
 from ..errors import CapacityError, ConfigError, VMKVError
 from ..units import MiB, div_ceil
 from . import row_attention
+from .cache_argument import cache_argument
 from .compiled_layers import CompiledLayers
 from .graphs import BatchGraphs, DecodeGraphs, GraphSpace, Scratch
 from .mixed_graphs import MixedGraphs
@@ -93,7 +94,7 @@ class Stepper:
             calls = AttentionCalls(tuple(sorted(at for each in caches for at in each.layers)))
         self.calls: tuple[int, ...] | None = calls.layers
         self.chunk_sizes = {*calls.chunks.values()}  #: Of layers that attend in chunks, in tokens.
-        self._needs_past = bool(self.chunk_sizes) or calls.is_named
+        self._past_argument = cache_argument(model) if self.chunk_sizes or calls.is_named else ""
         self.attention = RowAttention(caches, attention_backend, preferred_backend, calls)
         self._states = _packed_states(model, caches, calls.states, self.attention.called)
         # transformers passes a 4-D mask on unchanged, and vmkv's attention ignores it.
@@ -287,10 +288,10 @@ class Stepper:
         called = self.attention.called
         called.clear()
         self.attention.steps = steps
-        if self._needs_past:  # Models with chunks count positions from it (Llama 4).
+        if self._past_argument:  # Models with chunks count positions from it (Llama 4).
             places = torch.arange(len(positions), device=self.device)
             self.attention.past = PackedPast(positions - places)
-            self._keywords["past_key_values"] = self.attention.past
+            self._keywords[self._past_argument] = self.attention.past
         try:
             with self._computing():
                 output = self.model(
@@ -311,7 +312,7 @@ class Stepper:
             raise ConfigError(change) from error
         finally:
             self.attention.steps = self.attention.past = None
-            self._keywords.pop("past_key_values", None)
+            self._keywords.pop(self._past_argument, None)
         calls = tuple(sorted(called))
         if self.calls is None:
             self.calls = calls

@@ -1,0 +1,42 @@
+"""The argument by which models take transformers' cache, and its name in their outputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..errors import ConfigError
+
+#: Names that releases and models use. 5.24 renamed the other two to `cache`; `cache_params` was
+#: that of layers with states.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+def named_cache(code: Callable[..., Any]) -> str | None:
+    """Return the parameter of a function or class that takes a cache; None if it names none."""
+    parameters = inspect.signature(code).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), None)
+
+
+#: The name in the installed release.
+CACHE_NAME = named_cache(CausalLMOutputWithPast) or CACHE_NAMES[0]
+
+
+def cache_argument(model: Any) -> str:
+    """Return the argument by which `model.forward` takes its cache; a wrapper's is the release's.
+
+    Raises `ConfigError` for a model of transformers whose forward names none: keywords that it does
+    not know, it drops in silence.
+    """
+    name = named_cache(model.forward) or named_cache(type(model).forward)
+    is_wrapper = "input_ids" not in inspect.signature(type(model).forward).parameters
+    if name is None and isinstance(model, transformers.PreTrainedModel) and not is_wrapper:
+        raise ConfigError(
+            f"{type(model).__name__}.forward takes no cache by a name that vmkv knows "
+            f"({', '.join(CACHE_NAMES)})"
+        )
+    return name or CACHE_NAME
