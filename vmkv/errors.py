@@ -144,8 +144,11 @@ _VALUES = reprlib.Repr()
 _VALUES.maxstring = 60
 
 
-def one_line(error: BaseException) -> str:
-    """Format an error as one printable line of at most 500 characters, or give its type."""
+def one_line(error: object) -> str:
+    """Format an error or a foreign text as one printable line of at most 500 characters.
+
+    An error without a text is given by its type.
+    """
     text = "".join(each if each.isprintable() else " " for each in str(error))
     text = " ".join(text.split()) or type(error).__name__
     return text if len(text) <= _LINE_CHARACTERS else f"{text[: _LINE_CHARACTERS - 1]}…"

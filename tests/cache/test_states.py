@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.evictor import Evictor
 from helpers.stamps import append, assert_holds
 
 from vmkv import (
@@ -16,12 +17,14 @@ from vmkv import (
     DriverError,
     ExtentPool,
     HostBackend,
+    InternalError,
     KVCache,
     OutOfPagesError,
     Sequence,
 )
 from vmkv.core.backend import MemoryLocation
-from vmkv.core.cache import StateShape
+from vmkv.core.cache import StateShape, begun_checkpoint
+from vmkv.core.cache.swap import move_prefixes
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB, MiB, align_up
 from vmkv.viz import page_map
@@ -390,6 +393,63 @@ def test_checkpoints_of_live_sequences_are_trimmed(cache: KVCache) -> None:
     cache.trim()
     assert 10 * PAGE + STATE_BYTES == cache.stats().resident_bytes
     _assert_state(sequence, 40)
+
+
+def test_a_checkpoint_stays_until_its_step_is_submitted(cache: KVCache) -> None:
+    """Other threads may evict it from then on; the books would find it if they did before (I10)."""
+    sequence = _begun(cache, 10, 3.0)
+    with begun_checkpoint(sequence, 10) as at:
+        assert at is not None
+        cache.pool.give_back()
+        with cache.submitting([], [at]):
+            cache.states.copy(sequence.row, at, 0)
+    with pytest.raises(InternalError, match="I10"), cache.submitting([], [at]):
+        cache.pool.give_back()
+    cache.pool.give_back()
+    assert not list(cache.states.checkpoints())
+
+
+def test_checkpoints_are_evicted_by_another_thread(
+    host: HostBackend, make_cache: Callable[..., KVCache]
+) -> None:
+    """Whenever no thread holds the pool's lock: what is refused leaves the sequence as it was."""
+    evictor = Evictor(lambda: ExtentPool(host, 40 * PAGE, close_when_unused=True), share=0.04)
+    cache = make_cache(evictor.pool)
+    cache.add_states(SHAPES)
+    num_done = num_refused = 0
+    for _ in range(40):
+        sequence = _with_checkpoints(cache, 4, 8, end=10)
+        with contextlib.suppress(ConfigError):
+            cache.pages_to_fork(sequence, 4)
+            sequence.fork(4).close()
+        for length in (8, 4):
+            try:
+                sequence.truncate(length)
+            except ConfigError:
+                num_refused += 1
+            else:
+                num_done += 1
+            assert_holds(sequence, range(sequence.num_tokens))
+            _assert_state(sequence, sequence.num_tokens)
+        sequence.close()
+        cache.check()
+    evictor.check()
+    assert min(evictor.num_evictions, num_done, num_refused) > 5
+
+
+def test_a_prefix_that_comes_back_waits_for_its_copies(cache: KVCache, host: HostBackend) -> None:
+    """Another thread may evict it while they run."""
+    _with_checkpoints(cache, 16, end=20).close()
+    move_prefixes(cache)
+    cache.pool.trim()
+    assert cache.away is not None
+    host.hold_fences()
+    cache.away.come_back()
+    with cache.pool.lock:
+        evicted_bytes = cache.pool.pressure.evict(40 * PAGE)
+    assert 0 < evicted_bytes == cache.pool.stats().retired_bytes
+    assert 0 == cache.pool.reclaimer.poll()
+    host.pass_fences()
 
 
 def test_checkpoints_outlive_a_swap(cache: KVCache) -> None:

@@ -60,6 +60,7 @@ class Shape:
         is_late: As of `Device`.
         watermark_pages: As of `Engine`.
         has_states: Whether layers keep states.
+        evicts: As of `PoolPlay`.
     """
 
     windows: tuple[int | None, ...] = (None,)
@@ -79,6 +80,7 @@ class Shape:
     is_late: bool = False
     watermark_pages: int | None = None
     has_states: bool = False
+    evicts: bool = False
 
 
 @dataclass(eq=False)
@@ -169,6 +171,7 @@ class EnginePlay(PoolPlay):
             shape.budget_pages,
             shape.host_pages,
             is_late=shape.is_late,
+            evicts=shape.evicts,
         )
         self.shape = shape
         try:

@@ -49,7 +49,10 @@ class EnginesPlay(PoolPlay):
     def __init__(self, draw: random.Random, num_engines: int):
         self._draw, self.shape = draw, f"{num_engines} engines over one pool"
         super().__init__(
-            draw.choice([14, 20, 30]), draw.choice([0, 8]), is_late=draw.random() < 0.5
+            draw.choice([14, 20, 30]),
+            draw.choice([0, 8]),
+            is_late=draw.random() < 0.5,
+            evicts=draw.random() < 0.5,
         )
         self._engines: list[Busy] = []
         self._asked: list[tuple[Busy, RequestHandle]] = []
@@ -67,6 +70,7 @@ class EnginesPlay(PoolPlay):
             max_num_mixed_tokens=draw.choice([None, 6]),
             prefix_caching=draw.random() < 0.7,
             swaps=swaps,
+            has_states=draw.random() < 0.5,
         )
         return stamped_engine(shape, self.pool, self.device)[0]
 

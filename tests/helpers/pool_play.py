@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from helpers.device import Device, IllegalAccessError
+from helpers.evictor import Evictor
 from helpers.small_cache import small_constants
 from helpers.stamped_rows import DTYPE, History, StampedRows
 
@@ -43,6 +44,7 @@ class PoolPlay:
         budget_pages: Budget of device memory.
         host_pages: Budget of host memory.
         is_late: As of `Device`.
+        evicts: Whether another thread evicts meanwhile; see `Evictor`.
 
     Attributes:
         trace: Log of the operations, for the report of a failure.
@@ -55,17 +57,21 @@ class PoolPlay:
         host_pages: int = 0,
         *,
         is_late: bool = False,
+        evicts: bool = False,
     ):
         self._constants = small_constants(UNDERREAD_TOKENS, BLOCK_TOKENS)
         self._constants.__enter__()
         self._is_abandoned = False
         self.device = Device(PAGE, is_late=is_late)
         self.backend = FaultInjectingBackend(self.device)
-        self.pool = ExtentPool(
-            self.backend,
-            budget_pages * PAGE,
-            host_budget_bytes=host_pages * PAGE,
+        self._evictor = Evictor(
+            lambda: ExtentPool(
+                self.backend, budget_pages * PAGE, host_budget_bytes=host_pages * PAGE
+            ),
+            seed=budget_pages + host_pages,
+            share=0.1 if evicts else 0.0,
         )
+        self.pool = self._evictor.pool
         self.pool.attach()
         self._other: StampedRows | None = None
         self._other_sequences: list[Guest] = []
@@ -160,6 +166,7 @@ class PoolPlay:
 
     def check(self) -> None:
         """Check everything that must hold between two calls."""
+        self._evictor.check()
         if self.device.violations:
             raise IllegalAccessError(self.device.violations[0])
 

@@ -41,6 +41,7 @@ def _random_shape(draw: random.Random) -> Shape:
         is_late=draw.random() < 0.5,
         watermark_pages=draw.choice([None, None, 0, 10]),
         has_states=draw.random() < 0.4,
+        evicts=draw.random() < 0.5,
     )
 
 

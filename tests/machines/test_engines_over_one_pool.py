@@ -114,6 +114,22 @@ def test_requests_of_an_engine_that_is_not_stepped_are_preempted() -> None:
         assert "length" == reason(before)
 
 
+def test_a_request_waits_for_an_engine_that_is_stepped_rarely() -> None:
+    """`PATIENCE_STEPS` count from the last step that another engine has submitted."""
+    with engines(2) as (first, second):
+        before = first.add(PROMPT, params())
+        first.step()
+        first.step()
+        after = second.add(PROMPT, params())
+        while first.has_unfinished:
+            for _ in range(PATIENCE_STEPS // 2):
+                second.step()
+            first.step()
+        finish(second)
+        assert ("length", "length") == (reason(before), reason(after))
+        assert 0 == before.requests[0].num_preemptions
+
+
 def test_a_claim_that_is_not_renewed_ends() -> None:
     """An engine that claimed memory and is not stepped delays others for a time only."""
     with engines(2) as (first, second):

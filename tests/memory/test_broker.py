@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from vmkv.core.memory import (
     PoolMember,
     asking_broker,
     default_socket_path,
+    member,
     shares,
 )
 from vmkv.core.memory.broker import VERSION
@@ -59,6 +61,16 @@ sys.stdin.readline()
 pool.disown(held)
 pool.close()
 print("closed", flush=True)
+"""
+
+
+#: A broker in another process.
+BROKER = """
+import sys, time
+from vmkv.core.memory import Broker
+with Broker(sys.argv[1], 64 * 4096, page_bytes=4096):
+    print("open", flush=True)
+    time.sleep(1000)
 """
 
 
@@ -327,6 +339,10 @@ def test_who_cannot_join_is_told_why(
         ["join"],
         ["join", asked | {"weight": "2"}],
         ["join", asked | {"weight": None}],
+        ["join", asked | {"weight": 1e-320}],
+        ["join", asked | {"weight": 10**400}],
+        ["join", asked | {"weight": float("nan")}],
+        ["join", asked | {"free_bytes": 10**400}],
         ["join", asked | {"floor_bytes": "1"}],
         ["join", asked | {"floor_bytes": 1.0}],
         ["join", asked | {"brought_bytes": float("nan")}],
@@ -363,13 +379,14 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
 """
 
 
+@pytest.mark.parametrize("number", ["7", 10**400, -1], ids=["text", "large", "negative"])
 def test_a_member_that_reports_no_numbers_is_sent_away(
-    broker: Broker, join: Callable[..., ExtentPool]
+    broker: Broker, join: Callable[..., ExtentPool], number: object
 ) -> None:
     """The others stay."""
     asked = {"version": VERSION, "name": "odd", "device": HostBackend(PAGE).name, "weight": 1}
     asked |= {"free_bytes": 0, "floor_bytes": 0, "limit_bytes": None, "brought_bytes": 0}
-    messages = [json.dumps(["join", asked]), json.dumps(["report", *Report()[:-2], "7", True])]
+    messages = [json.dumps(["join", asked]), json.dumps(["report", *Report()[:-2], number, True])]
     command = [sys.executable, "-c", ODD, broker.socket_path, *messages]
     subprocess.run(command, check=True, timeout=PATIENCE_S)
     assert filled(join("second"), 20)
@@ -386,6 +403,34 @@ def test_members_do_not_wait_for_a_broker_that_is_stopped(
         fill_queue(pool.member)
         pool.member.ask(30 * PAGE, 0, is_busy=True, preempts=False)
     until(lambda: pool.budget_bytes >= 30 * PAGE)
+
+
+def test_a_stopped_broker_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By members that wait for it: at the beginning, in an engine, and to grow."""
+    path, backend = tmp_path / "pool.sock", HostBackend(PAGE)
+    its = {"name": "pool", "device": backend.name, "free_bytes": 0}
+    command = [sys.executable, "-c", BROKER, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "open\n"
+        joined = PoolMember.join(path, **its, timeout_s=0.2)  # type: ignore[arg-type]
+        with closing(ExtentPool(backend, joined.budget_bytes)) as pool:
+            joined.bind(pool)
+            stop(child)
+            named = rf"{path} \(process {child.pid}, which is stopped: .*\)"
+            with pytest.raises(TimeoutError, match=f"broker at {named} could not"):
+                PoolMember.join(path, **its, timeout_s=0.2)  # type: ignore[arg-type]
+            monkeypatch.setattr(member, "HANG_S", 0.0)
+            joined.wait(0.0, pool.budget_bytes)
+            assert not joined.grow(PAGE)
+            child.kill()
+            until(lambda: not joined.is_connected)
+    warned = [each.getMessage() for each in caplog.records]
+    assert re.match(f"requests wait for memory of the broker at {named}", warned[0])
+    assert re.match(f"the broker at {named} gave no memory within 0.2 s", warned[1])
+    assert warned[2].startswith(f"the broker at {path} (process {child.pid}) is gone")
 
 
 def test_a_quiet_member_tells_what_the_queue_could_not_hold(

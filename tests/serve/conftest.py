@@ -25,10 +25,12 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
         budget_bytes: int = 16 * MiB,
         host_budget_bytes: int = 0,
         backend: Any = None,
+        pool: ExtentPool | None = None,
         **options: Any,
     ) -> Engine:
         host = HostBackend(4 * KiB) if backend is None else backend
-        pool = ExtentPool(host, budget_bytes, host_budget_bytes=host_budget_bytes)
+        if pool is None:
+            pool = ExtentPool(host, budget_bytes, host_budget_bytes=host_budget_bytes)
         if isinstance(model, str):
             model = copy.deepcopy(tiny_model(model))  # The engine changes how it attends.
         defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_tokens": 128, "seed": 0}

@@ -92,6 +92,8 @@ def test_tenants_share_no_prefix(make_engine: MakeEngine, serving: Serving) -> N
 
     async def main() -> list[int]:
         async with serving(make_engine()) as engine:
+            with pytest.raises(ConfigError, match="priority='low' must be an integer"):
+                await anext(engine.stream([1], priority="low"))  # type: ignore[arg-type]
             with pytest.raises(ConfigError, match="tenant=7 must be a string"):
                 await last(engine.stream([1, 2, 3], GREEDY, tenant=7))
             return [

@@ -467,10 +467,16 @@ def test_invalid_requests_are_refused(make_engine: MakeEngine) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             engine.add(prompt, params)
+    for priority in (1 << 63, 0.5, float("nan"), "low", None):
+        with pytest.raises(ConfigError, match="must be an integer of 64 bits"):
+            engine.add([1], GREEDY, priority)
     with pytest.raises(ConfigError, match="2 sampling parameters for 1"):
         engine.generate([[1]], [GREEDY, GREEDY])
     assert not engine.has_unfinished
-    assert 10 == len(engine.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids)
+    lowest = engine.add([1, 2], GREEDY, (1 << 63) - 1)  # Runs, where no other request is.
+    while engine.has_unfinished:
+        engine.step()
+    assert 10 == len(lowest.output().outputs[0].token_ids)
 
 
 def test_a_request_that_never_fits_is_refused(make_engine: MakeEngine) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import families
+from helpers.evictor import Evictor
 from helpers.hybrids import HYBRIDS, hybrid
 from helpers.ragged import alone, assert_likeliest, random_prompts
 from helpers.tiny_models import VERSION
 
-from vmkv import ConfigError, OutOfPagesError
+from vmkv import ConfigError, ExtentPool, HostBackend, OutOfPagesError, Sequence
 from vmkv.core.backend import MemoryLocation
 from vmkv.serve import prompt_scores
 from vmkv.serve.engine import Engine
@@ -447,6 +448,43 @@ def test_samples_whose_checkpoint_was_evicted(make_engine: MakeEngine) -> None:
         assert _expected(NAME, PROMPTS[0]) == list(output.token_ids)
 
 
+def test_a_checkpoint_stays_while_samples_fork_it(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another thread evicts between the choice of the leader and its fork."""
+    engine = make_engine(_model(NAME), prefix_caching=False, max_num_batched_tokens=64)
+    fork, pool = Sequence.fork, engine.cache.pool
+
+    def fork_late(sequence: Sequence, num_tokens: int) -> Sequence:
+        pool.give_back()
+        return fork(sequence, num_tokens)
+
+    monkeypatch.setattr(Sequence, "fork", fork_late)
+    params = SamplingParams(n=3, temperature=0, max_tokens=NUM_TOKENS)
+    handle = engine.add(PROMPTS[0], params)
+    while engine.has_unfinished:
+        engine.step()
+    assert 2 == engine.cache.stats().sharing.num_forks
+    for output in handle.output().outputs:
+        assert _expected(NAME, PROMPTS[0]) == list(output.token_ids)
+
+
+def test_another_thread_evicts_checkpoints(make_engine: MakeEngine) -> None:
+    """Between any two holds of the pool's lock; samples and prompts get their tokens."""
+    host = HostBackend(4 * KiB)
+    evictor = Evictor(lambda: ExtentPool(host, 16 * MiB), share=0.2)
+    engine = make_engine(_model(NAME), backend=host, pool=evictor.pool, max_num_batched_tokens=64)
+    params = SamplingParams(n=3, temperature=0, max_tokens=NUM_TOKENS)
+    handles = [engine.add(each, params) for each in 2 * PROMPTS]
+    while engine.has_unfinished:
+        engine.step()
+    for prompt, handle in zip(2 * PROMPTS, handles, strict=True):
+        for output in handle.output().outputs:
+            assert _expected(NAME, prompt) == list(output.token_ids)
+    evictor.check()
+    assert evictor.num_evictions > 5
+
+
 def test_a_failed_step_goes_back_to_a_checkpoint(make_engine: MakeEngine) -> None:
     """What came before it is not computed again, although idle memory is given back."""
     prompts = random_prompts(60, 39)
@@ -497,7 +535,7 @@ def test_a_checkpoint_within_decoding_steps(make_engine: MakeEngine, runner: str
 
 
 def test_checkpoints_that_evict_each_other(make_engine: MakeEngine) -> None:
-    """Where memory is short, a step's second one may take the memory of its first."""
+    """Where memory is short, those of a step stay, and earlier ones give way."""
     [common] = random_prompts(50)
     prompts = [common + tail for tail in random_prompts(20, 21)]
     view = make_engine(_model(NAME))._view

@@ -36,7 +36,7 @@ from .memory_view import MemoryView, OwnBudget, open_rows, pool_beside
 from .observer import EngineObserver, FirstToken, Idle, Observers, RequestAdded, RequestRecord
 from .options import EngineOptions
 from .params import SamplingParams
-from .prompts import check_tenant, end_tokens, packed_prompt, resolve, tokenised, vocabulary_sizes
+from .prompts import check_queued, end_tokens, packed_prompt, resolve, tokenised, vocabulary_sizes
 from .request import FinishReason, Request, RequestHandle, RequestOutput, detokenizer_of
 from .runner import ModelRunner, RunnerOptions, make_runner, spare_bytes
 from .scheduler import PreemptionCosts, Scheduler
@@ -191,7 +191,7 @@ class Engine:
         text = prompt if isinstance(prompt, str) else None
         tokens = packed_prompt(prompt, self.tokenizer, self._input_vocab_size)
         params = tokenised(params, self.tokenizer)
-        check_tenant(tenant)
+        check_queued(priority, tenant)
         self.wake()
         if self._is_stale and self._own_budget is not None:
             self._own_budget.refit()

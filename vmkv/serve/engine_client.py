@@ -33,7 +33,7 @@ from .engine_loop import (
     Wake,
 )
 from .params import SamplingParams
-from .prompts import check_tenant, token_ids_of, tokenised
+from .prompts import check_queued, token_ids_of, tokenised
 from .request import FinishReason, Request, RequestHandle, RequestOutput, detokenizer_of
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class EngineClient(abc.ABC):
         await self._connect()
         self._check_open()
         params = params or SamplingParams()
-        check_tenant(tenant)
+        check_queued(priority, tenant)
         key = next(self._new_keys)
         params = tokenised(params, self._tokenizer)
         stream = _Stream(key, prompt, params, self._tokenizer)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core.backend import Backend, MemoryLocation
-from ..core.cache import KVCache, LayerGroup, begin_checkpoint, close_idle, grow_ahead, make_ready
+from ..core.cache import KVCache, LayerGroup, begun_checkpoint, close_idle, grow_ahead, make_ready
 from ..core.cache import Sequence as CacheSequence
 from ..core.cache.device_memory import free_bytes, open_member_pool, open_pool
 from ..core.cache.growing import lacking_room, retire_surplus, surplus_bytes
@@ -222,14 +223,20 @@ class MemoryView:
     def begin(self, request: Request) -> int:
         """Open a sequence and return its number of cached tokens; on errors, open none."""
         self.end(request)  # Left by an incomplete preemption.
-        leader, num_matched = self._leader(request), 0
-        if leader is not None:
-            sequence = leader.fork(len(request.prompt_token_ids) - 1)
-        else:
+        num_shared, num_matched = len(request.prompt_token_ids) - 1, 0
+        with ExitStack() as pins:
+            with self.cache.pool.lock:
+                leader = self._leader(request)
+                if leader is not None:
+                    pins.enter_context(self.cache.pinned_state(leader.row, num_shared))
+            if leader is not None:
+                sequence = leader.fork(num_shared)
+        if leader is None:
             tokens = request.tokens(0, request.num_known)
             prompt = tokens if self._may_hit(request) else None
             if prompt is not None and self.cache.states is not None:
-                num_matched = self.cache.prefixes.num_matched(prompt, request.tenant)
+                with self.cache.pool.lock:
+                    num_matched = self.cache.prefixes.num_matched(prompt, request.tenant)
             sequence = self.cache.open(len(tokens) + 1, prompt=prompt, tenant=request.tenant)
         if request.leader is None and not request.num_preemptions:
             request.num_cached_tokens = sequence.num_tokens
@@ -259,13 +266,14 @@ class MemoryView:
                 past = each
         return found
 
-    def begin_checkpoints(
+    @contextmanager
+    def begun_checkpoints(
         self, chunks: Iterable[PlannedChunk]
-    ) -> dict[Request, list[tuple[int, int]]]:
-        """Take memory for the checkpoints of a step, where there is some.
+    ) -> Iterator[dict[Request, list[tuple[int, int]]]]:
+        """Take memory for the checkpoints of the step that the block submits, where there is some.
 
-        Returns each request's `Piece.checkpoints`. Call it after the growth of all `chunks`; it
-        evicts what was not used for longest. Without memory there are fewer.
+        Yields each request's `Piece.checkpoints`, pinned in the block. Call it after the growth of
+        all `chunks`; it evicts what was not used for longest. Without memory there are fewer.
         """
         states = self.cache.states
         wanted = [
@@ -275,18 +283,18 @@ class MemoryView:
             if past < num_tokens <= past + new
         ]
         found: dict[Request, list[tuple[int, int]]] = {}
-        if states is None or not wanted:
-            return found
-        try:
-            for request, num_tokens in wanted:
-                begin_checkpoint(request.sequence, num_tokens)
-        except (CapacityError, DriverError):
-            _LOG.debug("no memory for a checkpoint", exc_info=True)
-        for request, num_tokens in wanted:  # Where memory is short, one evicts another.
-            at = states.at_rest(request.sequence.row).get(num_tokens)
-            if at is not None:
+        with ExitStack() as pins:
+            begun: dict[int, tuple[Request, int]] = {}
+            try:
+                for request, num_tokens in wanted:
+                    at = pins.enter_context(begun_checkpoint(request.sequence, num_tokens))
+                    if at is not None:  # Perhaps that of another: a row's third takes its place.
+                        begun[at] = request, num_tokens
+            except (CapacityError, DriverError):
+                _LOG.debug("no memory for a checkpoint", exc_info=True)
+            for at, (request, num_tokens) in begun.items():
                 found.setdefault(request, []).append((num_tokens, at))
-        return found
+            yield found
 
     def grow(self, chunks: Iterable[PlannedChunk]) -> None:
         """Grow sequences for `chunks`, and padding after `sleep`; all or, on errors, none."""
@@ -305,10 +313,12 @@ class MemoryView:
         or a window has moved on.
         """
         sequence = request.sequence
-        if self.cache.states is not None and num_tokens:
-            at_rest = self.cache.states.at_rest(sequence.row)
-            num_tokens = max([each for each in at_rest if each <= num_tokens], default=num_tokens)
-        sequence.truncate(num_tokens)
+        with self.cache.pool.lock:
+            if self.cache.states is not None and num_tokens:
+                at_rest = self.cache.states.at_rest(sequence.row)
+                found = [each for each in at_rest if each <= num_tokens]
+                num_tokens = max(found, default=num_tokens)
+            sequence.truncate(num_tokens)
         request.num_computed = request.num_submitted = num_tokens
 
     def make_ready(
@@ -532,11 +542,12 @@ class MemoryView:
     def pages_to_begin(self, request: Request, num_tokens: int) -> int:
         """Pages that a new sequence takes to hold `num_tokens`, without those shared by a fork."""
         pages = self.peak_pages(num_tokens)
-        leader = self._leader(request)
-        if leader is not None:
-            num_shared = len(request.prompt_token_ids) - 1
-            pages -= self.peak_pages(num_shared)
-            pages += self.cache.pages_to_fork(leader, num_shared)
+        with self.cache.pool.lock:
+            leader = self._leader(request)
+            if leader is not None:
+                num_shared = len(request.prompt_token_ids) - 1
+                pages -= self.peak_pages(num_shared)
+                pages += self.cache.pages_to_fork(leader, num_shared)
         return pages
 
     def lacking(self, wanted: Sequence[tuple[Request, int]]) -> dict[Request, int]:

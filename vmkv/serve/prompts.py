@@ -45,8 +45,10 @@ def packed_prompt(
     return memoryview(array("q", tokens).tobytes()).cast("q")
 
 
-def check_tenant(tenant: object) -> None:
-    """Raise `ConfigError` unless the tenant is a string or None."""
+def check_queued(priority: object, tenant: object) -> None:
+    """Raise `ConfigError` unless the priority has 64 bits, and the tenant is a string or None."""
+    if not isinstance(priority, int) or not -(1 << 63) <= priority < 1 << 63:
+        raise ConfigError(f"priority={shown(priority)} must be an integer of 64 bits")
     if not isinstance(tenant, str | None):
         raise ConfigError(f"tenant={shown(tenant)} must be a string, or None")
 

@@ -175,7 +175,7 @@ class Request:
     arrived_s: float = 0.0
     started_s: float = 0.0
     first_token_s: float = 0.0
-    rank: tuple[int, int] = (0, 0)
+    rank: tuple[float, int] = (0, 0)
     state: RequestState = RequestState.WAITING
     slot: int = -1
     num_computed: int = 0

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import enum
 import heapq
-import sys
+import math
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
@@ -127,7 +127,7 @@ class PreemptionCosts:
 # ---- scheduler -----------------------------------------------------------------------------------
 
 #: A rank behind those of all requests.
-_LAST = (sys.maxsize, 0)
+_LAST: Rank = (math.inf, 0)
 #: Admission keeps one page of this many free, for a few steps of growth of running requests.
 _HEADROOM_DIVISOR = 100
 #: Steps for which memory is made ready: memory retired in a step is free two steps later.

@@ -449,24 +449,24 @@ class StepLoop:
         num_tokens = 0
         needs_host = False  # Whether a token depends on the last one through the host.
         try:
-            checkpoints = self._view.begin_checkpoints(chunks)
-            kept_rows = [at for its in checkpoints.values() for _, at in its]
-            for request, past, new, from_device, samples in chunks:
-                tokens = None
-                if not from_device:
-                    if not request.is_set:
-                        self._set_slot(request)
-                    tokens = request.tokens(past, past + new)
-                row = request.sequence.row
-                kept = checkpoints.get(request, ())
-                pieces.append(Piece(request.slot, row, past, new, tokens, samples, kept))
-                writes.append((row, past, past + new))
-                num_tokens += new
-                if request.matcher is not None or request.params.logits_processors:
-                    needs_host |= samples
-            submit: Callable[[Sequence[Piece]], Any] = self.runner.submit
-            with self._view.cache.submitting(writes, kept_rows):
-                pending = interruptible(self.runner.launch if needs_host else submit, pieces)
+            with self._view.begun_checkpoints(chunks) as checkpoints:
+                kept_rows = [at for its in checkpoints.values() for _, at in its]
+                for request, past, new, from_device, samples in chunks:
+                    tokens = None
+                    if not from_device:
+                        if not request.is_set:
+                            self._set_slot(request)
+                        tokens = request.tokens(past, past + new)
+                    row = request.sequence.row
+                    kept = checkpoints.get(request, ())
+                    pieces.append(Piece(request.slot, row, past, new, tokens, samples, kept))
+                    writes.append((row, past, past + new))
+                    num_tokens += new
+                    if request.matcher is not None or request.params.logits_processors:
+                        needs_host |= samples
+                submit: Callable[[Sequence[Piece]], Any] = self.runner.submit
+                with self._view.cache.submitting(writes, kept_rows):
+                    pending = interruptible(self.runner.launch if needs_host else submit, pieces)
         except BaseException as error:  # noqa: BLE001  # fails requests, or is raised again
             self._recover(chunks, error)
             return None

@@ -16,7 +16,7 @@ from .growing import make_ready as make_ready
 from .kv_cache import KVCache as KVCache
 from .layer_group import LayerGroup as LayerGroup
 from .sequence import Sequence as Sequence
-from .sequence import begin_checkpoint as begin_checkpoint
+from .sequence import begun_checkpoint as begun_checkpoint
 from .sequence import close_idle as close_idle
 from .state_group import StateGroup as StateGroup
 from .state_group import StateShape as StateShape

@@ -146,8 +146,13 @@ class _Plan(NamedTuple):
 
 
 def pages_to_fork(space: RowSpace, sequence: Sequence, num_tokens: int) -> int:
-    """Pages that a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing."""
-    plan = _plan(space, space, (sequence.row, -1), num_tokens, None)
+    """Pages that a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing.
+
+    Raises `ConfigError` if it cannot be forked there.
+    """
+    with space.pool.lock:
+        space.check_keeps(sequence.row, num_tokens, "fork at")
+        plan = _plan(space, space, (sequence.row, -1), num_tokens, None)
     return sum(1 << size_class for each in plan.changes for size_class in each.classes)
 
 

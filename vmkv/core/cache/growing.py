@@ -190,17 +190,17 @@ def _targets(space: RowSpace, wanted: Iterable[tuple[Sequence, int]]) -> list[Ta
 
 def _lacking_at_first(space: RowSpace, num_tokens: int, *, begins_empty: bool) -> list[int]:
     """Return the size classes that a new sequence will need; see `make_ready`."""
-    row: int | None = None
+    there_tokens = [0] * len(space.groups)
     if begins_empty:
         try:
             with space.pool.lock:
                 row = choose_row(space, num_tokens)
+                there_tokens = [group.adoptable_tokens(row) for group in space.groups]
         except OutOfAddressSpaceError:
             return []  # No sequence can begin.
     classes: list[int] = []
-    for group in space.groups:
+    for group, there in zip(space.groups, there_tokens, strict=True):
         end_tokens = min(num_tokens + space.overread_tokens, group.geometry.row_tokens)
-        there = 0 if row is None else group.adoptable_tokens(row)
         num_pages = group.geometry.pages_for(end_tokens) - group.geometry.pages_for(there)
         if num_pages > 0:
             classes += size_classes(num_pages, group.largest_class)

@@ -414,6 +414,12 @@ class RowSpace:
         its = (mapping for group in self.groups for mapping in group.table.rows[row].mappings)
         return pinned(self.pool, its)
 
+    def pinned_state(self, row: int, num_tokens: int) -> AbstractContextManager[None]:
+        """Keep the state of `row` after `num_tokens`, if there is one, in a block that reads it."""
+        at = None if self.states is None else self.state_row(row, num_tokens)
+        rows = self.states.table.rows if self.states is not None else []
+        return pinned(self.pool, () if at is None else rows[at].mappings)
+
     def submitting(
         self, writes: Iterable[tuple[int, int, int]], checkpoints: Iterable[int] = ()
     ) -> AbstractContextManager[None]:

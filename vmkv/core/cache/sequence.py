@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from collections.abc import Sequence as List_
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -77,11 +79,11 @@ class Sequence:
                 f"the sequence in row {self.row} holds {self.num_tokens} tokens, fewer than the "
                 f"{num_tokens} to keep"
             )
-        self.cache.check_keeps(self.row, num_tokens, "go back to")
         if num_tokens < self.num_tokens:
             # A fork on another stream may still copy tokens that will be overwritten.
             self.cache.pool.backend.join_streams(self.cache.current_stream())
         with self.cache.pool.lock:
+            self.cache.check_keeps(self.row, num_tokens, "go back to")
             if self.cache.states is not None and num_tokens < self.num_tokens:
                 stream, fence = self.cache.current_stream(), self.cache.pool.reclaimer.new_fence
                 self.cache.states.go_back(self.row, num_tokens, stream, fence)
@@ -109,16 +111,14 @@ class Sequence:
         cache, states = self.cache, self.cache.states
         if states is None or not self.num_tokens:
             return
-        at = begin_checkpoint(self, self.num_tokens)
-        if at is not None:
-            try:
-                states.copy(self.row, at, cache.current_stream())
-            except BaseException:
-                with cache.pool.lock:
-                    states.drop_after(
-                        self.row, self.num_tokens - 1, cache.pool.reclaimer.new_fence()
-                    )
-                raise
+        try:
+            with begun_checkpoint(self, self.num_tokens) as at:
+                if at is not None:
+                    states.copy(self.row, at, cache.current_stream())
+        except BaseException:
+            with cache.pool.lock:
+                cache.drop_checkpoints(self.row, self.num_tokens - 1)
+            raise
 
     @uninterrupted
     def fork(self, num_tokens: int | None = None) -> Sequence:
@@ -354,21 +354,26 @@ def close_idle(sequence: Sequence, idle_since: int | None) -> None:
         sequence.is_closed = True
 
 
-@uninterrupted
-def begin_checkpoint(sequence: Sequence, num_tokens: int) -> int | None:
-    """Map memory for the states of `sequence` after `num_tokens`, for its next step to write.
+@contextmanager
+def begun_checkpoint(sequence: Sequence, num_tokens: int) -> Iterator[int | None]:
+    """Map memory for the states of `sequence` after `num_tokens`, and pin it in the block.
 
-    Returns the row of the cache's `states`; None if there is such a checkpoint, or nothing to keep.
-    A step that fails must be followed by `truncate` or `close`. Raises as `Sequence.checkpoint`.
+    The block submits the work that writes it. Yields the row of the cache's `states`; None if there
+    is such a checkpoint, or nothing to keep. A block that fails must be followed by `truncate` or
+    `close`. Raises as `Sequence.checkpoint`; to be called in an uninterrupted operation.
     """
-    cache = sequence.cache
-    if cache.states is None:
-        return None
-    cache.note_stream()
-    its = sequence.row, num_tokens, sequence.tenant, cache.current_stream()
-    at = asking_broker(cache.pool, partial(cache.states.begin_checkpoint, *its))
-    cache.note_used(sequence.row)
-    return at
+    cache, at = sequence.cache, None
+    if cache.states is not None:
+        cache.note_stream()
+        its = sequence.row, num_tokens, sequence.tenant, cache.current_stream()
+        at = asking_broker(cache.pool, partial(cache.states.begin_checkpoint, *its))
+    try:
+        if at is not None:
+            cache.note_used(sequence.row)
+        yield at
+    finally:
+        if cache.states is not None and at is not None:
+            cache.states.end_checkpoint(at)
 
 
 def _checked(num_tokens: int) -> int:

@@ -117,8 +117,11 @@ class StateGroup(LayerGroup):
     # ---- states at rest -------------------------------------------------------------------
 
     def at_rest(self, row: int) -> Mapping[int, int]:
-        """Return, by number of tokens, the table's row with the state of `row` after them."""
-        return self._at_rest.get(row, {})
+        """Return, by number of tokens, the table's row with the state of `row` after them.
+
+        A copy, because another thread may evict them.
+        """
+        return dict(self._at_rest.get(row, ()))
 
     def checkpoints(self) -> Iterator[tuple[int, int, int]]:
         """Yield the row of each checkpoint, its number of tokens, and its own row in the table."""
@@ -132,17 +135,19 @@ class StateGroup(LayerGroup):
     ) -> int | None:
         """Map memory for the state of a live `row` after `num_tokens`; returns its table's row.
 
-        The caller's next work writes it, or drops it. A row's third checkpoint takes the place of
-        the longest. None if there is a state of `num_tokens` already. Raises `OutOfPagesError` and
-        `DriverError`; then, as ever, other checkpoints may have been evicted.
+        It is pinned until `end_checkpoint`; until then the caller writes it, or drops it next. A
+        row's third checkpoint takes the place of the longest. None if there is a state of
+        `num_tokens` already. Raises `OutOfPagesError` and `DriverError`; then, as ever, other
+        checkpoints may have been evicted.
         """
-        if num_tokens in self.at_rest(row):
-            return None
         with self.pool.lock:
             its = self._at_rest.get(row, {})
+            if num_tokens in its:
+                return None
             if len(its) == _CHECKPOINTS_MAX:
                 self.pool.backend.join_streams(stream)  # A fork may still read it.
                 at = its[num_tokens] = its.pop(max(its))
+                self._pin(at, 1)
                 return at
             at = self._free.pop(0)  # Freed longest ago: its old memory is unmapped by now.
         classes = size_classes(self.geometry.row_pages, self.largest_class)
@@ -155,7 +160,17 @@ class StateGroup(LayerGroup):
             raise
         with self.pool.lock:
             self._at_rest.setdefault(row, {})[num_tokens] = at
+            self._pin(at, 1)
         return at
+
+    def end_checkpoint(self, at: int) -> None:
+        """Unpin the checkpoint of `begin_checkpoint`: the work that writes it was submitted."""
+        with self.pool.lock:
+            self._pin(at, -1)
+
+    def _pin(self, at: int, num_pins: int) -> None:
+        for mapping in self.table.rows[at].mappings:
+            mapping.num_pins += num_pins
 
     def copy(self, source: int, target: int, stream: int) -> None:
         """Copy the state in a row of the table to another one."""
@@ -167,7 +182,7 @@ class StateGroup(LayerGroup):
 
         It is at rest, unless `num_tokens` is 0. Locked. After an error nothing has changed.
         """
-        its = dict(self.at_rest(row))
+        its = self.at_rest(row)
         is_later = any(length > num_tokens and at != row for length, at in its.items())
         behind = fence() if is_later else None  # First, because it may fail.
         source = its.get(num_tokens, row)
@@ -188,18 +203,17 @@ class StateGroup(LayerGroup):
 
     def drop_after(self, row: int, num_tokens: int, fence: Fence) -> None:
         """Retire states at rest of more than `num_tokens` tokens of `row`. Locked."""
-        for length in [each for each in self.at_rest(row) if each > num_tokens]:
-            at = self._forget(row, length)
-            self.table.retire_back(at, 0, fence)
-            if at != row:
-                self._free.append(at)
+        for length, at in self.at_rest(row).items():
+            if length > num_tokens:
+                self.table.retire_back(at, 0, fence)
+                self._forget(row, length)
+                if at != row:
+                    self._free.append(at)
 
-    def _forget(self, row: int, num_tokens: int) -> int:
-        its = self._at_rest[row]
-        at = its.pop(num_tokens)
-        if not its:
+    def _forget(self, row: int, num_tokens: int) -> None:
+        del self._at_rest[row][num_tokens]
+        if not self._at_rest[row]:
             del self._at_rest[row]
-        return at
 
     def retire_from(self, row: int, num_tokens: int, fence: Fence) -> None:
         """Retire states at rest of more than `num_tokens` tokens of `row`; with 0 all memory."""

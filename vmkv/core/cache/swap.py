@@ -252,8 +252,12 @@ class MovedPrefixes(NamedTuple):
 
         Raises as `HostCopy.come_back`.
         """
-        self.copy.come_back(self.space.side_stream(), self.space.current_stream())
-        self.space.away = None
+        space, side = self.space, self.space.side_stream()
+        with space.pool.lock:
+            self.copy.come_back(side, space.current_stream())
+            for row in [each for each in space.rows.parked if each in self.rows]:
+                space.note_used(row)  # The copies run.
+        space.away = None
 
     @uninterrupted
     def drop(self) -> None:

@@ -4,10 +4,10 @@ Requests of all engines over a pool are ranked in one order. An engine that can 
 memory for its first request; the last-ranked running request of the other engines is preempted if
 it ranks behind. See Note [Engines over one pool] in DESIGN.md.
 
-An engine is stuck when it can run nothing and no other engine makes progress. After
-`PATIENCE_STEPS` such steps it ignores claims and may preempt any request of an idle engine in its
-thread; if there is none, its request fails. Each such step waits 20 ms if an engine of another
-thread has running requests.
+An engine is stuck when it can run nothing and no other engine submits a step. After
+`PATIENCE_STEPS` such steps in a row it ignores claims and may preempt any request of an idle engine
+in its thread; if there is none, its request fails. Each such step waits 20 ms if an engine of
+another thread has running requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
-Rank = tuple[int, int]
+Rank = tuple[float, int]
 PATIENCE_STEPS = 100
 _WAIT_S = 0.02
 
@@ -30,7 +30,7 @@ class Arbiter:
         self.lock = lock
         self.num_steps = 0
         self.changed = threading.Condition(lock)
-        self.num_changes = 0  # Steps submitted and requests preempted, by all engines.
+        self.num_submitted = self.num_preempted = 0  # Steps and requests of all engines.
         self.borrowers: WeakSet[Borrower] = WeakSet()
         self._numbers = itertools.count()
 
@@ -56,7 +56,7 @@ class Borrower:
     _is_stepping: bool = field(default=False, init=False)
     _thread_id: int = field(default=0, init=False)  # The thread of the last step.
     _num_stuck: int = field(default=0, init=False)
-    _num_changes_seen: int = field(default=0, init=False)
+    _seen: tuple[int, int] = field(default=(0, 0), init=False)  # What the arbiter counted last.
 
     def __post_init__(self) -> None:
         with self.arbiter.lock:
@@ -93,7 +93,7 @@ class Borrower:
         with self.arbiter.lock:
             self._claim = None
             self._num_stuck = 0
-            self.arbiter.num_changes += 1
+            self.arbiter.num_submitted += 1
 
     def withdraw(self) -> None:
         """Drop the claim, if there is one."""
@@ -105,6 +105,8 @@ class Borrower:
         with arbiter.lock:
             self._claim = rank, arbiter.num_steps
             self._is_stepping = False  # Other engines need not wait for this one.
+            if self._seen[0] != arbiter.num_submitted:
+                self._num_stuck = 0
             is_patient = self._num_stuck < PATIENCE_STEPS
             victim, victim_rank, is_elsewhere = None, rank, False
             for each in self._others():
@@ -121,18 +123,18 @@ class Borrower:
                 return True
             if victim is not None:
                 victim._is_asked = True
-            if arbiter.num_changes == self._num_changes_seen and not any(
+            seen, self._seen = self._seen, (arbiter.num_submitted, arbiter.num_preempted)
+            if seen == self._seen and not any(
                 each._is_stepping and each._thread_id != here for each in self._others()
             ):
                 self._num_stuck += 1
-            self._num_changes_seen = arbiter.num_changes
             if is_elsewhere and is_patient:
                 arbiter.changed.wait(_WAIT_S)
             return is_patient
 
     def _preempt(self) -> None:
         self.give_way()
-        self.arbiter.num_changes += 1
+        self.arbiter.num_preempted += 1
 
     def _others(self) -> list[Borrower]:
         return [each for each in self.arbiter.borrowers if each is not self]

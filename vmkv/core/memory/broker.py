@@ -31,10 +31,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, one_line
+from ...errors import ConfigError, one_line, shown
 from ...units import MiB, format_bytes
 from .shares import Member, Report, Shares
-from .unix_sockets import Listener, peer_of
+from .unix_sockets import Listener, peer_of, process_fields
 
 _LOG = logging.getLogger(__name__)
 VERSION = 3
@@ -43,6 +43,8 @@ MESSAGE_BYTES_MAX = 1 << 16
 _TICK_S = 0.1
 #: Budget of a broker without one, until its first member reports the device's free memory.
 _UNKNOWN_BYTES = 1 << 50
+#: The largest number that a member may tell.
+_BYTES_MAX = 1 << 62
 #: Share of a device's free memory for the budget, where none is given.
 _FREE_SHARE = 0.9
 
@@ -191,7 +193,9 @@ class Broker(AbstractContextManager["Broker"]):
                 )
             self._join(its, **values[0])
         elif kind == "report" and its.member is not None:
-            numbers: Any = map(operator.index, values)  # Refuses anything else.
+            numbers: Any = list(map(operator.index, values))  # Refuses anything else.
+            if not all(0 <= each <= _BYTES_MAX for each in numbers):
+                raise ConfigError(f"{its.member.name} reports {shown(values)}: no numbers of bytes")
             self._shares.take(its, Report(*numbers), now_s)
         elif kind == "fit" and its.member is not None:
             self._fit(operator.index(*values))
@@ -220,8 +224,9 @@ class Broker(AbstractContextManager["Broker"]):
         shares = self._shares
         most_bytes = _UNKNOWN_BYTES if limit_bytes is None else limit_bytes
         for size in (free_bytes, floor_bytes, most_bytes, brought_bytes):
-            if not isinstance(size, int) or size < 0:
-                raise ConfigError(f"{name} joins with {size!r}, which is no number of bytes")
+            if not isinstance(size, int) or not 0 <= size <= _BYTES_MAX:
+                raise ConfigError(f"{name} joins with {shown(size)}, which is no number of bytes")
+        name = one_line(name)
         if self._fits_device:
             self._fit(int(_FREE_SHARE * free_bytes))
         taken = {each.name for each in shares.members.values()}
@@ -249,7 +254,7 @@ class Broker(AbstractContextManager["Broker"]):
         for its in self._connections if self._kills_after_s is not None else ():
             member = its.member
             is_hung = member is not None and member.is_hung(now_s - (self._kills_after_s or 0.0))
-            if is_hung and _parent_of(its.pid) == os.getpid():
+            if is_hung and process_fields(its.pid)[1:2] == [b"%d" % os.getpid()]:
                 _LOG.error("process %d does not carry out an order, and was killed", its.pid)
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(its.pidfd, signal.SIGKILL)
@@ -281,12 +286,3 @@ class Broker(AbstractContextManager["Broker"]):
         if its.socket.fileno() >= 0:
             self._selector.unregister(its.socket)
             its.socket.close()
-
-
-def _parent_of(pid: int) -> int | None:
-    """Return the parent of a process; None if it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    return int(stat.rpartition(b")")[2].split()[1])

@@ -11,8 +11,8 @@ In bytes or counts, over one pool and everything built on it, while no call is i
     I7  a retired mapping is still mapped: not reissued, not unmapped, before its fence
     I8  the backend's usage equals these books
     I9  created <= budget
-    I10 what a submitted step writes is mapped, its row's own and writable until its fence
-        (`submitted.py`, where checks are on)
+    I10 what a submitted step writes, checkpoints of states included, is mapped, its row's own and
+        writable until its fence, and not retired before (`submitted.py`, where checks are on)
 
 I1, I4 and I9 hold for each memory location separately.
 

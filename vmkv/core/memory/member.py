@@ -18,6 +18,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,8 +27,8 @@ from ...errors import ClosedError, ConfigError, DriverError, OutOfPagesError, on
 from ...units import GiB, MiB, format_bytes
 from ..interrupts import interruptible
 from .broker import MESSAGE_BYTES_MAX, VERSION
-from .shares import Order, Report
-from .unix_sockets import peer_of
+from .shares import HANG_S, Order, Report
+from .unix_sockets import peer_of, server_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,6 +73,7 @@ class PoolMember:
         self._is_busy = self._asks_ahead = self._preempts = False
         self._awaited: list[int] = []  # Budgets that threads wait for.
         self._is_left, self._process_id = False, os.getpid()
+        self._heard_s = time.monotonic()  # When the last order came, or its lack was logged.
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._pool: ExtentPool | None = None
 
@@ -127,9 +129,11 @@ class PoolMember:
                 data = interruptible(connection.recv, MESSAGE_BYTES_MAX)
             except TimeoutError:
                 floor = format_bytes(floor_bytes) if floor_bytes else "a page"
+                server, is_stopped = server_of(where, connection)
+                why = "other members hold the memory and do not give it back"
                 raise TimeoutError(
-                    f"the broker at {where} could not give {floor} within {timeout_s:g} s: other "
-                    "members hold the memory and do not give it back"
+                    f"the broker at {server} could not give {floor} within {timeout_s:g} s"
+                    + ("" if is_stopped else f": {why}")
                 ) from None
             kind, *values = json.loads(data) if data else ("refused", f"{where} has closed")
             if kind != "order":
@@ -214,6 +218,10 @@ class PoolMember:
         with self._changed:
             if self._pool is not None and self._pool.budget_bytes == budget_bytes:
                 self._changed.wait(timeout_s)
+                server, is_stopped = server_of(self._path, self._socket)
+                if is_stopped and time.monotonic() - self._heard_s >= HANG_S:
+                    self._heard_s = time.monotonic()
+                    _LOG.warning("requests wait for memory of the broker at %s", server)
 
     def grow(self, num_bytes: int) -> bool:
         """Ask for so much more than the budget, and wait for some; false if none came in time.
@@ -237,6 +245,11 @@ class PoolMember:
                 interruptible(self._changed.wait_for, has_grown, self._grow_timeout_s)
         finally:
             self._awaited.remove(goal_bytes)
+        if not has_grown():
+            _LOG.warning(
+                "the broker at %s gave no memory within %g s",
+                *(server_of(self._path, self._socket)[0], self._grow_timeout_s),
+            )
         return pool.budget_bytes > before_bytes
 
     def fit(self, free_bytes: int) -> None:
@@ -267,7 +280,10 @@ class PoolMember:
             pass  # The pool has been closed, and this member has left.
         except OSError as error:
             if not self._is_left:
-                _LOG.warning("the broker is gone; the budget stays what it is: %s", error)
+                server, _ = server_of(self._path, self._socket)
+                _LOG.warning(
+                    "the broker at %s is gone; the budget stays what it is: %s", server, error
+                )
         finally:
             with self._changed:
                 self._is_left, self.most_bytes = True, pool.budget_bytes
@@ -298,7 +314,7 @@ class PoolMember:
         with self._changed:
             self._order, self.most_bytes = order, order.most_bytes
             self.withheld_bytes = pool.budget_bytes - order.budget_bytes
-            self.excess_bytes = 0
+            self.excess_bytes, self._heard_s = 0, time.monotonic()
             self._changed.notify_all()
 
     def _come_down(self, pool: ExtentPool) -> None:

@@ -292,8 +292,11 @@ class PageTable:
         for mapping in mappings:
             if mapping.num_pins:
                 raise InternalError(f"row {row}: a change reads {mapping}, which was to be retired")
-        if mappings:
-            self.pool.reclaimer.retire(self.retired(row, mappings), fence)
+        retired = self.retired(row, mappings)
+        if self.pool.submitted is not None:
+            self.pool.submitted.check_retired(retired)
+        if retired:
+            self.pool.reclaimer.retire(retired, fence)
 
     def retired(self, row: int, mappings: Iterable[Mapping]) -> list[RetiredMapping]:
         """The reclaimer's records of mappings of `row`."""

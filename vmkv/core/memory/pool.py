@@ -178,7 +178,7 @@ class ExtentPool:
         self.arbiter = Arbiter(self.lock)
         self.reclaimer = Reclaimer(backend, self.lock, self._recycle, self.pressure.tick)
         checks = os.environ.get("VMKV_CHECKS") == "1" if checks is None else checks
-        self.submitted = SubmittedWrites(self.reclaimer) if checks else None
+        self.submitted = SubmittedWrites(self.reclaimer, self.lock) if checks else None
         self.member: PoolMember | None = None
         self._close_when_unused = close_when_unused
         self._num_users = 0

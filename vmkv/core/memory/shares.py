@@ -27,13 +27,15 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ...errors import ConfigError
+from ...errors import ConfigError, shown
 from ...units import format_bytes
 
 #: A member without work gives all above its floor back after this time.
 IDLE_S = 0.5
 #: Time for an answer, or for progress towards a lower budget; a member that exceeds it hangs.
 HANG_S = 5.0
+#: Least and largest weight of a member: sums and quotients of such are exact enough.
+WEIGHT_MIN, WEIGHT_MAX = 0.001, 1000
 #: A member with nothing running waits so long for running requests of others to end.
 TURN_S = 10.0
 
@@ -164,11 +166,13 @@ class Shares:
                 f"{format_bytes(left_bytes)} are not promised to others, of a budget of "
                 f"{format_bytes(self.budget_bytes)}: lower the floors, or raise the budget"
             )
-        if member.limit_bytes < member.floor_bytes or not 0 < member.weight < math.inf:
+        is_weight = WEIGHT_MIN <= member.weight <= WEIGHT_MAX
+        if member.limit_bytes < member.floor_bytes or not is_weight:
             raise ConfigError(
                 f"{member.name} wants a limit of {format_bytes(member.limit_bytes)} with a floor "
-                f"of {format_bytes(member.floor_bytes)}, and a weight of {member.weight:g}: the "
-                "limit must not be below the floor, and the weight be above zero"
+                f"of {format_bytes(member.floor_bytes)}, and a weight of {shown(member.weight)}: "
+                "the limit must not be below the floor, and the weight be from "
+                f"{WEIGHT_MIN:g} to {WEIGHT_MAX:g}"
             )
         member.busy_s = member.moved_s = member.served_s = now_s
         self.members[key] = member

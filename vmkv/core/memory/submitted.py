@@ -1,22 +1,25 @@
 """I10: check the writes of submitted steps until their fences pass. Off by default.
 
-    I10 w in writes(step), p in pages(w), from the step's submission to its fence:
-        mapped(p) and access(p) == read-write, and at the submission not shared(extent(p))
+    I10 w in writes(step), p in pages(w), from the beginning of the step's submission to its fence:
+        mapped(p) and access(p) == read-write; and not shared(extent(p)), nor retired(p), until the
+        submission ends
 
-The extent may become shared later, because later steps are ordered behind the write.
+`writes(step)` are tokens, states and checkpoints. The extent may become shared or retired later,
+because later steps, and the fence of what is retired, are ordered behind the write.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...errors import DriverError, InternalError
 from ...units import Address
 from ..backend import Access, Fence
-from .page_table import Extent, PageTable
+from .page_table import Extent, PageTable, RetiredMapping
 from .reclaim import Reclaimer
 
 
@@ -40,21 +43,32 @@ class _Written:
 class SubmittedWrites:
     """The write ranges of steps whose fences have not passed."""
 
-    def __init__(self, reclaimer: Reclaimer):
-        self._reclaimer = reclaimer
+    def __init__(self, reclaimer: Reclaimer, lock: threading.RLock):
+        self._reclaimer, self._lock = reclaimer, lock
+        self._submitting: list[list[_Written]] = []
         self._steps: list[tuple[Fence, list[_Written]]] = []
 
     @contextlib.contextmanager
     def submitting(self, ranges: Sequence[WriteRange]) -> Iterator[None]:
         """Guard the submission of a step; InternalError before it if a page may not be written."""
-        written = [each for it in ranges for each in _writable(it)]
+        with self._lock:
+            written = [each for it in ranges for each in _writable(it)]
+            self._submitting.append(written)
         try:
             yield
         finally:
-            self._steps = [step for step in self._steps if not step[0].has_passed()]
             # The step is submitted: losing its check must not fail it.
-            with contextlib.suppress(DriverError):
+            with self._lock, contextlib.suppress(DriverError):
+                self._submitting = [each for each in self._submitting if each is not written]
+                self._steps = [step for step in self._steps if not step[0].has_passed()]
                 self._steps.append((self._reclaimer.new_fence(), written))
+
+    def check_retired(self, mappings: Iterable[RetiredMapping]) -> None:
+        """Raise InternalError if a step that is being submitted writes what is to be retired."""
+        written = {each.address for its in self._submitting for each in its}
+        for address, extent in mappings:
+            if address in written:
+                raise InternalError(f"I10: {extent} is retired while a step that writes it begins")
 
     def check(self, tables: Sequence[PageTable]) -> None:
         """Raise InternalError if I10 does not hold for a step whose fence has not passed."""

@@ -96,3 +96,23 @@ def peer_of(connection: socket.socket) -> tuple[int, str]:
             "between processes of one user"
         )
     return pid, name
+
+
+def process_fields(pid: int) -> list[bytes]:
+    """Return the state and parent of a process, and what `/proc` tells after; none if it ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return []
+    return stat.rpartition(b")")[2].split()
+
+
+def server_of(path: str, connection: socket.socket) -> tuple[str, bool]:
+    """Describe for messages who listens at `path`; and return whether that process is stopped."""
+    try:
+        pid, _ = peer_of(connection)
+    except (ConfigError, OSError):  # Another rank's, or closed.
+        return path, False
+    is_stopped = process_fields(pid)[:1] in ([b"T"], [b"t"])
+    hint = f", which is stopped: `kill -CONT {pid}` resumes it" if is_stopped else ""
+    return f"{path} (process {pid}{hint})", is_stopped
