@@ -480,10 +480,11 @@ class Engine:
         `paused()` puts modules that were in training mode back into it. Other engines of the model
         have to be paused, too.
 
-        At the end cached prefixes are forgotten if a parameter's address or any of some 4,096 of
-        its values has changed; after a change that these may miss, of a few rows of an embedding,
-        say, call `weights_changed`. Where addresses, modules, hooks or adapters have changed,
-        layers are joined, compiled and captured again.
+        At the end cached prefixes are forgotten if the address of a parameter or buffer, or any of
+        some 4,096 of its values, has changed; after a change that these may miss, of a few rows of
+        an embedding, say, call `weights_changed`. Where addresses, modules, hooks, settings or
+        adapters have changed, layers are joined, compiled and captured again. The vocabulary and
+        the end-of-sequence tokens are read anew.
 
         Raises:
             ConfigError: Requests are unfinished (finish or cancel them first), or the engine is
@@ -632,12 +633,14 @@ class Engine:
     @uninterrupted
     def _resume(self) -> None:
         torch.cuda.empty_cache()  # The pool cannot have what training left there.
+        ends = end_tokens(self._turns.model)  # Before the model is taken from training.
         if self._turns.resume():
             forget_prefixes(self.cache)
-        self._is_stale = True
+        self._is_stale, self._end_tokens = True, ends
+        self._vocab_size, self._input_vocab_size = vocabulary_sizes(self._turns.model)
+        self.grammars.renew(self._vocab_size, ends)
         if self.loop.runner is not self._runner:
             self.loop.runner = self._runner
-            self._vocab_size, self._input_vocab_size = vocabulary_sizes(self._turns.model)
             forget_prefixes(self.cache)
 
     def _check_outside(self) -> None:
