@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import stat
 import struct
@@ -363,7 +365,7 @@ def test_truncated_file_is_refused(saved: Path, make_cache: MakeCache) -> None:
     _refused(cache, saved, "truncated")
 
 
-VERSIONS = {"format": ("other", "no sequence"), "version": ("1", "version '1'")}
+VERSIONS = {"format": ("other", "no sequence"), "version": ("2", "version '2'")}
 
 
 @pytest.mark.parametrize("name", VERSIONS)
@@ -371,6 +373,20 @@ def test_file_of_another_version_is_refused(saved: Path, make_cache: MakeCache, 
     value, match = VERSIONS[name]
     _rewrite(saved, {}, {name: value})
     _refused(make_cache(windows=(20,)), saved, match)
+
+
+def test_damaged_file_is_refused(saved: Path, make_cache: MakeCache) -> None:
+    """With a bit that flipped in its header or contents, or another description."""
+    cache, whole = make_cache(windows=(20,)), saved.read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    for at in (*range(8, 8 + size, 7), *range(8 + size, len(whole), 4999), len(whole) - 1):
+        saved.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        _refused(cache, saved, "kv")
+    header = json.loads(whole[8 : 8 + size])
+    header["__metadata__"]["sequence"] = "{}"
+    head = json.dumps(header).encode()
+    saved.write_bytes(len(head).to_bytes(8, "little") + head + whole[8 + size :])
+    _refused(cache, saved, "damaged")
 
 
 @pytest.mark.parametrize("num_rows", [None, 49, 51])
@@ -402,6 +418,8 @@ def _rewrite(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, s
         before = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata() | metadata
     save_file(before | tensors, path, metadata)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-32] + hashlib.sha256(whole[:-32]).digest())
 
 
 def test_files_of_other_formats_are_refused(make_cache: MakeCache, tmp_path: Path) -> None:

@@ -50,6 +50,20 @@ def _mappings(sequence: Sequence) -> list[Mapping]:
 # ---- out and in ---------------------------------------------------------------------------
 
 
+def test_layers_stay_while_a_sequence_is_swapped_out(cache: KVCache) -> None:
+    """Its contents come back by groups; nothing is dropped before an error either."""
+    sequence = cache.open()
+    append(sequence, range(40))
+    sequence.swap_out()
+    for change in (lambda: cache.drop_layers([1]), cache.compact):
+        with pytest.raises(ConfigError, match=r"swapped out; swap_in\(\) before"):
+            change()
+    sequence.swap_in()
+    with pytest.raises(ConfigError, match="layer 9 was not added"):
+        cache.drop_layers([1, 9])
+    assert_holds(sequence, range(40))
+
+
 def test_swapped_in_sequence_has_the_over_read_resident(cache: KVCache) -> None:
     """`keep_resident` may be called while the sequence is swapped out, but not while it moves."""
     sequence = cache.open()

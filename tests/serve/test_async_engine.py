@@ -17,7 +17,7 @@ import pytest
 import torch
 from helpers.hosted import hosted
 from helpers.requests import PATIENCE_S, last, prompts, reference, run
-from helpers.serving import Watch
+from helpers.serving import Watch, tiny_llama, tiny_tokenizer
 from helpers.tiny_models import tiny_model
 
 from vmkv import ClosedError, ConfigError
@@ -85,6 +85,26 @@ def test_samples_of_a_new_prompt_report_no_cached_tokens(
     cached = 32 if name == "llama" else again.num_cached_tokens
     assert cached == again.num_cached_tokens
     assert [0, 0, 0, 0, 0, cached] == sorted(each.num_cached_tokens for each in ended.finished)
+
+
+def test_a_stop_text_that_the_last_text_completes_ends_alike(
+    make_engine: MakeEngine, serving: Serving
+) -> None:
+    """Bytes that form no character become text at the end; `Engine` says the same."""
+    (byte,) = (tokenizer := tiny_tokenizer()).convert_tokens_to_ids(["\u00e6"])
+    options = {"temperature": 0, "max_tokens": 2, "allowed_token_ids": [byte]}
+    params = [SamplingParams(stop=["\ufffd"], **options), SamplingParams(**options)]
+
+    async def main() -> list[RequestOutput]:
+        async with serving(make_engine(tiny_llama(), tokenizer=tokenizer)) as engine:
+            return [await last(engine.stream("A row", each)) for each in params]
+
+    streamed = [each.outputs[0] for each in run(main())]
+    direct = make_engine(tiny_llama(), tokenizer=tokenizer).generate(["A row"] * 2, params)
+    for whole in streamed, [each.outputs[0] for each in direct]:
+        ends = [(each.finish_reason, each.stop_reason) for each in whole]
+        assert [(FinishReason.STOP, "\ufffd"), (FinishReason.LENGTH, None)] == ends
+        assert "" == whole[0].text != whole[1].text
 
 
 def test_tenants_share_no_prefix(make_engine: MakeEngine, serving: Serving) -> None:

@@ -234,6 +234,17 @@ def test_infinite_and_undefined_scores_end(host_kernel) -> None:
     assert int(tokens.max()) < VOCABULARY
 
 
+def test_scores_that_leave_no_token_draw_none(host_kernel) -> None:
+    """As sorting does, with greedy decoding too; tokens that are banned are none."""
+    some = [dataclasses.replace(each, allowed_token_ids=(700, 3)) for each in CHOICES]
+    logits = logits_of("normal", len(some))
+    logits[::2, [700, 3]] = -math.inf
+    for each in samplers("cpu", VOCABULARY, seeded(some)):
+        tokens = each.sample(logits, torch.arange(len(some)), range(len(some))).token_ids
+        assert {-1} == set(tokens[::2].tolist())
+        assert set(tokens[1::2].tolist()) <= {700, 3}
+
+
 def test_penalties_count_drawn_tokens(host_kernel) -> None:
     """The kernel adds to the token counts that penalties read in the next step."""
     params = [

@@ -13,6 +13,7 @@ import torch
 from helpers.reference_backend import ReferenceBackend
 from helpers.requests import prompts as random_prompts
 from helpers.requests import reference as said_alone
+from helpers.serving import tiny_tokenizer
 from helpers.tiny_models import SERVED_LATELY, VOCABULARY, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -22,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from vmkv import ClosedError, ConfigError, OutOfPagesError
 from vmkv.serve.engine import Engine
 from vmkv.serve.observer import Event, FirstToken, StepRecord
-from vmkv.serve.params import SamplingParams
+from vmkv.serve.params import SamplingParams, StructuredOutputs
 from vmkv.serve.request import FinishReason
 from vmkv.serve.runner import RunnerOptions
 from vmkv.units import KiB
@@ -375,6 +376,32 @@ def test_bad_words_are_not_generated(make_engine: MakeEngine, runner: str) -> No
     assert [answer, answer] == [list(each.token_ids) for each in output.outputs]
 
 
+@pytest.mark.parametrize("runner", ["eager", "graphs"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_without_a_possible_token_ends_with_an_error(
+    make_engine: MakeEngine, runner: str, temperature: float
+) -> None:
+    """And with the tokens that were allowed; the requests beside it go on."""
+    options = RunnerOptions(show_progress=False) if runner == "graphs" else None
+    engine = make_engine(tokenizer=tiny_tokenizer(), runner=runner, runner_options=options)
+    only = {"allowed_token_ids": [7, 9], "temperature": temperature, "seed": 1, "logprobs": 2}
+    params = [
+        SamplingParams(**only, bad_words=[[a, b] for a in (7, 9) for b in (7, 9)]),
+        SamplingParams(**only, logits_processors=[lambda _, scores: scores - torch.inf]),
+        SamplingParams(logits_processors=[lambda _, scores: scores - torch.inf], seed=1),
+        SamplingParams(**only, structured_outputs=StructuredOutputs(choice=["w3"])),
+    ]
+    [prompt] = prompts(1, seed=16)
+    *failed, beside = engine.generate([prompt] * 5, [*params, GREEDY])
+    assert reference("llama", prompt) == list(beside.outputs[0].token_ids)
+    for output, num_tokens in zip(failed, (1, 0, 0, 0), strict=True):
+        assert FinishReason.ERROR is output.outputs[0].finish_reason
+        with pytest.raises(ConfigError, match="no token may come next"):
+            raise output.error
+        assert num_tokens == len(output.outputs[0].token_ids)
+        assert set(output.outputs[0].token_ids) <= {7, 9}
+
+
 def test_preemption_keeps_bad_words_and_biases(make_engine: MakeEngine) -> None:
     """Requests are resumed with their output, and choose as if alone."""
     pages = smallest_budget(make_engine, "llama", 50)
@@ -464,6 +491,9 @@ def test_invalid_requests_are_refused(make_engine: MakeEngine) -> None:
         ([1], SamplingParams(allowed_token_ids=[VOCABULARY]), "allowed_token_ids .* not in a"),
         ([1], SamplingParams(bad_words=[[1, VOCABULARY]]), "bad_words .* not in a vocabulary"),
         ([1] * 30, SamplingParams(min_tokens=9), "min_tokens"),
+        ([1], SamplingParams(allowed_token_ids=[7, 9], bad_words=[[7], [9]]), "bad_words"),
+        ([1], SamplingParams(bad_words=[[each] for each in range(VOCABULARY)]), "bad_words"),
+        ([1], SamplingParams(allowed_token_ids=[7], min_tokens=2, stop_token_ids=[7]), "allowed"),
     ):
         with pytest.raises(ConfigError, match=message):
             engine.add(prompt, params)

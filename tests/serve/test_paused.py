@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.interrupts import interrupted
+from helpers.serving import tiny_llama, tiny_tokenizer
 from helpers.tiny_models import VOCABULARY, tiny_model
 
 from vmkv.errors import ClosedError, ConfigError, PausedError
 from vmkv.serve import training_turns
 from vmkv.serve.engine import Engine
-from vmkv.serve.params import SamplingParams
+from vmkv.serve.params import SamplingParams, StructuredOutputs
+from vmkv.serve.request import FinishReason
 from vmkv.serve.runner import RunnerOptions
 from vmkv.step import joined_layers
 from vmkv.step.joined_layers import SiblingLinear
@@ -546,6 +548,61 @@ def test_a_vocabulary_may_grow_or_shrink(
     assert 6 == len(output.outputs[0].token_ids)
     with pytest.raises(ConfigError, match=f"vocabulary of {size}"):
         engine.generate([size, 5], GREEDY)
+
+
+@RUNNERS
+@pytest.mark.parametrize("how", ["written", "replaced", "attribute"])
+def test_buffers_that_change_are_seen(
+    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any], how: str
+) -> None:
+    """Frequencies of the rotary embedding, which prefixes and captured steps depend on."""
+    rotary = model.model.rotary_emb
+    if how == "attribute":
+        rotary.inv_freq = rotary._buffers.pop("inv_freq")
+    engine = make_engine(model, **options)
+    before, runner = said_by(engine), engine.loop.runner
+    with engine.paused():
+        if how == "replaced":
+            rotary.inv_freq = rotary.inv_freq * 0.25
+        else:
+            rotary.inv_freq.mul_(0.25)
+        wanted = expected(model)
+    assert before != wanted
+    assert not num_cached(engine)
+    assert wanted == said_by(engine)
+    assert (how == "replaced") == (runner is not engine.loop.runner)
+
+
+def test_settings_of_the_configuration_are_seen(
+    model: Any, make_engine: Callable[..., Engine]
+) -> None:
+    """Some models read them in `forward`; whether a cache is wanted is for steps to say."""
+    engine = make_engine(model)
+    for setting, is_seen in ({"use_cache": False}, False), ({"final_logit_softcapping": 3.0}, True):
+        said_by(engine)
+        runner = engine.loop.runner
+        with engine.paused():
+            vars(model.config).update(setting)
+        assert is_seen == (runner is not engine.loop.runner)
+        assert is_seen == (not num_cached(engine))
+
+
+def test_end_tokens_that_change_are_seen(make_engine: Callable[..., Engine]) -> None:
+    """By requests and by grammars; an impossible one leaves the model with training."""
+    model = copy.deepcopy(tiny_llama())
+    engine = make_engine(model, tokenizer=tiny_tokenizer())
+    form = SamplingParams(structured_outputs=StructuredOutputs(choice=["ab"]), max_tokens=9)
+    said = said_by(engine)
+    engine.generate(PROMPT, form)
+    with pytest.raises(ConfigError, match="eos_token_id"), engine.paused():
+        model.generation_config.eos_token_id = "</s>"
+    with engine.paused():
+        model.generation_config.eos_token_id = said[2]
+    assert said[: said.index(said[2]) + 1] == said_by(engine)
+    (guided,) = engine.generate(PROMPT, form)
+    assert said[2] == guided.outputs[0].token_ids[-1]
+    assert FinishReason.STOP is guided.outputs[0].finish_reason
+    assert guided.outputs[0].text.endswith("ab")
 
 
 @RUNNERS

@@ -281,7 +281,7 @@ class Engine:
         for request, token_id, logprobs in sampled:
             if request.finish_reason is not None:
                 continue  # Cancelled by `on_update` of another request.
-            params, reason = request.params, None
+            params, reason, error = request.params, None, None
             if logprobs is not None:
                 request.logprobs.append(logprobs)
             # Last: other threads expect the log-probabilities of each token they see.
@@ -301,32 +301,22 @@ class Engine:
                     # The text of a stop token is not part of the output.
                     request.stop_reason = None if token_id in self._end_tokens else token_id
                     reason = FinishReason.STOP
-                elif request.detokenizer is not None:
-                    if request.detokenizer.append(token_id) is not None:
-                        request.stop_reason = request.detokenizer.stop
-                        reason = FinishReason.STOP
-                    request.texts.append(request.detokenizer.take_text())
+                else:
+                    _, reason, error = request.add_text([token_id])
                 if reason is None and num_tokens == params.max_tokens:
                     reason = FinishReason.LENGTH
                 if self.on_update is not None and request.request_id in self._handles:
                     self.on_update(self._handles[request.request_id])
-            except Exception as error:  # noqa: BLE001  # a tokenizer's, for this request alone
-                ended.append((request, FinishReason.ERROR, error))
-                continue
+            except Exception as failure:  # noqa: BLE001  # a grammar's, for this request alone
+                reason, error = FinishReason.ERROR, failure
             if reason is not None:
-                ended.append((request, reason, None))
+                ended.append((request, reason, error))
         return ended
 
     def _ended(self, request: Request, reason: FinishReason, error: Exception | None) -> None:
         """Record the end of a request that holds no memory any more."""
-        if request.detokenizer is not None:
-            try:
-                request.detokenizer.finish()
-            except Exception as late:  # noqa: BLE001  # a tokenizer's, for this request alone
-                reason, error = FinishReason.ERROR, error or late
-            request.texts.append(request.detokenizer.take_text())
-        request.error = error
-        request.finish_reason = reason  # Last: other threads take it as the end.
+        _, why, request.error = request.add_text((), reason, error)
+        request.finish_reason = why  # Last: other threads take it as the end.
         handle = self._handles.pop(request.request_id, None)
         if handle is not None and self.on_update is not None:
             self.on_update(handle)
@@ -338,7 +328,7 @@ class Engine:
             end_s=time.perf_counter(),
             num_prompt_tokens=len(request.prompt_token_ids),
             num_output_tokens=len(request.output_token_ids),
-            finish_reason=str(reason),
+            finish_reason=str(why),
             num_cached_tokens=request.num_cached_tokens,
         )
         self._observer.on(record, self.cache)
@@ -480,10 +470,11 @@ class Engine:
         `paused()` puts modules that were in training mode back into it. Other engines of the model
         have to be paused, too.
 
-        At the end cached prefixes are forgotten if a parameter's address or any of some 4,096 of
-        its values has changed; after a change that these may miss, of a few rows of an embedding,
-        say, call `weights_changed`. Where addresses, modules, hooks or adapters have changed,
-        layers are joined, compiled and captured again.
+        At the end cached prefixes are forgotten if the address of a parameter or buffer, or any of
+        some 4,096 of its values, has changed; after a change that these may miss, of a few rows of
+        an embedding, say, call `weights_changed`. Where addresses, modules, hooks, settings or
+        adapters have changed, layers are joined, compiled and captured again. The vocabulary and
+        the end-of-sequence tokens are read anew.
 
         Raises:
             ConfigError: Requests are unfinished (finish or cancel them first), or the engine is
@@ -632,12 +623,14 @@ class Engine:
     @uninterrupted
     def _resume(self) -> None:
         torch.cuda.empty_cache()  # The pool cannot have what training left there.
+        ends = end_tokens(self._turns.model)  # Before the model is taken from training.
         if self._turns.resume():
             forget_prefixes(self.cache)
-        self._is_stale = True
+        self._is_stale, self._end_tokens = True, ends
+        self._vocab_size, self._input_vocab_size = vocabulary_sizes(self._turns.model)
+        self.grammars.renew(self._vocab_size, ends)
         if self.loop.runner is not self._runner:
             self.loop.runner = self._runner
-            self._vocab_size, self._input_vocab_size = vocabulary_sizes(self._turns.model)
             forget_prefixes(self.cache)
 
     def _check_outside(self) -> None:

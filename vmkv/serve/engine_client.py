@@ -67,20 +67,12 @@ class _Stream(RequestHandle):
         if request.finish_reason is not None:
             return False
         num_tokens = len(update.token_ids)
-        reason, stop, error = update.finish_reason, update.stop_reason, update.error
-        if request.detokenizer is not None:
-            # The text of a stop token, always the last, is not part of the output.
-            tokens = update.token_ids[: num_tokens - (reason is FinishReason.STOP)]
-            try:
-                end = request.detokenizer.extend(tokens, is_last=reason is not None)
-            except Exception as failure:  # noqa: BLE001  # a tokenizer's, for this request alone
-                reason, error = FinishReason.ERROR, error or failure
-            else:
-                if end is not None:
-                    num_tokens, reason, error = end, FinishReason.STOP, None
-                    stop = request.detokenizer.stop
-            request.texts.append(request.detokenizer.take_text())
-        request.finish_reason, request.stop_reason, request.error = reason, stop, error
+        reason, request.stop_reason = update.finish_reason, update.stop_reason
+        # The text of a stop token, always the last, is not part of the output.
+        tokens = update.token_ids[: num_tokens - (reason is FinishReason.STOP)]
+        end, reason, request.error = request.add_text(tokens, reason, update.error)
+        num_tokens = num_tokens if end is None else end
+        request.finish_reason = reason
         request.num_cached_tokens = update.num_cached_tokens
         request.output_token_ids += update.token_ids[:num_tokens]
         request.logprobs += update.logprobs[:num_tokens]

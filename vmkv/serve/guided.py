@@ -76,14 +76,23 @@ class Grammars:
         self, tokenizer: Any, vocab_size: int, end_tokens: Collection[int], *, is_pinned: bool
     ):
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._end_tokens = sorted(each for each in end_tokens if 0 <= each < vocab_size)
         self._is_pinned = is_pinned
         self._lock = threading.Lock()
-        self._vocabulary: llguidance.LLTokenizer | None = None
         self._executor: Any = None
         self._num_threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))
         self._kept: OrderedDict[StructuredOutputs, deque[GuidedMatcher]] = OrderedDict()
+        self._tokens: tuple[int, int, list[int]] | None = None
+        self.renew(vocab_size, end_tokens)
+
+    def renew(self, vocab_size: int, end_tokens: Collection[int]) -> None:
+        """Compile anew if the vocabulary or its end tokens have changed; no matcher is in use."""
+        ends = sorted(each for each in end_tokens if 0 <= each < vocab_size)
+        tokens = vocab_size, len(self._tokenizer) if _is_fast(self._tokenizer) else 0, ends
+        with self._lock:
+            if tokens != self._tokens:
+                self._tokens, self._vocab_size, self._end_tokens = tokens, vocab_size, ends
+                self._vocabulary: llguidance.LLTokenizer | None = None
+                self._kept.clear()
 
     def prepare(self) -> None:
         """Convert the vocabulary, so that the first grammar need not; no effect if impossible.

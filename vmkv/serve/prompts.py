@@ -88,7 +88,7 @@ def resolve(
     """Complete the parameters of one sample: seed, stop tokens, `max_tokens`, bad words.
 
     Bad words of several tokens become a logits processor. `ConfigError` if a token is not in the
-    vocabulary, or `min_tokens` do not fit.
+    vocabulary, `min_tokens` do not fit, or no token may come first.
     """
     stops, processors = set(params.stop_token_ids), params.logits_processors
     words: Any = params.bad_words
@@ -108,6 +108,14 @@ def resolve(
         )
     if not params.ignore_eos or params.structured_outputs is not None:
         stops |= {each for each in end_tokens if 0 <= each < vocab_size}
+    banned = {each[0] for each in words if len(each) == 1}
+    if params.min_tokens and params.structured_outputs is None:
+        banned |= stops
+    if banned and banned.issuperset(params.allowed_token_ids or range(vocab_size)):
+        raise ConfigError(
+            "bad_words, and with min_tokens the stop and end-of-sequence tokens, rule out each of "
+            "allowed_token_ids, or of the vocabulary without them: allow another token"
+        )
     resolved = copy.copy(params)  # Not `replace`, which would check every value again.
     vars(resolved).update(n=1, seed=seed, max_tokens=max_tokens, logits_processors=processors)
     vars(resolved).update(stop_token_ids=tuple(sorted(stops)))

@@ -213,6 +213,30 @@ class Request:
         head = list(self.prompt_token_ids[start:end]) if start < num_prompt else []
         return head + self.output_token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
 
+    def add_text(
+        self,
+        token_ids: Sequence[int],
+        reason: FinishReason | None = None,
+        error: Exception | None = None,
+    ) -> tuple[int | None, FinishReason | None, Exception | None]:
+        """Add the text of new tokens, all that is left if the output ends for `reason`.
+
+        A stop text that is found ends the output, whatever else does, and an error of the tokenizer
+        fails it. Returns how many tokens come before a stop text's end, or None, and then why the
+        output ends and its error.
+        """
+        detokenizer, end = self.detokenizer, None
+        if detokenizer is None:
+            return None, reason, error
+        try:
+            end = detokenizer.extend(token_ids, is_last=reason is not None)
+        except Exception as failure:  # noqa: BLE001  # a tokenizer's, for this request alone
+            self.detokenizer, reason, error = None, FinishReason.ERROR, error or failure
+        self.texts.append(detokenizer.take_text())
+        if end is not None:
+            self.stop_reason, reason, error = detokenizer.stop, FinishReason.STOP, None
+        return end, reason, error
+
 
 # ---- handle --------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from .weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled tokens, one per sampling piece in order, and log-probabilities or None.
+    """Sampled tokens, -1 for none, one per sampling piece in order, and log-probabilities or None.
 
     `prompt_logprobs` are of the tokens that follow those of a piece in its prompt, by the piece's
     index.
@@ -404,7 +404,8 @@ class ModelRunner:
         if has_processors:
             processed = _process(logits, slots, histories, self._options.agree)
         sampled = self.sampler.sample(logits, at, slots, processed, masks)
-        self.stepper.last_tokens.index_copy_(0, at, sampled.token_ids)
+        # Without a token a request ends, after a further step that any token will do for.
+        self.stepper.last_tokens.index_copy_(0, at, sampled.token_ids.clamp(min=0))
         return sampled
 
     # ---- start, and end -------------------------------------------------------------------

@@ -96,7 +96,7 @@ class SampledTokens(NamedTuple):
     """Sampled tokens, on the device; log-probabilities are None unless a slot requests them.
 
     Attributes:
-        token_ids: `[n] int64`.
+        token_ids: `[n] int64`; -1 where bans, a mask and logits processors leave no token.
         logprobs: `[n] float32`, of the tokens under the model's unmodified logits, or the processed
             ones.
         top_token_ids: `[n, k] int64`, likeliest first; k is the most that a slot requests.
@@ -272,7 +272,8 @@ class Sampler:
         scores = logits if processed is None else processed
         slot_ids = range(self.max_num_seqs + 1) if slot_ids is None else slot_ids
         if masks is None and self.is_greedy(slot_ids):
-            return SampledTokens(likeliest(scores))
+            tokens = likeliest(scores)
+            return SampledTokens(tokens if processed is None else _allowed(tokens, scores))
         self._upload()
         its = {self._needs.get(slot, _PLAIN) for slot in slot_ids}
         needs = _Needs(*map(max, zip(*its, strict=True)))
@@ -291,11 +292,14 @@ class Sampler:
                 ones = torch.ones_like(tokens, dtype=torch.int32)
                 self._token_counts.index_put_((slots, tokens), ones, accumulate=True)
             self._counts[slots] += 1
+        is_limited = needs.bans or masks is not None or processed is not None
+        told = _allowed(tokens, scores) if is_limited else tokens
         if needs.logprobs < 0:
-            return SampledTokens(tokens)
+            return SampledTokens(told)
         if self.tells_processed:
             logits = self._processed(scores.float(), slots, needs, tokens)
-        return with_logprobs(tokens, logits, min(needs.logprobs, self.vocab_size))
+        sampled = with_logprobs(tokens, logits, min(needs.logprobs, self.vocab_size))
+        return sampled._replace(token_ids=told)
 
     def _choose(self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs) -> torch.Tensor:
         if not needs.draws:
@@ -446,6 +450,11 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _allowed(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Replace tokens `[n]` by -1 where `scores [n, vocabulary]` rule them out."""
+    return tokens.masked_fill(scores.gather(1, tokens[:, None])[:, 0] == -math.inf, -1)
 
 
 def _clamped(value: float) -> float:

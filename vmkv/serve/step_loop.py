@@ -171,6 +171,10 @@ _TRIES_MAX = 8
 _ASK_S, _ORDER_WAIT_S = 0.1, 0.02
 
 
+_NO_TOKEN = (
+    "no token may come next: allowed_token_ids, bad_words, min_tokens, structured_outputs and "
+    "logits_processors together rule out each one; ask for less, or allow more tokens"
+)
 #: A request with its next token.
 Sampled = tuple[Request, int, TokenLogprobs | None]
 #: A request with log-probabilities of its prompt, after the first tokens of that number.
@@ -597,17 +601,22 @@ class StepLoop:
             self._pending.popleft()
             self.num_failed_steps = 0
             sampled: list[Sampled] = []
+            ended: list[Request] = []
             sampling = [chunk.request for chunk in step.chunks if chunk.samples]
             columns = zip(sampling, result.token_ids, result.logprobs, strict=True)
             for request, token_id, logprobs in columns:
                 # Otherwise it had ended before this token was computed.
                 if request.state is not RequestState.FINISHED:
                     request.num_unread -= 1
-                    sampled.append((request, token_id, logprobs))
+                    if token_id < 0:
+                        ended.append(request)
+                    else:
+                        sampled.append((request, token_id, logprobs))
             scored = [
                 (step.chunks[at].request, step.chunks[at].num_past_tokens, entries)
                 for at, entries in result.prompt_logprobs.items()
             ]
+            self._fail(ended, ConfigError(_NO_TOKEN))
             for request, reason, failure in self._accept(sampled, scored):
                 self.end(request, reason, failure)
 

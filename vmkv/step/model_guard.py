@@ -227,11 +227,19 @@ _PLAIN = (bool, int, float, str)
 
 
 def settings_of(model: torch.nn.Module) -> list[object]:
-    """Return what a captured step depends on apart from parameters: modules, hooks, settings.
+    """Return what a captured step depends on apart from tensors: modules, hooks, settings.
 
-    Settings are plain attributes, such as the adapters that are merged.
+    Settings are plain attributes, such as the adapters that are merged, and those of configurations
+    that modules read.
     """
-    return [
+    configs = {id(each): each for module in model.modules() if (each := _config_of(module))}
+    chosen = [
+        (name, repr(value))
+        for config in configs.values()
+        for name, value in vars(config).items()
+        if name != "use_cache" and not name.startswith("_") and _is_plain(value)
+    ]
+    return chosen + [
         (
             id(module),
             id(vars(module).get("forward")),
@@ -249,6 +257,11 @@ def settings_of(model: torch.nn.Module) -> list[object]:
         )
         for module in model.modules()
     ]
+
+
+def _config_of(module: torch.nn.Module) -> Any:
+    config = vars(module).get("config")
+    return config if hasattr(config, "__dict__") else None
 
 
 def _is_plain(value: object) -> bool:
@@ -276,27 +289,34 @@ def unmerge_disabled(model: Any) -> None:
             module.unmerge()
 
 
+def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return what a forward reads: parameters, buffers, and tensors that are plain attributes."""
+    plain = (each for module in model.modules() for each in vars(module).items())
+    others = [its for name, its in plain if isinstance(its, torch.Tensor) and name[:5] != "_vmkv"]
+    return [*model.parameters(), *model.buffers(), *others]
+
+
 def places_of(model: torch.nn.Module) -> list[object]:
-    """Return the type, the device and the address of each parameter."""
-    return [(id(each), each.dtype, each.device, each.data_ptr()) for each in model.parameters()]
+    """Return the type, the device and the address of each tensor that a forward reads."""
+    return [(id(each), each.dtype, each.device, each.data_ptr()) for each in _tensors_of(model)]
 
 
-#: Values of a parameter that count for its checksum.
+#: Values of a tensor that count for its checksum.
 _NUM_SAMPLES = 4096
 
 
 @torch.no_grad()
 def checksums_of(model: torch.nn.Module) -> list[int]:
-    """Return a checksum of values of each parameter, spread over its rows and columns.
+    """Return a checksum of values of each parameter and buffer, spread over its rows and columns.
 
     A version counter would not do: `AdamW(fused=True)` changes values without raising it.
 
-    Cost: some five launches for each parameter, and one wait for the device.
+    Cost: some five launches for each tensor, and one wait for the device.
     """
     sums: dict[torch.device, list[torch.Tensor]] = {}
     weights: dict[torch.device, torch.Tensor] = {}
-    for parameter in model.parameters():
-        flat = parameter.detach().reshape(-1)
+    for tensor in _tensors_of(model):
+        flat = tensor.detach().reshape(-1)
         # Odd, so that it does not stay in one column.
         samples = flat[:: flat.numel() // _NUM_SAMPLES | 1].contiguous().view(torch.uint8)
         known = weights.get(samples.device)

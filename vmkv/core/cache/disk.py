@@ -3,6 +3,7 @@
     token_ids    int64 [recorded tokens]
     group.<n>    uint8 [tokens, token_bytes]: raw token rows of layer group n, from the first
                  token on that a query can still see; of states, the one after the last token
+    sha256       uint8 [32]: digest of all bytes before, the header's too; the end of the file
 
 The metadata says which cache can load them. Contents pass through a small buffer, since memory may
 be short when a sequence is saved.
@@ -14,6 +15,7 @@ left behind.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
@@ -40,8 +42,9 @@ from .swap import Swapped
 if TYPE_CHECKING:
     from .sequence import Sequence as Row
 
-_FORMAT, _VERSION = "vmkv sequence", "2"
-_TOKEN_IDS = "token_ids"
+_FORMAT, _VERSION = "vmkv sequence", "3"
+_TOKEN_IDS, _DIGEST = "token_ids", "sha256"
+_DIGEST_BYTES = 32
 #: Size of the copy buffer: small, since memory may be short.
 _CHUNK_BYTES = MiB
 
@@ -205,13 +208,19 @@ def save(sequence: Row, swapped: Swapped | None, path: str | os.PathLike[str]) -
     space.pool.backend.join_streams(space.current_stream())
     # The file takes its name after everything that can fail.
     with whole_file(Path(path)) as file:
-        buffer = _Buffer(space)
-        file.write(_header(description, len(token_ids), _shapes(space, num_tokens, first_tokens)))
-        file.write(struct.pack(f"<{len(token_ids)}q", *token_ids))
+        buffer, digest = _Buffer(space), hashlib.sha256()
+
+        def write(data: bytes | memoryview) -> None:
+            digest.update(data)
+            file.write(data)
+
+        write(_header(description, len(token_ids), _shapes(space, num_tokens, first_tokens)))
+        write(struct.pack(f"<{len(token_ids)}q", *token_ids))
         for group, first_token in zip(space.groups, first_tokens, strict=True):
             for each in _ranges(group, row, first_token, num_tokens, swapped):
                 for part in buffer.read(*each):
-                    interruptible(file.write, part)
+                    interruptible(write, part)
+        file.write(digest.digest())
 
 
 def _header(
@@ -227,6 +236,8 @@ def _header(
     for name, (num_rows, row_bytes) in shapes.items():
         start, end = end, end + num_rows * row_bytes
         header[name] = {"dtype": "U8", "shape": [num_rows, row_bytes], "data_offsets": [start, end]}
+    offsets = [end, end + _DIGEST_BYTES]
+    header[_DIGEST] = {"dtype": "U8", "shape": [_DIGEST_BYTES], "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -309,6 +320,7 @@ def _checked(space: RowSpace, file: Any, where: str) -> dict[str, Any]:
             f"{where} is of version {metadata.get('version')!r}, and this vmkv reads "
             f"{_VERSION!r}: load it with the vmkv that wrote it"
         )
+    interruptible(_check_digest, where)
     description: dict[str, Any] = json.loads(metadata["sequence"])
     num_tokens = description["num_tokens"]
     check_fits(space, description["groups"], num_tokens, where)
@@ -319,6 +331,18 @@ def _checked(space: RowSpace, file: Any, where: str) -> dict[str, Any]:
                 "sequence again"
             )
     return description
+
+
+def _check_digest(where: str) -> None:
+    """Raise `ConfigError` unless the file ends with the digest of its other bytes."""
+    digest = hashlib.sha256()
+    with open(where, "rb") as file:
+        left = os.fstat(file.fileno()).st_size - _DIGEST_BYTES
+        while part := file.read(max(0, min(left, _CHUNK_BYTES))):
+            digest.update(part)
+            left -= len(part)
+        if file.read() != digest.digest():
+            raise ConfigError(f"{where} is damaged: its digest differs; save the sequence again")
 
 
 def _fill(

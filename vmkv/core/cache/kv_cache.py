@@ -142,12 +142,12 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
         """Restore a sequence from a file of `Sequence.save`, with its recorded tokens.
 
         Raises:
-            ConfigError: The file is truncated or of another kind; or this cache has other
-                layers or shorter rows.
+            ConfigError: The file is truncated, damaged, of another kind or of another version; or
+                this cache has other layers or shorter rows.
             OSError: It cannot be read.
             OutOfPagesError, OutOfAddressSpaceError: No memory for it, or no row.
 
-        Cost: what the disk takes, and a copy.
+        Cost: what the disk takes, a SHA-256 of the file, and a copy.
         """
         return self._restored(*asking_broker(self.pool, partial(load, self, path, tenant)), tenant)
 

@@ -120,10 +120,13 @@ def add_states(space: RowSpace, shapes: Mapping[int, Sequence[StateShape]]) -> S
 
 @uninterrupted
 def drop_layers(space: RowSpace, layers: Iterable[int]) -> None:
-    """Forget layers that were never written; their bytes in the token row stay unused."""
-    space.check_open()
-    for layer in layers:
-        group, _ = space.place(layer)
+    """Forget layers that were never written; their bytes in the token row stay unused.
+
+    Raises `ConfigError`, and forgets none, for a layer that was not added, and while a sequence is
+    swapped out.
+    """
+    _check_resident(space, "dropping")
+    for layer, group in [(layer, space.place(layer)[0]) for layer in dict.fromkeys(layers)]:
         del space.places[layer]
         if not space.members(group):
             space.groups.remove(group)
@@ -138,9 +141,7 @@ def compact(space: RowSpace) -> bool:
     sequence is swapped out, `OutOfPagesError` and `OutOfAddressSpaceError` without room for the
     copy.
     """
-    space.check_open()
-    if not all(each.is_resident for each in space.live.values()):
-        raise ConfigError("a sequence is swapped out; swap_in() before moving layers")
+    _check_resident(space, "moving")
     moved: list[tuple[LayerGroup, LayerGroup]] = []
     try:
         for group in space.groups:
@@ -156,6 +157,12 @@ def compact(space: RowSpace) -> bool:
         space.places |= {layer: (new, place) for place, layer in enumerate(layers)}
     space.pool.reclaimer.close_soon(*(group.close_behind for group, _ in moved))
     return bool(moved)
+
+
+def _check_resident(space: RowSpace, what: str) -> None:
+    space.check_open()
+    if not all(each.is_resident for each in space.live.values()):
+        raise ConfigError(f"a sequence is swapped out; swap_in() before {what} layers")
 
 
 def _without_gaps(space: RowSpace, group: LayerGroup, places: Sequence[int]) -> LayerGroup:
