@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
+import os
 import re
+import select
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +26,8 @@ from tokenizers import AddedToken
 
 from vmkv import ConfigError
 from vmkv.serve.engine import Engine
-from vmkv.serve.guided import TEXT_BYTES_MAX, Grammars, check_grammar
+from vmkv.serve.grammar_trial import GrammarTrials
+from vmkv.serve.guided import TEXT_BYTES_MAX, Grammars, check_grammar, vocabulary_of
 from vmkv.serve.params import SamplingParams, StructuredOutputs
 from vmkv.serve.request import CompletionOutput, FinishReason, Request, RequestHandle, joined
 from vmkv.serve.runner import ModelRunner, RunnerOptions
@@ -387,7 +392,7 @@ def test_a_grammar_that_becomes_too_much_work_ends_its_request_only(
     few = llguidance.LLParserLimits(step_max_items=60, verbose_errors=False)
     engine = engine_of(max_num_seqs=9)
     handles = [engine.add(*request) for request in mixed_requests()]
-    with mock.patch("vmkv.serve.guided._limits", return_value=few):
+    with mock.patch("vmkv.serve.guided.limits", return_value=few):
         # Each letter adds to the parses of all before.
         ambiguous = 'start: s\ns: s s | s s s | "a"'
         bad = engine.add("A", guided(grammar=ambiguous, min_tokens=150))
@@ -433,6 +438,60 @@ def test_bad_grammars_are_refused(
     with pytest.raises(ConfigError, match=f"^structured_outputs: .*{reason}"):
         engine.add("A", guided(**form))
     assert not engine.has_unfinished
+
+
+#: It compiles for ever.
+HANGING = {"allOf": [{"type": "integer", "multipleOf": each} for each in (9973, 9967)]}
+#: Each token costs more than the one before.
+AMBIGUOUS = 'start: s\ns: s s s s | s s s | s s | "a" | "b"'
+
+
+@pytest.mark.parametrize("with_vocabulary", [False, True])
+def test_grammars_that_are_too_much_work_are_refused_by_a_trial(with_vocabulary: bool) -> None:
+    """The process of trials survives them, and is started anew if somebody ends it."""
+    of = [lambda: vocabulary_of(tiny_tokenizer())] * with_vocabulary
+    with contextlib.closing(GrammarTrials(*of)) as trials:
+        hanging = [StructuredOutputs(json=HANGING)]
+        if with_vocabulary:  # Another vocabulary's error would hide what follows.
+            named = f"start: <s> x\nx: %json {json.dumps(HANGING)}"
+            hanging.append(StructuredOutputs(grammar=named))
+        for asked in hanging:
+            with pytest.raises(ConfigError, match=r"^structured_outputs: .*processor time"):
+                check_grammar(asked, trials)
+        with pytest.raises(ConfigError, match=r"^structured_outputs: "):
+            check_grammar(StructuredOutputs(grammar=AMBIGUOUS), trials)
+        process = trials._process
+        assert process is not None
+        for schema in SCHEMAS.values():
+            check_grammar(StructuredOutputs(json=schema), trials)
+        assert process is trials._process
+        process.kill()
+        check_grammar(StructuredOutputs(regex="a"), trials)
+        assert process is not trials._process
+
+
+@pytest.mark.parametrize("asked", [{}, HANGING], ids=["idle", "compiling"])
+def test_the_process_of_trials_ends_with_its_parent(asked: dict[str, Any]) -> None:
+    """Also if that is killed, and during a trial."""
+    program = f"""
+from vmkv.serve.grammar_trial import GrammarTrials
+from vmkv.serve.guided import check_grammar
+from vmkv.serve.params import StructuredOutputs
+trials = GrammarTrials()
+check_grammar(StructuredOutputs(regex="a"), trials)
+print(trials._process.pid, flush=True)
+check_grammar(StructuredOutputs(json={asked!r}), trials)
+input()
+"""
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as parent:
+        assert parent.stdout is not None
+        trials = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+    poll = select.poll()
+    poll.register(trials, select.POLLIN)
+    assert poll.poll(60_000)
+    os.close(trials)
 
 
 @pytest.mark.parametrize("has_one", [False, True])
@@ -549,7 +608,7 @@ def test_a_grammar_whose_lexer_failed_is_compiled_anew(monkeypatch: pytest.Monke
     import llguidance
 
     few = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=20)
-    monkeypatch.setattr("vmkv.serve.guided._limits", lambda: few)
+    monkeypatch.setattr("vmkv.serve.guided.limits", lambda: few)
     grammars = Grammars(tiny_tokenizer(), len(tiny_tokenizer()), {END}, is_pinned=False)
     grammars._num_threads = 1
     form = {"regex": "[a-c]*a[a-c]{12}b"}

@@ -149,9 +149,11 @@ class EngineClient(abc.ABC):
             ConfigError: The request can never be served. Raised by the first iteration.
             ClosedError: The engine is shutting down or has ended.
         """
+        params = params or SamplingParams()
+        if any(isinstance(each, str) for each in params.bad_words):
+            params = await asyncio.to_thread(tokenised, params, self._tokenizer)
         await self._connect()
         self._check_open()
-        params = params or SamplingParams()
         check_tenant(tenant)
         key = next(self._new_keys)
         params = tokenised(params, self._tokenizer)

@@ -8,6 +8,8 @@ tokens, and nowhere else.
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 import json
 import os
@@ -20,14 +22,14 @@ import torch
 
 from ..errors import ConfigError, one_line
 from ..units import KiB, div_ceil
+from .grammar_trial import GrammarTrials, compiled, limits
 from .params import StructuredOutputs
 from .request import Request
 
 if TYPE_CHECKING:
     import llguidance
 
-#: Largest grammar; one of this size compiles in some 100 ms for each thread, while the engine
-#: does nothing else.
+#: Largest grammar.
 TEXT_BYTES_MAX = 128 * KiB
 #: Compiled grammars that are kept, for the requests to come; the least recently used one goes.
 _KEPT_MAX = 64
@@ -40,19 +42,26 @@ _SLICE_CHARS = ("{1,4}", "{1,8}", "{1,12}", "+")
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 
 
-def check_grammar(asked: StructuredOutputs) -> None:
-    """Check a grammar without a tokenizer; `Engine.add` finds the rest. From any thread.
+@functools.cache
+def _trials_of_bytes() -> GrammarTrials:
+    return GrammarTrials()
 
-    `ConfigError` with the reason if it is wrong, unsupported or too large, or without llguidance.
 
-    Cost: some 1 ms, or 60 ms for the largest, mostly without the interpreter's lock.
+def check_grammar(asked: StructuredOutputs, trials: GrammarTrials | None = None) -> None:
+    """Check a grammar of a client in another process; `Engine.add` finds the rest.
+
+    From any thread. `trials` are those of the model's vocabulary. `ConfigError` with the reason if
+    the grammar is wrong, unsupported, too large or too costly, or without llguidance.
+
+    Cost: some 10 ms, up to two times `TRIAL_S`, in the other process; nothing if it is known.
     """
-    grammar = _grammar_of(asked)
-    from llguidance import LLMatcher
-
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
-    if is_error:
-        raise _refused(*messages)
+    trials = trials or _trials_of_bytes()
+    reason = trials.verdicts.get(asked)
+    if reason is None:
+        grammar = _grammar_of(asked)
+        reason = trials.judge(asked, grammar, _unforced(asked, grammar))
+    if reason:
+        raise _refused(reason)
 
 
 class GuidedMatcher(NamedTuple):
@@ -90,7 +99,7 @@ class Grammars:
 
         Callable from another thread. Cost: some 1.5 s for 128,000 tokens.
         """
-        if importlib.util.find_spec("llguidance") is not None and _is_fast(self._tokenizer):
+        if importlib.util.find_spec("llguidance") is not None and is_fast(self._tokenizer):
             self._convert()
 
     @property
@@ -152,39 +161,40 @@ class Grammars:
         with self._lock:
             if self._vocabulary is None:
                 import llguidance
-                import llguidance.hf
 
-                # Columns beyond the tokenizer's vocabulary are never chosen.
-                self._vocabulary = llguidance.hf.from_tokenizer(
-                    self._tokenizer,
-                    n_vocab=max(self._vocab_size, len(self._tokenizer)),
-                    eos_token=self._end_tokens or None,
-                    slices=[rf'[^"\\\x00-\x1F\x7F]{each}' for each in _SLICE_CHARS],
-                )
+                its = (self._tokenizer, self._vocab_size, self._end_tokens)
+                text, options = vocabulary_of(*its)
+                self._vocabulary = llguidance.LLTokenizer(text, **options)
                 self._executor = llguidance.LLExecutor(self._num_threads)
             return self._vocabulary
 
     def _compiled(self, asked: StructuredOutputs) -> llguidance.LLMatcher:
         grammar = _grammar_of(asked)
-        import llguidance
-
-        if not _is_fast(self._tokenizer):
+        if not is_fast(self._tokenizer):
             what = "none" if self._tokenizer is None else f"a slow {type(self._tokenizer).__name__}"
             raise ConfigError(
                 "structured_outputs need a fast tokenizer, of the package tokenizers, and the "
                 f"engine has {what}"
             )
-        options: Any = {"log_level": 0, "limits": _limits()}
-        unforced = _unforced(grammar, is_callers=asked.grammar is not None)
-        matcher = llguidance.LLMatcher(self._convert(), unforced, **options)
-        # The first mask shows a grammar without an output, and is kept with the lexer's states.
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-            if matcher.is_error():
-                raise _refused("no output satisfies the grammar")
-            return matcher
-        told = llguidance.LLMatcher(self._convert(), grammar, **options)  # In the caller's words.
-        raise _refused(told.get_error() or matcher.get_error())
+        found = compiled(self._convert(), grammar, _unforced(asked, grammar), limits())
+        if isinstance(found, str):
+            raise _refused(found)
+        return found
+
+
+def vocabulary_of(
+    tokenizer: Any, vocab_size: int = 0, end_tokens: Sequence[int] = ()
+) -> tuple[str, dict[str, Any]]:
+    """Return the arguments of `LLTokenizer` for a fast tokenizer."""
+    backend = copy.copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return backend.to_str(), {
+        # Columns beyond the tokenizer's vocabulary are never chosen.
+        "n_vocab": max(vocab_size, len(tokenizer)),
+        "eos_token": list(end_tokens) or tokenizer.eos_token_id,
+        "slices": [rf'[^"\\\x00-\x1F\x7F]{each}' for each in _SLICE_CHARS],
+    }
 
 
 def _grammar_of(asked: StructuredOutputs) -> str:
@@ -218,31 +228,26 @@ def _grammar_of(asked: StructuredOutputs) -> str:
         raise _refused(str(error)) from error
 
 
-def _unforced(grammar: str, *, is_callers: bool) -> str:
+def _unforced(asked: StructuredOutputs, grammar: str) -> str:
     """Return a grammar that leaves the tokenisation of forced texts to the model.
 
     Otherwise a mask has the tokenizer's own tokenisation alone, which may contain an added token,
     such as `<think>`. To a grammar that is no text, so the matcher then refuses it.
     """
     if grammar.lstrip().startswith("{"):
-        if is_callers:  # In llguidance's JSON, perhaps of several grammars.
+        if asked.grammar is not None:  # In llguidance's JSON, perhaps of several grammars.
             return grammar
         (rules,) = json.loads(grammar)["grammars"]
         grammar = rules["lark_grammar"] or f"start: %json {json.dumps(rules['json_schema'])}"
     return f'{grammar}\n%llguidance {{"no_forcing": true}}\n'
 
 
-def _limits() -> Any:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(verbose_errors=False)
-
-
 def _refused(reason: str) -> ConfigError:
     return ConfigError(f"structured_outputs: {one_line(ValueError(reason))}")
 
 
-def _is_fast(tokenizer: Any) -> bool:
+def is_fast(tokenizer: Any) -> bool:
+    """Return whether a tokenizer is of the package tokenizers, as grammars need it."""
     return bool(getattr(tokenizer, "is_fast", False))
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import from_json
+from pydantic_core import PydanticSerializationError, from_json
 
 from ...errors import ConfigError, shown
 from ..params import SamplingParams, StructuredOutputs
@@ -308,6 +309,14 @@ class ChatBody(_Strict):
     def num_chars(self) -> int:
         """Characters to tokenise, without the template's."""
         return sum(len(message.text or "") for message in self.messages or ())
+
+    @property
+    def num_read_chars(self) -> int:
+        """Characters that a template may read: those of calls, tools and further fields, too."""
+        try:
+            return len(self.model_dump_json(include={"messages", "tools", "chat_template_kwargs"}))
+        except PydanticSerializationError:  # Half a surrogate pair is no text.
+            return sys.maxsize
 
     @property
     def effective_tool_choice(self) -> ToolChoice:
