@@ -11,7 +11,9 @@ import re
 import select
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -400,6 +402,60 @@ def test_a_grammar_that_becomes_too_much_work_ends_its_request_only(
     assert isinstance(bad.output().error, ConfigError)
     assert "structured_outputs" in str(bad.output().error)
     assert alone == said(handles)
+
+
+def test_a_mask_that_takes_too_long_ends_its_request_only(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here every mask does; a text beside it is answered."""
+    monkeypatch.setattr("vmkv.serve.guided.MASK_S", 0.0)
+    engine = engine_of()
+    slow, plain = engine.add("A", guided(regex="[a-z]{90}")), engine.add("A", HOT)
+    run(engine)
+    assert "which all requests wait for" in str(slow.output().error)
+    assert first(plain).token_ids
+    engine.grammars.ends_slow = False  # Ranks would end different ones.
+    slow = engine.add("A", guided(regex="[a-z]{9}"))
+    run(engine)
+    assert first(slow).token_ids
+
+
+def test_grammars_are_compiled_beside_the_engines_thread(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other requests are served meanwhile, also those that come later; `drain` waits for them."""
+    compile_, may_go_on, threads = Grammars._compiled, threading.Event(), set()
+
+    def held(grammars: Grammars, asked: StructuredOutputs) -> Any:
+        threads.add(threading.current_thread())
+        assert may_go_on.wait(60)
+        return compile_(grammars, asked)
+
+    monkeypatch.setattr(Grammars, "_compiled", held)
+
+    async def main() -> list[Any]:
+        client = hosted(engine_of())
+
+        async def ask(params: SamplingParams) -> CompletionOutput:
+            return joined([each async for each in client.stream("A", params)]).outputs[0]
+
+        params = guided(SamplingParams(seed=5, n=3, max_tokens=9), regex="[a-c]{9}")
+        waiting = [asyncio.ensure_future(ask(params)) for _ in range(2)]
+        bad = asyncio.ensure_future(ask(guided(json=ENDLESS)))
+        assert (await ask(replace(HOT, max_tokens=5))).token_ids
+        assert not any(each.done() for each in (*waiting, bad))
+        draining = asyncio.ensure_future(client.shutdown())
+        await asyncio.sleep(0)
+        may_go_on.set()
+        answers = await asyncio.gather(*waiting, bad, return_exceptions=True)
+        await draining
+        assert client._worker not in threads
+        return answers
+
+    first_, second, refused = asyncio.run(asyncio.wait_for(main(), 120))
+    assert re.fullmatch("[a-c]{9}", first_.text)
+    assert first_.text == second.text
+    assert isinstance(refused, ConfigError)
 
 
 # ---- refusals ------------------------------------------------------------------------------------

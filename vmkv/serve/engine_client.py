@@ -238,10 +238,14 @@ class EngineClient(abc.ABC):
             return self._end_notice
         if self._num_failed_steps >= FAILED_STEPS_MAX:
             return f"the last {self._num_failed_steps} steps have failed"
-        silent_s = self._clock() - self._heard_s
-        if self.has_work and silent_s > self._silence_max_s:
-            return f"the engine has work and has said nothing for {silent_s:.0f} s"
+        if self.silent_s > self._silence_max_s:
+            return f"the engine has work and has said nothing for {self.silent_s:.0f} s"
         return None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since an engine with work has sent news; 0 without work."""
+        return self._clock() - self._heard_s if self.has_work else 0.0
 
     async def __aenter__(self) -> Self:
         await self._connect()

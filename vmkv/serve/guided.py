@@ -14,8 +14,10 @@ import importlib.util
 import json
 import os
 import threading
+import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,6 +36,8 @@ TEXT_BYTES_MAX = 128 * KiB
 #: Compiled grammars that are kept, for the requests to come; the least recently used one goes.
 _KEPT_MAX = 64
 _THREADS_MAX = 8
+#: Processor time of a mask, beyond which its request ends.
+MASK_S = 0.02
 _BITS = 32
 #: Tokens of up to so many characters are found to fit a string as one set. In a string of bounded
 #: length a test of each token of the vocabulary would take milliseconds.
@@ -93,6 +97,11 @@ class Grammars:
         self._executor: Any = None
         self._num_threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))
         self._kept: OrderedDict[StructuredOutputs, deque[GuidedMatcher]] = OrderedDict()
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="vmkv-grammar")
+        self._ahead: dict[StructuredOutputs, Future[list[llguidance.LLMatcher]]] = {}
+        #: Whether the clock may end a request; ranks would end different ones.
+        self.ends_slow = True
+        self._slow: list[Any] = []  # Matchers of the last masks that took too long.
 
     def prepare(self) -> None:
         """Convert the vocabulary, so that the first grammar need not; no effect if impossible.
@@ -107,6 +116,28 @@ class Grammars:
         """Tokens that end an output, after the first `matcher`."""
         return frozenset(self._convert().eos_tokens)
 
+    def is_ready(
+        self, asked: StructuredOutputs, num_samples: int, when_ready: Callable[[], None]
+    ) -> bool:
+        """Whether `matcher` need not compile for so many samples; from the engine's thread.
+
+        If it would have to, another thread compiles, and calls `when_ready`.
+        """
+        missing = min(num_samples, self._num_threads - len(self._kept.get(asked, ())))
+        ahead = self._ahead.get(asked)
+        if missing <= 0:
+            return True
+        if ahead is None or (
+            ahead.done() and not ahead.exception() and len(ahead.result()) < missing
+        ):
+            self._ahead.pop(asked, None)
+            if len(self._ahead) >= _KEPT_MAX:  # Of requests that were cancelled.
+                del self._ahead[next(iter(self._ahead))]
+            ahead = self._compiler.submit(lambda: [self._compiled(asked) for _ in range(missing)])
+            self._ahead[asked] = ahead
+            ahead.add_done_callback(lambda _: when_ready())
+        return ahead.done()
+
     def matcher(self, asked: StructuredOutputs) -> GuidedMatcher:
         """Return a new matcher at the beginning of the output.
 
@@ -117,7 +148,11 @@ class Grammars:
         # for each thread, and copies of them in turn.
         originals = self._kept.pop(asked, None) or deque()
         if len(originals) < self._num_threads:
-            originals.appendleft(GuidedMatcher(len(originals), self._compiled(asked)))
+            ahead = self._ahead.pop(asked, None)
+            found = [self._compiled(asked)] if ahead is None else ahead.result()
+            originals.appendleft(GuidedMatcher(len(originals), found.pop()))
+            if ahead is not None and found:
+                self._ahead[asked] = ahead
         else:
             originals.rotate()
         self._kept[asked] = originals
@@ -128,6 +163,9 @@ class Grammars:
 
     def advance(self, asked: StructuredOutputs, matcher: GuidedMatcher, token_id: int) -> None:
         """Take an output's next token; `ConfigError` if the grammar has become too much work."""
+        if any(each is matcher for each in self._slow):
+            told = f"more than {1e3 * MASK_S:.0f} ms, which all requests wait for"
+            raise _refused(f"a token takes {told}: send a less ambiguous grammar")
         # A matcher that failed while it filled a mask allows the end, and accepts it.
         if not matcher.state.consume_token(token_id) or matcher.state.is_error():
             self._kept.pop(asked, None)  # Copies share the lexer that has failed.
@@ -150,7 +188,14 @@ class Grammars:
         masks = torch.empty(shape, dtype=torch.int32, pin_memory=self._is_pinned)
         if len(guided) < len(requests):
             masks.fill_(-1)
+        began_s = time.perf_counter()
         self._executor.unsafe_compute_mask_ptr(guided, masks.data_ptr(), 4 * num_words, shape[0])
+        took_s, most_s = (
+            time.perf_counter() - began_s,
+            MASK_S * div_ceil(len(guided), self._num_threads),
+        )
+        is_slow = self.ends_slow and took_s > most_s
+        self._slow = [each for each in matchers.values() if is_slow and _is_slow(each)]
         for _, at in guided:
             request = requests[at]
             if request is not None and request.params.min_tokens > len(request.output_token_ids):
@@ -249,6 +294,13 @@ def _refused(reason: str) -> ConfigError:
 def is_fast(tokenizer: Any) -> bool:
     """Return whether a tokenizer is of the package tokenizers, as grammars need it."""
     return bool(getattr(tokenizer, "is_fast", False))
+
+
+def _is_slow(matcher: GuidedMatcher) -> bool:
+    """Whether a mask takes too much processor time; computed again, alone."""
+    began_s = time.thread_time()
+    matcher.state.compute_bitmask()
+    return time.thread_time() - began_s > MASK_S
 
 
 def _withhold(mask: torch.Tensor, token_ids: Sequence[int]) -> None:

@@ -145,7 +145,7 @@ def _moved(schema: Any, root: str) -> Any:
         return [_moved(each, root) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {}
+    moved: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
             moved[key] = {name: _moved(each, root) for name, each in value.items()}
