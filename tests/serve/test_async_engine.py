@@ -25,6 +25,7 @@ from vmkv.errors import PausedError
 from vmkv.serve.async_engine import AsyncEngine
 from vmkv.serve.engine import Engine
 from vmkv.serve.params import SamplingParams
+from vmkv.serve.prompts import tokenised
 from vmkv.serve.request import FinishReason, RequestOutput, joined
 from vmkv.serve.step_loop import StepLoop
 
@@ -65,6 +66,28 @@ def test_concurrent_streams_equal_the_reference(make_engine: MakeEngine, serving
         assert reference(prompt) == list(joined(outputs).outputs[0].token_ids)
         assert outputs[-1].is_finished
         assert all(output.outputs[0].token_ids for output in outputs)
+
+
+def test_bad_words_of_text_are_tokenised_off_the_event_loop(
+    make_engine: MakeEngine, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def spied(params: SamplingParams, tokenizer: Any) -> SamplingParams:
+        if isinstance(params.bad_words[0], str):
+            threads.append(threading.current_thread())
+        return tokenised(params, tokenizer)
+
+    monkeypatch.setattr("vmkv.serve.engine_client.tokenised", spied)
+
+    async def main() -> None:
+        engine = make_engine(tiny_llama(), tokenizer=tiny_tokenizer())
+        async with serving(engine) as client:
+            await last(client.stream([3, 4], SamplingParams(max_tokens=1, bad_words=["a", "b"])))
+
+    run(main())
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

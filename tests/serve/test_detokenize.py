@@ -348,7 +348,7 @@ def test_stop_texts_are_found_as_by_a_naive_search(ids: list[int], stops: list[s
 def test_the_cost_of_a_token_does_not_depend_on_stop_texts() -> None:
     """Neither on their length, nor on how much of one is matched."""
 
-    def num_calls(stops: list[str]) -> int:
+    def num_calls(stops: list[str], *ids: int) -> int:
         detokenizer = Detokenizer(Letters(), [], SamplingParams(stop=stops))
         calls = 0
 
@@ -359,11 +359,13 @@ def test_the_cost_of_a_token_does_not_depend_on_stop_texts() -> None:
         sys.setprofile(count)
         try:
             for at in range(2000):
-                assert detokenizer.append(1 + at % 2) is None
+                assert detokenizer.append(ids[at % len(ids)]) is None
         finally:
             sys.setprofile(None)
         return calls
 
-    short = num_calls(["abc", "aa", "bb"])
-    long = num_calls(["abc", "ab" * 3000, "ba" * 3000 + "c"])
+    short = num_calls(["abc", "aa", "bb"], 1, 2)
+    long = num_calls(["abc", "ab" * 3000, "ba" * 3000 + "c"], 1, 2)
     assert long < 1.5 * short
+    again = num_calls(["a" * 999 + "b", "a" * 10 + "c" * 990, "a" * 99 + "bc"], 1)
+    assert again < 1.5 * short

@@ -332,6 +332,32 @@ def test_a_hanging_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not engine._worker.is_alive()
 
 
+@pytest.mark.slow
+def test_a_silent_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests fail, and the next process serves."""
+    now_s = [0.0]
+    monkeypatch.setattr(remote, "_WATCH_S", 0.01)
+    make = functools.partial(_tiny_engine, 64)
+    engine = EngineProcess(make, silence_max_s=30.0, clock=lambda: now_s[0])
+    params = SamplingParams(max_tokens=63, ignore_eos=True)
+
+    async def main() -> None:
+        async with engine:
+            stream = engine.stream([5], params)
+            await anext(stream)
+            first = engine._worker
+            os.kill(first.pid, signal.SIGSTOP)
+            now_s[0] += 1000
+            with pytest.raises(ClosedError):
+                await outputs(stream)
+            while engine.failure is not None:
+                await asyncio.sleep(0.01)
+            assert first is not engine._worker
+            assert len(joined(await outputs(engine.stream([5], params))).outputs[0].token_ids) > 0
+
+    run(main())
+
+
 class FailsAfterwards:
     """Makes an engine once, and leaves a file; fails if the file exists."""
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
+import os
 import re
+import select
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +28,8 @@ from tokenizers import AddedToken
 
 from vmkv import ConfigError
 from vmkv.serve.engine import Engine
-from vmkv.serve.guided import TEXT_BYTES_MAX, Grammars, check_grammar
+from vmkv.serve.grammar_trial import GrammarTrials
+from vmkv.serve.guided import TEXT_BYTES_MAX, Grammars, check_grammar, vocabulary_of
 from vmkv.serve.params import SamplingParams, StructuredOutputs
 from vmkv.serve.request import CompletionOutput, FinishReason, Request, RequestHandle, joined
 from vmkv.serve.runner import ModelRunner, RunnerOptions
@@ -387,7 +394,7 @@ def test_a_grammar_that_becomes_too_much_work_ends_its_request_only(
     few = llguidance.LLParserLimits(step_max_items=60, verbose_errors=False)
     engine = engine_of(max_num_seqs=9)
     handles = [engine.add(*request) for request in mixed_requests()]
-    with mock.patch("vmkv.serve.guided._limits", return_value=few):
+    with mock.patch("vmkv.serve.guided.limits", return_value=few):
         # Each letter adds to the parses of all before.
         ambiguous = 'start: s\ns: s s | s s s | "a"'
         bad = engine.add("A", guided(grammar=ambiguous, min_tokens=150))
@@ -395,6 +402,60 @@ def test_a_grammar_that_becomes_too_much_work_ends_its_request_only(
     assert isinstance(bad.output().error, ConfigError)
     assert "structured_outputs" in str(bad.output().error)
     assert alone == said(handles)
+
+
+def test_a_mask_that_takes_too_long_ends_its_request_only(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here every mask does; a text beside it is answered."""
+    monkeypatch.setattr("vmkv.serve.guided.MASK_S", 0.0)
+    engine = engine_of()
+    slow, plain = engine.add("A", guided(regex="[a-z]{90}")), engine.add("A", HOT)
+    run(engine)
+    assert "which all requests wait for" in str(slow.output().error)
+    assert first(plain).token_ids
+    engine.grammars.ends_slow = False  # Ranks would end different ones.
+    slow = engine.add("A", guided(regex="[a-z]{9}"))
+    run(engine)
+    assert first(slow).token_ids
+
+
+def test_grammars_are_compiled_beside_the_engines_thread(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other requests are served meanwhile, also those that come later; `drain` waits for them."""
+    compile_, may_go_on, threads = Grammars._compiled, threading.Event(), set()
+
+    def held(grammars: Grammars, asked: StructuredOutputs) -> Any:
+        threads.add(threading.current_thread())
+        assert may_go_on.wait(60)
+        return compile_(grammars, asked)
+
+    monkeypatch.setattr(Grammars, "_compiled", held)
+
+    async def main() -> list[Any]:
+        client = hosted(engine_of())
+
+        async def ask(params: SamplingParams) -> CompletionOutput:
+            return joined([each async for each in client.stream("A", params)]).outputs[0]
+
+        params = guided(SamplingParams(seed=5, n=3, max_tokens=9), regex="[a-c]{9}")
+        waiting = [asyncio.ensure_future(ask(params)) for _ in range(2)]
+        bad = asyncio.ensure_future(ask(guided(json=ENDLESS)))
+        assert (await ask(replace(HOT, max_tokens=5))).token_ids
+        assert not any(each.done() for each in (*waiting, bad))
+        draining = asyncio.ensure_future(client.shutdown())
+        await asyncio.sleep(0)
+        may_go_on.set()
+        answers = await asyncio.gather(*waiting, bad, return_exceptions=True)
+        await draining
+        assert client._worker not in threads
+        return answers
+
+    first_, second, refused = asyncio.run(asyncio.wait_for(main(), 120))
+    assert re.fullmatch("[a-c]{9}", first_.text)
+    assert first_.text == second.text
+    assert isinstance(refused, ConfigError)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -433,6 +494,60 @@ def test_bad_grammars_are_refused(
     with pytest.raises(ConfigError, match=f"^structured_outputs: .*{reason}"):
         engine.add("A", guided(**form))
     assert not engine.has_unfinished
+
+
+#: It compiles for ever.
+HANGING = {"allOf": [{"type": "integer", "multipleOf": each} for each in (9973, 9967)]}
+#: Each token costs more than the one before.
+AMBIGUOUS = 'start: s\ns: s s s s | s s s | s s | "a" | "b"'
+
+
+@pytest.mark.parametrize("with_vocabulary", [False, True])
+def test_grammars_that_are_too_much_work_are_refused_by_a_trial(with_vocabulary: bool) -> None:
+    """The process of trials survives them, and is started anew if somebody ends it."""
+    of = [lambda: vocabulary_of(tiny_tokenizer())] * with_vocabulary
+    with contextlib.closing(GrammarTrials(*of)) as trials:
+        hanging = [StructuredOutputs(json=HANGING)]
+        if with_vocabulary:  # Another vocabulary's error would hide what follows.
+            named = f"start: <s> x\nx: %json {json.dumps(HANGING)}"
+            hanging.append(StructuredOutputs(grammar=named))
+        for asked in hanging:
+            with pytest.raises(ConfigError, match=r"^structured_outputs: .*processor time"):
+                check_grammar(asked, trials)
+        with pytest.raises(ConfigError, match=r"^structured_outputs: "):
+            check_grammar(StructuredOutputs(grammar=AMBIGUOUS), trials)
+        process = trials._process
+        assert process is not None
+        for schema in SCHEMAS.values():
+            check_grammar(StructuredOutputs(json=schema), trials)
+        assert process is trials._process
+        process.kill()
+        check_grammar(StructuredOutputs(regex="a"), trials)
+        assert process is not trials._process
+
+
+@pytest.mark.parametrize("asked", [{}, HANGING], ids=["idle", "compiling"])
+def test_the_process_of_trials_ends_with_its_parent(asked: dict[str, Any]) -> None:
+    """Also if that is killed, and during a trial."""
+    program = f"""
+from vmkv.serve.grammar_trial import GrammarTrials
+from vmkv.serve.guided import check_grammar
+from vmkv.serve.params import StructuredOutputs
+trials = GrammarTrials()
+check_grammar(StructuredOutputs(regex="a"), trials)
+print(trials._process.pid, flush=True)
+check_grammar(StructuredOutputs(json={asked!r}), trials)
+input()
+"""
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as parent:
+        assert parent.stdout is not None
+        trials = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+    poll = select.poll()
+    poll.register(trials, select.POLLIN)
+    assert poll.poll(60_000)
+    os.close(trials)
 
 
 @pytest.mark.parametrize("has_one", [False, True])
@@ -549,7 +664,7 @@ def test_a_grammar_whose_lexer_failed_is_compiled_anew(monkeypatch: pytest.Monke
     import llguidance
 
     few = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=20)
-    monkeypatch.setattr("vmkv.serve.guided._limits", lambda: few)
+    monkeypatch.setattr("vmkv.serve.guided.limits", lambda: few)
     grammars = Grammars(tiny_tokenizer(), len(tiny_tokenizer()), {END}, is_pinned=False)
     grammars._num_threads = 1
     form = {"regex": "[a-c]*a[a-c]{12}b"}

@@ -12,6 +12,7 @@ each byte after them becomes one replacement character.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from ..hf import compat
@@ -26,12 +27,35 @@ def find_stop(text: str, stops: Sequence[str], num_seen: int) -> tuple[int, str]
     return min((each for each in found if each[0] >= 0), default=None)
 
 
-def num_begun(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins the stop text without completing it."""
-    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-    while at >= 0 and not stop.startswith(text[at:]):
-        at = text.find(stop[0], at + 1)
-    return len(text) - at if at >= 0 else 0
+def num_begun(added: str, stop: str, num_before: int = 0) -> int:
+    """Length of the longest end of a text that begins the stop text without completing it.
+
+    `num_before` is that length for the text without `added`. Cost: a step for each added character,
+    by the algorithm of Knuth, Morris and Pratt.
+    """
+    at = 0 if num_before else added.find(stop[0])
+    if at < 0:
+        return 0
+    begun, borders = num_before, _borders(stop)
+    for sign in added[at:]:
+        while begun and stop[begun] != sign:
+            begun = borders[begun - 1]
+        begun += stop[begun] == sign
+        if begun == len(stop):
+            begun = borders[-1]
+    return begun
+
+
+@lru_cache(1024)
+def _borders(stop: str) -> list[int]:
+    """For each beginning of a text, the length of its longest shorter end that begins it, too."""
+    borders = [0]
+    for sign in stop[1:]:
+        length = borders[-1]
+        while length and stop[length] != sign:
+            length = borders[length - 1]
+        borders.append(length + (stop[length] == sign))
+    return borders
 
 
 # ---- detokenize ----------------------------------------------------------------------------------
@@ -68,6 +92,7 @@ class Detokenizer:
         self._move_window()
         self._new = ""  # Final text that was not taken yet.
         self._held = ""  # Text after it that may begin a stop text.
+        self._num_begun = [0] * len(params.stop)  # Its characters that begin each stop text.
         self._num_tokens = 0
         self.stop: str | None = None
 
@@ -127,7 +152,9 @@ class Detokenizer:
         stops: Sequence[str] = self._params.stop
         found = find_stop(text, stops, len(self._held))
         if found is None or self._num_tokens < self._params.min_tokens:
-            end = len(text) - max((num_begun(text, stop) for stop in stops), default=0)
+            begun = self._num_begun
+            self._num_begun = [num_begun(added, *each) for each in zip(stops, begun, strict=True)]
+            end = len(text) - max(self._num_begun, default=0)
             self._new, self._held = self._new + text[:end], text[end:]
             return None
         at, self.stop = found

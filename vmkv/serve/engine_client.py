@@ -141,9 +141,11 @@ class EngineClient(abc.ABC):
             ConfigError: The request can never be served. Raised by the first iteration.
             ClosedError: The engine is shutting down or has ended.
         """
+        params = params or SamplingParams()
+        if any(isinstance(each, str) for each in params.bad_words):
+            params = await asyncio.to_thread(tokenised, params, self._tokenizer)
         await self._connect()
         self._check_open()
-        params = params or SamplingParams()
         check_queued(priority, tenant)
         key = next(self._new_keys)
         params = tokenised(params, self._tokenizer)
@@ -228,10 +230,14 @@ class EngineClient(abc.ABC):
             return self._end_notice
         if self._num_failed_steps >= FAILED_STEPS_MAX:
             return f"the last {self._num_failed_steps} steps have failed"
-        silent_s = self._clock() - self._heard_s
-        if self.has_work and silent_s > self._silence_max_s:
-            return f"the engine has work and has said nothing for {silent_s:.0f} s"
+        if self.silent_s > self._silence_max_s:
+            return f"the engine has work and has said nothing for {self.silent_s:.0f} s"
         return None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since an engine with work has sent news; 0 without work."""
+        return self._clock() - self._heard_s if self.has_work else 0.0
 
     async def __aenter__(self) -> Self:
         await self._connect()

@@ -191,6 +191,7 @@ class EngineLoop:
         self._active_s = clock()  # The last time with requests.
         self._rest: Sleep | Pause | None = None  # Waits until no request is left.
         self._held: list[Command] = []  # Commands that came after `_rest`, and wait for it.
+        self._compiling: list[Add] = []  # Wait for their grammar; a `Look` tells that one is there.
         self._done: list[int] = []
         self._lost: Exception | None = None  # Why the engine could not wake.
         self._unpaused: Exception | None = None  # Why the last pause failed.
@@ -241,7 +242,7 @@ class EngineLoop:
                 self._answer(self._rest.key, self._fall_asleep)
             self._end_rest()
         self._publish()  # Includes the observers' idle event.
-        while not self._is_wanted():
+        while not self._is_wanted() or (self._compiling and not self._commands):
             left_s = self._awake_s()
             if left_s is None or left_s > 0:
                 self._is_wanted(left_s)
@@ -351,6 +352,9 @@ class EngineLoop:
                 self._answer(command.key, self._engine.wake)
             elif isinstance(command, Add):
                 self._add(command)
+            elif isinstance(command, Look):
+                self._commands.extend(self._compiling)
+                self._compiling.clear()
             elif isinstance(command, Cancel | Finish) and command.key in self._handles:
                 handle = self._handles[command.key]
                 if isinstance(command, Finish):
@@ -363,6 +367,7 @@ class EngineLoop:
                 if command.drain:
                     self._commands.extendleft(reversed(held))
                 else:
+                    self._compiling.clear()
                     self._engine.cancel_all()
             if time.monotonic() - start_s >= most_s:
                 return
@@ -376,6 +381,10 @@ class EngineLoop:
 
     def _add(self, asked: Add) -> None:
         if asked.key not in self._to_add:
+            return
+        form, grammars = asked.params.structured_outputs, self._engine.grammars
+        if form is not None and not grammars.is_ready(form, asked.params.n, self._link.wake):
+            self._compiling.append(asked)
             return
         self._to_add.discard(asked.key)
         try:

@@ -8,30 +8,36 @@ tokens, and nowhere else.
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 import json
 import os
 import threading
+import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..errors import ConfigError, one_line
 from ..units import KiB, div_ceil
+from .grammar_trial import GrammarTrials, compiled, limits
 from .params import StructuredOutputs
 from .request import Request
 
 if TYPE_CHECKING:
     import llguidance
 
-#: Largest grammar; one of this size compiles in some 100 ms for each thread, while the engine
-#: does nothing else.
+#: Largest grammar.
 TEXT_BYTES_MAX = 128 * KiB
 #: Compiled grammars that are kept, for the requests to come; the least recently used one goes.
 _KEPT_MAX = 64
 _THREADS_MAX = 8
+#: Processor time of a mask, beyond which its request ends.
+MASK_S = 0.02
 _BITS = 32
 #: Tokens of up to so many characters are found to fit a string as one set. In a string of bounded
 #: length a test of each token of the vocabulary would take milliseconds.
@@ -40,19 +46,26 @@ _SLICE_CHARS = ("{1,4}", "{1,8}", "{1,12}", "+")
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 
 
-def check_grammar(asked: StructuredOutputs) -> None:
-    """Check a grammar without a tokenizer; `Engine.add` finds the rest. From any thread.
+@functools.cache
+def _trials_of_bytes() -> GrammarTrials:
+    return GrammarTrials()
 
-    `ConfigError` with the reason if it is wrong, unsupported or too large, or without llguidance.
 
-    Cost: some 1 ms, or 60 ms for the largest, mostly without the interpreter's lock.
+def check_grammar(asked: StructuredOutputs, trials: GrammarTrials | None = None) -> None:
+    """Check a grammar of a client in another process; `Engine.add` finds the rest.
+
+    From any thread. `trials` are those of the model's vocabulary. `ConfigError` with the reason if
+    the grammar is wrong, unsupported, too large or too costly, or without llguidance.
+
+    Cost: some 10 ms, up to two times `TRIAL_S`, in the other process; nothing if it is known.
     """
-    grammar = _grammar_of(asked)
-    from llguidance import LLMatcher
-
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
-    if is_error:
-        raise _refused(*messages)
+    trials = trials or _trials_of_bytes()
+    reason = trials.verdicts.get(asked)
+    if reason is None:
+        grammar = _grammar_of(asked)
+        reason = trials.judge(asked, grammar, _unforced(asked, grammar))
+    if reason:
+        raise _refused(reason)
 
 
 class GuidedMatcher(NamedTuple):
@@ -81,31 +94,59 @@ class Grammars:
         self._executor: Any = None
         self._num_threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))
         self._kept: OrderedDict[StructuredOutputs, deque[GuidedMatcher]] = OrderedDict()
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="vmkv-grammar")
+        self._ahead: dict[StructuredOutputs, Future[list[llguidance.LLMatcher]]] = {}
+        #: Whether the clock may end a request; ranks would end different ones.
+        self.ends_slow = True
+        self._slow: list[Any] = []  # Matchers of the last masks that took too long.
         self._tokens: tuple[int, int, list[int]] | None = None
         self.renew(vocab_size, end_tokens)
 
     def renew(self, vocab_size: int, end_tokens: Collection[int]) -> None:
         """Compile anew if the vocabulary or its end tokens have changed; no matcher is in use."""
         ends = sorted(each for each in end_tokens if 0 <= each < vocab_size)
-        tokens = vocab_size, len(self._tokenizer) if _is_fast(self._tokenizer) else 0, ends
+        tokens = vocab_size, len(self._tokenizer) if is_fast(self._tokenizer) else 0, ends
         with self._lock:
             if tokens != self._tokens:
                 self._tokens, self._vocab_size, self._end_tokens = tokens, vocab_size, ends
                 self._vocabulary: llguidance.LLTokenizer | None = None
                 self._kept.clear()
+                self._ahead.clear()
 
     def prepare(self) -> None:
         """Convert the vocabulary, so that the first grammar need not; no effect if impossible.
 
         Callable from another thread. Cost: some 1.5 s for 128,000 tokens.
         """
-        if importlib.util.find_spec("llguidance") is not None and _is_fast(self._tokenizer):
+        if importlib.util.find_spec("llguidance") is not None and is_fast(self._tokenizer):
             self._convert()
 
     @property
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end an output, after the first `matcher`."""
         return frozenset(self._convert().eos_tokens)
+
+    def is_ready(
+        self, asked: StructuredOutputs, num_samples: int, when_ready: Callable[[], None]
+    ) -> bool:
+        """Whether `matcher` need not compile for so many samples; from the engine's thread.
+
+        If it would have to, another thread compiles, and calls `when_ready`.
+        """
+        missing = min(num_samples, self._num_threads - len(self._kept.get(asked, ())))
+        ahead = self._ahead.get(asked)
+        if missing <= 0:
+            return True
+        if ahead is None or (
+            ahead.done() and not ahead.exception() and len(ahead.result()) < missing
+        ):
+            self._ahead.pop(asked, None)
+            if len(self._ahead) >= _KEPT_MAX:  # Of requests that were cancelled.
+                del self._ahead[next(iter(self._ahead))]
+            ahead = self._compiler.submit(lambda: [self._compiled(asked) for _ in range(missing)])
+            self._ahead[asked] = ahead
+            ahead.add_done_callback(lambda _: when_ready())
+        return ahead.done()
 
     def matcher(self, asked: StructuredOutputs) -> GuidedMatcher:
         """Return a new matcher at the beginning of the output.
@@ -117,7 +158,11 @@ class Grammars:
         # for each thread, and copies of them in turn.
         originals = self._kept.pop(asked, None) or deque()
         if len(originals) < self._num_threads:
-            originals.appendleft(GuidedMatcher(len(originals), self._compiled(asked)))
+            ahead = self._ahead.pop(asked, None)
+            found = [self._compiled(asked)] if ahead is None else ahead.result()
+            originals.appendleft(GuidedMatcher(len(originals), found.pop()))
+            if ahead is not None and found:
+                self._ahead[asked] = ahead
         else:
             originals.rotate()
         self._kept[asked] = originals
@@ -128,6 +173,9 @@ class Grammars:
 
     def advance(self, asked: StructuredOutputs, matcher: GuidedMatcher, token_id: int) -> None:
         """Take an output's next token; `ConfigError` if the grammar has become too much work."""
+        if any(each is matcher for each in self._slow):
+            told = f"more than {1e3 * MASK_S:.0f} ms, which all requests wait for"
+            raise _refused(f"a token takes {told}: send a less ambiguous grammar")
         # A matcher that failed while it filled a mask allows the end, and accepts it.
         if not matcher.state.consume_token(token_id) or matcher.state.is_error():
             self._kept.pop(asked, None)  # Copies share the lexer that has failed.
@@ -150,7 +198,14 @@ class Grammars:
         masks = torch.empty(shape, dtype=torch.int32, pin_memory=self._is_pinned)
         if len(guided) < len(requests):
             masks.fill_(-1)
+        began_s = time.perf_counter()
         self._executor.unsafe_compute_mask_ptr(guided, masks.data_ptr(), 4 * num_words, shape[0])
+        took_s, most_s = (
+            time.perf_counter() - began_s,
+            MASK_S * div_ceil(len(guided), self._num_threads),
+        )
+        is_slow = self.ends_slow and took_s > most_s
+        self._slow = [each for each in matchers.values() if is_slow and _is_slow(each)]
         for _, at in guided:
             request = requests[at]
             if request is not None and request.params.min_tokens > len(request.output_token_ids):
@@ -161,39 +216,40 @@ class Grammars:
         with self._lock:
             if self._vocabulary is None:
                 import llguidance
-                import llguidance.hf
 
-                # Columns beyond the tokenizer's vocabulary are never chosen.
-                self._vocabulary = llguidance.hf.from_tokenizer(
-                    self._tokenizer,
-                    n_vocab=max(self._vocab_size, len(self._tokenizer)),
-                    eos_token=self._end_tokens or None,
-                    slices=[rf'[^"\\\x00-\x1F\x7F]{each}' for each in _SLICE_CHARS],
-                )
+                its = (self._tokenizer, self._vocab_size, self._end_tokens)
+                text, options = vocabulary_of(*its)
+                self._vocabulary = llguidance.LLTokenizer(text, **options)
                 self._executor = llguidance.LLExecutor(self._num_threads)
             return self._vocabulary
 
     def _compiled(self, asked: StructuredOutputs) -> llguidance.LLMatcher:
         grammar = _grammar_of(asked)
-        import llguidance
-
-        if not _is_fast(self._tokenizer):
+        if not is_fast(self._tokenizer):
             what = "none" if self._tokenizer is None else f"a slow {type(self._tokenizer).__name__}"
             raise ConfigError(
                 "structured_outputs need a fast tokenizer, of the package tokenizers, and the "
                 f"engine has {what}"
             )
-        options: Any = {"log_level": 0, "limits": _limits()}
-        unforced = _unforced(grammar, is_callers=asked.grammar is not None)
-        matcher = llguidance.LLMatcher(self._convert(), unforced, **options)
-        # The first mask shows a grammar without an output, and is kept with the lexer's states.
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-            if matcher.is_error():
-                raise _refused("no output satisfies the grammar")
-            return matcher
-        told = llguidance.LLMatcher(self._convert(), grammar, **options)  # In the caller's words.
-        raise _refused(told.get_error() or matcher.get_error())
+        found = compiled(self._convert(), grammar, _unforced(asked, grammar), limits())
+        if isinstance(found, str):
+            raise _refused(found)
+        return found
+
+
+def vocabulary_of(
+    tokenizer: Any, vocab_size: int = 0, end_tokens: Sequence[int] = ()
+) -> tuple[str, dict[str, Any]]:
+    """Return the arguments of `LLTokenizer` for a fast tokenizer."""
+    backend = copy.copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return backend.to_str(), {
+        # Columns beyond the tokenizer's vocabulary are never chosen.
+        "n_vocab": max(vocab_size, len(tokenizer)),
+        "eos_token": list(end_tokens) or tokenizer.eos_token_id,
+        "slices": [rf'[^"\\\x00-\x1F\x7F]{each}' for each in _SLICE_CHARS],
+    }
 
 
 def _grammar_of(asked: StructuredOutputs) -> str:
@@ -227,32 +283,34 @@ def _grammar_of(asked: StructuredOutputs) -> str:
         raise _refused(str(error)) from error
 
 
-def _unforced(grammar: str, *, is_callers: bool) -> str:
+def _unforced(asked: StructuredOutputs, grammar: str) -> str:
     """Return a grammar that leaves the tokenisation of forced texts to the model.
 
     Otherwise a mask has the tokenizer's own tokenisation alone, which may contain an added token,
     such as `<think>`. To a grammar that is no text, so the matcher then refuses it.
     """
     if grammar.lstrip().startswith("{"):
-        if is_callers:  # In llguidance's JSON, perhaps of several grammars.
+        if asked.grammar is not None:  # In llguidance's JSON, perhaps of several grammars.
             return grammar
         (rules,) = json.loads(grammar)["grammars"]
         grammar = rules["lark_grammar"] or f"start: %json {json.dumps(rules['json_schema'])}"
     return f'{grammar}\n%llguidance {{"no_forcing": true}}\n'
 
 
-def _limits() -> Any:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(verbose_errors=False)
-
-
 def _refused(reason: str) -> ConfigError:
     return ConfigError(f"structured_outputs: {one_line(ValueError(reason))}")
 
 
-def _is_fast(tokenizer: Any) -> bool:
+def is_fast(tokenizer: Any) -> bool:
+    """Return whether a tokenizer is of the package tokenizers, as grammars need it."""
     return bool(getattr(tokenizer, "is_fast", False))
+
+
+def _is_slow(matcher: GuidedMatcher) -> bool:
+    """Whether a mask takes too much processor time; computed again, alone."""
+    began_s = time.thread_time()
+    matcher.state.compute_bitmask()
+    return time.thread_time() - began_s > MASK_S
 
 
 def _withhold(mask: torch.Tensor, token_ids: Sequence[int]) -> None:

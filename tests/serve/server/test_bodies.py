@@ -55,11 +55,12 @@ def test_counting_invalid_json_ends(body: bytes) -> None:
             asyncio.run(check_structure(body, limit))
 
 
-def test_other_tasks_run_while_a_large_body_is_counted() -> None:
+@pytest.mark.parametrize("body", [b"x" * (1 << 22), b"\\" * (1 << 22)], ids=["text", "escapes"])
+def test_other_tasks_run_while_a_large_body_is_counted(body: bytes) -> None:
     """Counting yields to the event loop after each piece."""
 
     async def scenario() -> int:
-        counting = asyncio.ensure_future(check_structure(b"x" * (1 << 22), 10))
+        counting = asyncio.ensure_future(check_structure(body, 10))
         num_turns = 0
         while not counting.done():
             num_turns += 1

@@ -14,8 +14,10 @@ import httpx
 import pytest
 from helpers.serving import CHAT, PLAIN, tiny_tokenizer
 
+from vmkv.serve.params import SamplingParams
 from vmkv.serve.server import Limits, prompts, schema
 from vmkv.serve.server.prompts import Prompts
+from vmkv.serve.server.schema import ChatRequest
 
 #: The longest a test waits; reached only where it fails.
 PATIENCE_S = 60
@@ -54,11 +56,11 @@ def held_encoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     """Block the tokenizer on prompts that contain "tortoise"."""
     encode = Prompts._encode_prompt
     held = Held(
-        lambda prompts, num_kept, prompt: encode(prompts, prompt, num_kept),
-        lambda _, num_kept, prompt: "tortoise" in prompt.text,
+        lambda prompts, more, prompt: encode(prompts, prompt, *more),
+        lambda _, more, prompt: "tortoise" in prompt.text,
     )
     monkeypatch.setattr(
-        Prompts, "_encode_prompt", lambda prompts, prompt, kept: held(prompts, kept, prompt)
+        Prompts, "_encode_prompt", lambda prompts, prompt, *more: held(prompts, more, prompt)
     )
     yield held
     held.may_go.set()
@@ -282,6 +284,47 @@ def test_short_prompts_do_not_wait_for_long_ones(
         assert 200 == server.post(monster).status_code
     seen = [prompt.text[:8] for prompt in held_encoding.calls]
     assert ["tortoise", "A row", "tortoise"] == seen
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"messages": [{"role": "user", "content": "x", "reasoning": "y" * 5000}]},
+        {"messages": [{"role": "user", "content": "x", "name": ["y" * 5000, "\ud800"]}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "description": "y" * 5000}}]},
+        {"chat_template_kwargs": {"a": {"b": ["y" * 5000]}}},
+    ],
+    ids=["reasoning", "extra", "tools", "arguments"],
+)
+def test_texts_beside_the_content_make_a_chat_long(more: dict[str, Any]) -> None:
+    """Templates may read them."""
+    assert ChatRequest.model_validate(CHAT | more).num_read_chars > 5000
+    assert ChatRequest.model_validate(CHAT).num_read_chars < 500
+
+
+def test_bad_words_are_tokenised_once_for_all_prompts_and_off_the_event_loop(
+    run_server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    class Word(str):
+        __slots__ = ()
+
+        def lstrip(self, *_: Any) -> str:
+            threads.append(threading.current_thread().name)
+            return str(self)
+
+    class Words(SamplingParams):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            words = [Word(each) if isinstance(each, str) else each for each in self.bad_words]
+            vars(self)["bad_words"] = tuple(words)
+
+    monkeypatch.setattr("vmkv.serve.server.schema.SamplingParams", Words)
+    with run_server() as server:
+        asked = PLAIN | {"prompt": ["A row", "The page", "A"], "bad_words": ["page", "row"]}
+        assert 200 == server.post(asked).status_code
+    assert ["vmkv-tokenizer-long_0"] * 4 == threads
 
 
 # ---- priorities ---------------------------------------------------------------------------------

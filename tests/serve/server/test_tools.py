@@ -18,7 +18,7 @@ from vmkv.errors import ConfigError
 from vmkv.serve.detokenize import Detokenizer
 from vmkv.serve.guided import Grammars, check_grammar
 from vmkv.serve.params import SamplingParams
-from vmkv.serve.server import reply_format
+from vmkv.serve.server import reply_format, tools
 from vmkv.serve.server.errors import ApiError
 from vmkv.serve.server.prompts import Prompts
 from vmkv.serve.server.reply_format import Replies
@@ -436,6 +436,25 @@ def test_references_are_within_their_function() -> None:
     assert not requires({"a": None}, other, same)
     identified = {"$id": "https://example.com/f", **same}
     assert requires({"a": True}, other, identified)
+
+
+def test_each_value_of_a_schema_is_visited_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    visits = 0
+    visit = tools._moved
+
+    def counted(schema: Any, root: str) -> Any:
+        nonlocal visits
+        visits += 1
+        return visit(schema, root)
+
+    monkeypatch.setattr(tools, "_moved", counted)
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(12):
+        schema = {"properties": {"a": schema}, "$defs": {"b": {"$ref": "#"}}}
+    assert tools.forced_schema(
+        [tools.Tool.model_validate(function("f", **schema))], "required", is_parallel=True
+    )
+    assert visits < 12 * 10
 
 
 def test_names_and_values_that_look_like_references_stay() -> None:

@@ -83,6 +83,7 @@ class ParallelEngine(Engine):
         its = replace(its, budget_bytes=None, host_budget_bytes=0, pool_socket=None)
         super().__init__(model, tokenizer=tokenizer, observer=observer, pool=pool, **vars(its))
         try:
+            self.grammars.ends_slow = False
             lockstep.begin(pool, self.max_tokens, self.cache.overread_tokens, self._vocab_size)
         except BaseException:
             super().close()

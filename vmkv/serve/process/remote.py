@@ -34,6 +34,8 @@ _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
 #: Time for a process to end after its connection was closed.
 _END_S = 10.0
+#: Interval of looks at an engine's silence.
+_WATCH_S = 1.0
 #: Time for a running step to end after all requests were cancelled; then the process is killed.
 _CUT_S = 3.0
 #: An engine that has ended is restarted at once, and after a delay if it ends again. The delay
@@ -181,8 +183,20 @@ class EngineProcess(EngineClient):
             self._transport, _ = await asyncio.get_running_loop().create_unix_connection(
                 lambda: _Connection(self._hear, self._lose_connection), sock=self._socket
             )
+            self._watch(self._transport)
         finally:
             self._opening = None
+
+    def _watch(self, transport: asyncio.Transport) -> None:
+        """End a process that has work and is silent for too long, so that it is started anew."""
+        if transport.is_closing():
+            return
+        if self.silent_s > self._silence_max_s:
+            self._lose(f"the engine has said nothing for {self.silent_s:.0f} s, and is killed")
+            _LOG.error("%s", self._death)
+            self._worker.kill()
+        else:
+            asyncio.get_running_loop().call_later(_WATCH_S, self._watch, transport)
 
     def _send(self, command: Command) -> None:
         try:

@@ -7,13 +7,16 @@ import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jinja2
 
 from ...errors import ConfigError
-from ..guided import check_grammar
-from ..params import StructuredOutputs
+from ..grammar_trial import GrammarTrials
+from ..guided import check_grammar, is_fast, vocabulary_of
+from ..params import SamplingParams, StructuredOutputs
+from ..prompts import tokenised
 from .errors import ApiError, invalid
 from .reply_format import is_mistral_common
 
@@ -42,6 +45,8 @@ class TextPrompt:
         """Characters to tokenise."""
         return len(self.text)
 
+    num_read_chars = num_chars
+
 
 Prompt: TypeAlias = "TextPrompt | ChatBody | Sequence[int]"
 
@@ -49,22 +54,25 @@ Prompt: TypeAlias = "TextPrompt | ChatBody | Sequence[int]"
 class Prompts:
     """Tokenises prompts and chats, in threads.
 
-    Uses a copy of the tokenizer, since tokenizers are not thread-safe. A prompt has at most
+    Uses copies of the tokenizer, since tokenizers are not thread-safe. A prompt has at most
     `max_tokens` tokens; `chat_template` replaces the tokenizer's own.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int, chat_template: str | None = None):
-        self._tokenizer = copy.deepcopy(tokenizer)
+        # One for short texts and one for long ones: a call changes a tokenizer's truncation.
+        self._tokenizers = [copy.deepcopy(tokenizer) for _ in range(2)]
+        self._tokenizer = self._tokenizers[0]
         self._max_tokens = max_tokens
         self._chat_template = chat_template
         self._num_tokens = len(tokenizer)
         # An upper bound on the characters of `max_tokens` tokens.
         self._max_chars = max_tokens * max(map(len, tokenizer.get_vocab()), default=1)
-        # Two, so that short prompts do not wait for long ones.
+        # Short prompts do not wait for long ones, and none for a grammar.
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"vmkv-tokenizer-{name}")
-            for name in ("short", "long")
+            for name in ("short", "long", "grammar")
         ]
+        self._trials = GrammarTrials(*[partial(vocabulary_of, tokenizer)] * is_fast(tokenizer))
 
     def check(self, prompt: Prompt) -> None:
         """Raise `ApiError` for a prompt that is surely too long or has an unknown token."""
@@ -89,9 +97,11 @@ class Prompts:
                 prompt = prompt[-num_kept:]
                 self.check(prompt)
             return prompt
-        thread = self._threads[prompt.num_chars > _LONG_CHARS]
+        is_long = prompt.num_read_chars > _LONG_CHARS
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(thread, self._encode_prompt, prompt, num_kept)
+        return await loop.run_in_executor(
+            self._threads[is_long], self._encode_prompt, prompt, num_kept, is_long
+        )
 
     async def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
@@ -100,8 +110,19 @@ class Prompts:
         return await loop.run_in_executor(thread, self._tokenizer.decode, list(token_ids))
 
     async def check_grammar(self, form: StructuredOutputs) -> None:
-        """Check a grammar in the thread of long prompts; raises `ConfigError`."""
-        await asyncio.get_running_loop().run_in_executor(self._threads[1], check_grammar, form)
+        """Check a grammar; raises `ConfigError`. One that is known waits for no other."""
+        if form in self._trials.verdicts:
+            check_grammar(form, self._trials)
+        else:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._threads[2], check_grammar, form, self._trials)
+
+    async def tokenised(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters with bad words as tokens; raises `ConfigError`."""
+        if not params.bad_words:
+            return params
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads[1], tokenised, params, self._tokenizers[1])
 
     def strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's entries of tokens."""
@@ -109,11 +130,14 @@ class Prompts:
         return found
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads, and the process of grammars."""
         for thread in self._threads:
             thread.shutdown(wait=False, cancel_futures=True)
+        self._trials.close()
 
-    def _encode_prompt(self, prompt: TextPrompt | ChatBody, num_kept: int | None) -> list[int]:
+    def _encode_prompt(
+        self, prompt: TextPrompt | ChatBody, num_kept: int | None, is_long: bool
+    ) -> list[int]:
         if isinstance(prompt, TextPrompt):
             text, param = prompt.text, "prompt"
         else:
@@ -125,7 +149,7 @@ class Prompts:
         if num_kept is not None:
             text = text[-self._max_chars :]  # The tokens need no more.
         try:
-            encoded = self._tokenizer(
+            encoded = self._tokenizers[is_long](
                 text,
                 add_special_tokens=bool(prompt.add_special_tokens),
                 # One token beyond the limit proves that the prompt is too long.

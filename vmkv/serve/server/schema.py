@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import from_json
+from pydantic_core import PydanticSerializationError, from_json
 
 from ...errors import ConfigError, shown
 from ..params import SamplingParams, StructuredOutputs
@@ -310,6 +311,14 @@ class ChatBody(_Strict):
         return sum(len(message.text or "") for message in self.messages or ())
 
     @property
+    def num_read_chars(self) -> int:
+        """Characters that a template may read: those of calls, tools and further fields, too."""
+        try:
+            return len(self.model_dump_json(include={"messages", "tools", "chat_template_kwargs"}))
+        except PydanticSerializationError:  # Half a surrogate pair is no text.
+            return sys.maxsize
+
+    @property
     def effective_tool_choice(self) -> ToolChoice:
         """Whether the model calls tools: by default if there are any."""
         return (self.tool_choice or "auto") if self.tools else "none"
@@ -390,7 +399,6 @@ T = TypeVar("T", bound=BaseModel)
 _PIECE_BYTES = 64 * 1024
 _NO_OBJECT = "the request needs a JSON object as its body, with Content-Type: application/json"
 _JSON = re.compile(r"application/(?:[\w.+-]+\+)?json *(?:;.*)?", re.IGNORECASE)
-_NO_BACKSLASH = re.compile(rb"[^\\]")
 #: Values that a list, an object or a key counts as, by its parsing time.
 _NESTED_WEIGHT = 8
 _SIZES = ("too_short", "too_long", "string_too_long")
@@ -437,9 +445,10 @@ async def check_structure(body: bytes | bytearray, max_values: int) -> None:
     at = num_quotes = 0
     num_values = 1
     while at < len(body):
+        piece = body[at : at + _PIECE_BYTES]
         # Do not cut between a backslash and the character that it escapes.
-        found = _NO_BACKSLASH.search(body, at + _PIECE_BYTES - 1)
-        end = len(body) if found is None else found.end()
+        is_escaping = (len(piece) - len(piece.rstrip(b"\\"))) % 2
+        end = at + _PIECE_BYTES + is_escaping
         parts = body[at:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[num_quotes % 2 :: 2])
         num_values += outside.count(b",") + _NESTED_WEIGHT * sum(

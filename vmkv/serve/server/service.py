@@ -503,10 +503,11 @@ class Answer:
                 num_samples, num_tokens = len(prompts) * self.params.n, sum(map(len, prompts))
                 num_tokens *= self.params.n if self._echoes else 1
                 service.check_logprobs(num_samples, self.params, num_tokens)
+                params = await service.prompts.tokenised(self.params)
                 streams = [
                     service.engine.stream(
                         prompt,
-                        service.output_limit(len(prompt), self.params),
+                        service.output_limit(len(prompt), params),
                         self.body.priority,
                         tenant=self.tenant,
                     )

@@ -145,10 +145,12 @@ def _moved(schema: Any, root: str) -> Any:
         return [_moved(each, root) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: value if key in _VALUES else _moved(value, root) for key, value in schema.items()}
-    for key in schema.keys() & _SCHEMAS_BY_NAME:
-        if isinstance(schema[key], dict):
-            moved[key] = {name: _moved(each, root) for name, each in schema[key].items()}
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            moved[key] = {name: _moved(each, root) for name, each in value.items()}
+        else:
+            moved[key] = value if key in _VALUES else _moved(value, root)
     target = schema.get("$ref")
     if isinstance(target, str) and (target == "#" or target.startswith("#/")):
         moved["$ref"] = root + target[1:]
