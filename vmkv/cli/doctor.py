@@ -35,10 +35,10 @@ _KERNELS = {
     "flash2": ("flash-attn", "flash-attn --no-build-isolation", range(8, 100)),
 }
 #: How to get either kernel from the Hugging Face Hub.
-_FROM_HUB = "pip install '.[hub]'"
+_FROM_HUB = "pip install 'vmkv[hub]'"
 #: Default kernel of the engine where it runs; `generate` uses it only if it is named.
 _SERVING = "flash3"
-_FOR_SERVING = "pip install '.[serve]'"
+_FOR_SERVING = "pip install 'vmkv[serve]'"
 #: Packages by distribution: the purpose, and how to install it.
 _PACKAGES = {
     "torch": ("tensors", "pip install torch"),
