@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import itertools
 import json
@@ -19,7 +20,7 @@ from typing import Any, TextIO
 
 import vmkv
 
-from ..errors import VMKVError
+from ..errors import VMKVError, one_line
 from ..units import format_bytes
 from .arguments import Commands
 
@@ -95,6 +96,12 @@ def environment() -> dict[str, Any]:
 
 def examine() -> Iterator[Finding]:
     """Return all findings, section by section; opens devices and closes them again."""
+    try:
+        importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        remedy = "pip install --force-reinstall torch" if _version("torch") else ""
+        lacking = Finding("device", "host", False, f"needs torch: {one_line(error)}", remedy)
+        return itertools.chain([lacking], _packages())
     return itertools.chain(_devices(), _attention(), _packages())
 
 
@@ -109,7 +116,8 @@ def _report(findings: list[Finding], devices: list[str]) -> str:
     remedies = [f"  {each.name:<{width}}  {each.remedy}" for each in findings if each.remedy]
     if remedies:
         lines += ["what is missing or faster, and how to get it:", *remedies, ""]
-    lines.append(attention_summary(findings))
+    if any(each.section == "attention" for each in findings):
+        lines.append(attention_summary(findings))
     where = "vmkv cannot run here: no device is usable."
     if any(name.startswith("cuda") for name in devices):
         where = f"vmkv runs here on {', '.join(devices)}."
