@@ -92,6 +92,12 @@ def test_commands_and_options_in_documents_exist() -> None:
     assert {"serve", "plan", "doctor"} <= set(shown) <= set(commands.choices)
 
 
+def test_hints_install_without_a_checkout() -> None:
+    """In the code an extra is one of the installed package: who has a wheel has no `.[serve]`."""
+    hint = re.compile(r"""['"`]\.\[[a-z]""")
+    assert [] == [str(path) for path in FILES if hint.search(path.read_text())]
+
+
 def test_modules_with_process_state_are_listed() -> None:
     """DESIGN.md lists every module whose functions change a variable of the module."""
     note = DESIGN.partition("### Note [State of the process]")[2].partition("\n##")[0]

@@ -6,6 +6,8 @@ import ast
 import builtins
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,26 @@ def test_errors_are_subclasses_of_builtin_errors(error: type, bases: type) -> No
     """`except MemoryError` catches exhaustion, `except ValueError` a wrong argument."""
     assert issubclass(error, bases)
     assert issubclass(error, vmkv.VMKVError)
+
+
+def test_modules_are_attributes_of_the_package() -> None:
+    """After `import vmkv` alone, as the README's table uses them; a misspelt one is not there."""
+    names = [name for name in vmkv._MODULES if name != "trl"]  # It needs TRL.
+    script = (
+        f"import vmkv; [getattr(vmkv, name) for name in {names}]; assert not hasattr(vmkv, 'x')"
+    )
+    line = [sys.executable, "-c", script]
+    child = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert 0 == child.returncode, child.stderr
+
+
+def test_type_checkers_know_the_public_names_and_no_others(tmp_path: Path) -> None:
+    names = [*vmkv._HOME_OF, *vmkv._MODULES]
+    file = tmp_path / "user.py"
+    file.write_text("import vmkv\n" + "".join(f"vmkv.{name}\n" for name in [*names, "Engin"]))
+    line = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=skip"]
+    line += ["--cache-dir", str(tmp_path / "cache"), str(file), str(ROOT / "__init__.py")]
+    checked = subprocess.run(line, capture_output=True, text=True, timeout=250, check=False)
+    errors = [each for each in checked.stdout.splitlines() if each.startswith(str(file))]
+    assert 1 == len(errors), checked.stdout + checked.stderr
+    assert 'has no attribute "Engin"' in errors[0]

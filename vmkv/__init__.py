@@ -1,12 +1,12 @@
-"""vmkv: a KV cache in virtual memory.
+"""A KV cache in virtual memory for models of transformers, and an engine on it.
 
-Layers; imports point left only, and a test proves it:
+    vmkv.Engine("MODEL").generate("Hello")[0].text  # a folder or a Hub name; batches requests
+    vmkv.generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=64)  # without padding
+    model.generate(**inputs, past_key_values=vmkv.VMKVCache(model.config))  # a new cache each time
 
-    errors, units, phases, compile_cache, releases <- core (_native, interrupts <- backend
-        <- memory <- cache) <- viz, guests <- attention <- step <- hf <- serve <- cli, trl
-
-Public names are imported when first used: the layers up to `memory` need no torch, and
-`vmkv.KVCache` does not load transformers. `testing` is a kit for authors of backends.
+`vmkv serve MODEL` serves a model, `vmkv doctor` says what this machine has. `vmkv.KVCache` is the
+cache without transformers, `vmkv.viz` draws its pages, `vmkv.testing` is a kit for authors of
+backends. Public names are imported when first used.
 """
 
 from __future__ import annotations
@@ -15,6 +15,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from . import attention as attention
+    from . import backend as backend
+    from . import core as core
+    from . import errors as errors
+    from . import guests as guests
+    from . import hf as hf
+    from . import options as options
+    from . import serve as serve
+    from . import testing as testing
+    from . import trl as trl
+    from . import units as units
+    from . import viz as viz
     from .core.backend import Backend as Backend
     from .core.backend import BackendUsage as BackendUsage
     from .core.backend import HostBackend as HostBackend
@@ -66,18 +78,23 @@ _HOMES = {
     "serve.request": "RequestOutput joined",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+_MODULES = ["attention", "backend", "core", "errors", "guests", "hf", "options", "serve"]
+_MODULES += ["testing", "trl", "units", "viz"]
 
 __all__ = sorted(_HOME_OF)
 __version__ = "0.1.0"
 
+if not TYPE_CHECKING:  # Type checkers would take any name for an attribute.
 
-def __getattr__(name: str) -> object:
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module 'vmkv' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{home}", __name__), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            return importlib.import_module(f".{name}", __name__)
+        home = _HOME_OF.get(name)
+        if home is None:
+            raise AttributeError(f"module 'vmkv' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f".{home}", __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

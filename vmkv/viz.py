@@ -1,7 +1,7 @@
 """The page map of a cache: what each row has mapped, as data, text and picture.
 
     print(page_map(cache))          # for a terminal
-    draw(cache, "map.png")          # needs matplotlib: pip install ".[bench]"
+    draw(cache, "map.png")          # needs matplotlib: pip install 'vmkv[bench]'
 
 A row is a line, a page a cell. A shared extent has the same letter or colour in every row.
 """
@@ -301,7 +301,7 @@ def draw(cache: KVCache | ModelCache | PageMap, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            'drawing a page map needs matplotlib; pip install ".[bench]", or print page_map()'
+            "drawing a page map needs matplotlib: pip install 'vmkv[bench]', or print page_map()"
         ) from error
     shown = cache if isinstance(cache, PageMap) else page_map(cache)
     kind, kinds = Path(path).suffix[1:].lower(), FigureCanvasAgg.get_supported_filetypes()

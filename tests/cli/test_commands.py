@@ -81,6 +81,22 @@ def test_the_last_release_tested_bounds_the_dependency_and_is_the_default_of_mak
     assert f"TRANSFORMERS ?= transformers=={major}.{minor}." in (root / "Makefile").read_text()
 
 
+def test_doctor_and_plan_without_torch() -> None:
+    """The doctor says what to install; other commands name the package instead of a traceback."""
+    script = (
+        "import sys\nsys.modules['torch'] = None\n"
+        "from vmkv.cli.main import main\n"
+        "assert 1 == main(['doctor']) == main(['doctor', '--json'])\n"
+        "sys.exit(main(['plan', 'x', '--context', '1k']))\n"
+    )
+    line = [sys.executable, "-c", script]
+    child = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert (1, 1) == (child.returncode, child.stderr.count("\n")), child.stderr
+    assert "the package torch is not installed" in child.stderr
+    assert "host               -   needs torch" in child.stdout
+    assert "vmkv cannot run here" in child.stdout
+
+
 @pytest.mark.parametrize(
     ("usable", "said"),
     [
@@ -122,6 +138,9 @@ def test_doctor_finds_the_gpu() -> None:
         ("serve /nowhere/model --port 0", "no file or folder /nowhere/model"),
         ("top ftp://localhost", "unsupported protocol"),
         ("top localhost:1 --once", "is `vmkv serve` running there?"),
+        ("serve x --max-num-seq 3", "no option '--max-num-seq'; did you mean --max-num-seqs?"),
+        ("plan x --context 1k --user=3", "no option '--user'; did you mean --users?"),
+        ("doctor --jsn", "no option '--jsn'; did you mean --json?"),
     ],
 )
 def test_wrong_options_are_named(complaint, line: str, words: str) -> None:

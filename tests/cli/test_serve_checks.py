@@ -117,11 +117,11 @@ def test_gpus_of_a_ray_cluster_are_not_checked_locally(
     line = ["serve", names["{model}"], "--port", "0", "--device", "cuda", "--replicas", "2"]
     assert "torch sees no CUDA device" in complaint(*line)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert "pip install '.[ray]'" in complaint(*line)
+    assert "pip install 'vmkv[ray]'" in complaint(*line)
 
 
 def test_a_missing_ray_is_named_with_the_command_that_installs_it(
     complaint: Complaint, names: dict[str, str]
 ) -> None:
     line = ["serve", names["{model}"], "--port", "0", "--device", "cpu", "--replicas", "2"]
-    assert "pip install '.[ray]'" in complaint(*line)
+    assert "pip install 'vmkv[ray]'" in complaint(*line)

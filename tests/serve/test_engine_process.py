@@ -12,6 +12,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -459,3 +461,48 @@ def test_a_lazy_engine_is_shut_down_while_it_starts(tmp_path: Path) -> None:
 
     run(main())
     engine.close()
+
+
+_START_CUT_SHORT = """
+import os, select, socket, sys
+from vmkv.serve.children import be_child, end_child, start_child
+
+def wait_for(end):
+    poll = select.poll()
+    poll.register(end, select.POLLIN)
+    poll.poll()
+
+def arrive(path):
+    parent = os.pidfd_open(os.getppid())
+    with socket.socket(socket.AF_UNIX) as there:
+        there.connect(path)
+        there.send(str(os.getpid()).encode())
+    wait_for(parent)
+
+class Arriving:
+    def __init__(self, path): self.path = path
+    def __reduce__(self): return arrive, (self.path,)
+
+def start_rank(connection, path):
+    be_child(connection)
+    start_child(print, (Arriving(path), bytes(1 << 20)), "rank")  # More than a pipe holds.
+
+if __name__ == "__main__":
+    ours, theirs = socket.socketpair()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(sys.argv[1])
+        listener.listen()
+        engine = start_child(start_rank, (theirs, sys.argv[1]), "engine")
+        rank = os.pidfd_open(int(listener.accept()[0].recv(16)))
+    end_child(engine)
+    wait_for(rank)
+"""
+
+
+def test_a_process_that_ends_while_it_starts_another_leaves_no_traceback(tmp_path: Path) -> None:
+    """The rank of an engine that a failed check ends has read only a part of its arguments."""
+    script = tmp_path / "script.py"
+    script.write_text(_START_CUT_SHORT)
+    line = [sys.executable, str(script), str(tmp_path / "socket")]
+    child = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (0, "", "") == (child.returncode, child.stdout, child.stderr)

@@ -7,9 +7,10 @@ not overflow an allocation, a driver or a clock later.
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import shown
@@ -90,6 +91,26 @@ positive_mib = size(1e-6, _MIB_MAX, "MiB", MiB)
 seconds = number(1e-3, _SECONDS_MAX, "seconds")
 #: A share of the whole.
 share = number(0.01, 1.0, "shares")
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of a command; options are not abbreviated, and errors name the nearest option."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse; an unknown option that resembles one of this command is an error here."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        for each in unknown:
+            flag = each.partition("=")[0]
+            if flag.startswith("-"):
+                near = difflib.get_close_matches(flag, self._option_string_actions, 1)
+                if near:
+                    self.error(f"there is no option {shown(flag)}; did you mean {near[0]}?")
+        return parsed, unknown
 
 
 class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):

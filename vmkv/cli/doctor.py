@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import itertools
 import json
@@ -19,7 +20,7 @@ from typing import Any, TextIO
 
 import vmkv
 
-from ..errors import VMKVError
+from ..errors import VMKVError, one_line
 from ..releases import newer_than_tested
 from ..units import format_bytes
 from .arguments import Commands
@@ -36,10 +37,10 @@ _KERNELS = {
     "flash2": ("flash-attn", "flash-attn --no-build-isolation", range(8, 100)),
 }
 #: How to get either kernel from the Hugging Face Hub.
-_FROM_HUB = "pip install '.[hub]'"
+_FROM_HUB = "pip install 'vmkv[hub]'"
 #: Default kernel of the engine where it runs; `generate` uses it only if it is named.
 _SERVING = "flash3"
-_FOR_SERVING = "pip install '.[serve]'"
+_FOR_SERVING = "pip install 'vmkv[serve]'"
 #: Packages by distribution: the purpose, and how to install it.
 _PACKAGES = {
     "torch": ("tensors", "pip install torch"),
@@ -96,6 +97,12 @@ def environment() -> dict[str, Any]:
 
 def examine() -> Iterator[Finding]:
     """Return all findings, section by section; opens devices and closes them again."""
+    try:
+        importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        remedy = "pip install --force-reinstall torch" if _version("torch") else ""
+        lacking = Finding("device", "host", False, f"needs torch: {one_line(error)}", remedy)
+        return itertools.chain([lacking], _packages())
     return itertools.chain(_devices(), _attention(), _packages())
 
 
@@ -110,7 +117,8 @@ def _report(findings: list[Finding], devices: list[str]) -> str:
     remedies = [f"  {each.name:<{width}}  {each.remedy}" for each in findings if each.remedy]
     if remedies:
         lines += ["what is missing or faster, and how to get it:", *remedies, ""]
-    lines.append(attention_summary(findings))
+    if any(each.section == "attention" for each in findings):
+        lines.append(attention_summary(findings))
     where = "vmkv cannot run here: no device is usable."
     if any(name.startswith("cuda") for name in devices):
         where = f"vmkv runs here on {', '.join(devices)}."

@@ -13,6 +13,7 @@ import vmkv
 
 from ..errors import ConfigError, InternalError, VMKVError, one_line
 from . import doctor, plan, pool, serve, top
+from .arguments import Parser
 
 #: Exit statuses.
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -20,7 +21,7 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the argument parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="vmkv",
         description="A KV cache in virtual memory: see what a machine can do, plan, serve, watch.",
     )
@@ -36,8 +37,9 @@ def main(
 ) -> int:
     """Run one command, by default that of the process and on its streams; return the exit status.
 
-    A `VMKVError` or an `OSError` is an error of users, files, servers or machines, and is written
-    to `err` as one line; other exceptions are bugs and propagate.
+    A `VMKVError`, an `OSError` or a package that is not installed is an error of users, files,
+    servers or machines, and is written to `err` as one line; other exceptions are bugs and
+    propagate.
     """
     out = out or sys.stdout or io.StringIO()  # None if the stream was closed.
     err = err or sys.stderr or io.StringIO()
@@ -55,6 +57,11 @@ def main(
     except BrokenPipeError:
         _give_up(out)  # The reader has ended, as in `vmkv plan ... | head`.
         return OK
+    except ModuleNotFoundError as error:
+        if (error.name or "vmkv").partition(".")[0] == "vmkv":
+            raise  # Ours.
+        err.write(f"vmkv: the package {error.name} is not installed; see `vmkv doctor`\n")
+        return FAILED
     except (VMKVError, OSError, MemoryError) as error:
         err.write(f"vmkv: {one_line(error)}\n")
         _give_up(out)

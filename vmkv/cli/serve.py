@@ -372,7 +372,7 @@ def _running(
     make, silence_max_s = functools.partial(_engine, arguments), arguments.silence_timeout
     if arguments.replicas:
         if importlib.util.find_spec("ray") is None:
-            raise ConfigError("--replicas needs the package ray: pip install '.[ray]'")
+            raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
         from ..serve.replicas.deployment import running_replicas
 
         on_gpus = _device(arguments.device) == "cuda"
@@ -618,4 +618,4 @@ def _device(wanted: str) -> str:
 def _check_installed() -> None:
     for package in ("fastapi", "msgspec", "prometheus_client", "uvicorn"):
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"serving needs the package {package}: pip install '.[serve]'")
+            raise ConfigError(f"serving needs the package {package}: pip install 'vmkv[serve]'")

@@ -74,7 +74,7 @@ def scrape(address: str, *, timeout_s: float = TIMEOUT_S) -> Scrape:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:
         raise ConfigError(
-            f"reading metrics needs the package {error.name}: pip install '.[serve]'"
+            f"reading metrics needs the package {error.name}: pip install 'vmkv[serve]'"
         ) from error
 
     url = address if "://" in address else f"http://{address}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import select
@@ -36,8 +37,10 @@ def start_child(
 def be_child(connection: Any) -> None:
     """Ignore termination signals; end this process some time after the other end has closed.
 
-    `connection` is a socket or a duplex pipe to the parent.
+    `connection` is a socket or a duplex pipe to the parent. The process leads a group of its own,
+    in which its children begin.
     """
+    os.setpgid(0, 0)
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -53,9 +56,15 @@ def be_child(connection: Any) -> None:
 
 
 def end_child(process: Any, timeout_s: float = 0.0) -> None:
-    """Wait for a process to end by itself, then kill it. Idempotent."""
+    """Wait for a process to end by itself, then kill it. Idempotent.
+
+    Children that it is starting are killed with it: they would read a part of what it sends them,
+    and print a traceback.
+    """
     process.join(timeout_s)
     if process.is_alive():
+        with contextlib.suppress(ProcessLookupError):  # It leads no group yet.
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
 

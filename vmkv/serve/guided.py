@@ -262,7 +262,7 @@ def _grammar_of(asked: StructuredOutputs) -> str:
     if num_bytes > TEXT_BYTES_MAX:
         raise _refused(f"{num_bytes} bytes of grammar are too large: at most {TEXT_BYTES_MAX}")
     if importlib.util.find_spec("llguidance") is None:
-        raise ConfigError("structured_outputs need the package llguidance: pip install '.[serve]'")
+        raise ConfigError("structured_outputs need llguidance: pip install 'vmkv[serve]'")
     from llguidance import LLMatcher
 
     if asked.regex is not None:

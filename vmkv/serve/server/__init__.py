@@ -4,7 +4,7 @@ A request passes, in order: `run.py` (connections and heads), `guard.py` (API ke
 the body), `schema.py` (parsing and validation), `service.py` (admission, the engine's outputs,
 JSON and server-sent events), with `prompts.py` (tokenisation) and `choices.py` (formats). Requests
 of `responses.py` and `messages.py` become chats and return as items (`items.py`). Errors are made
-in `errors.py`. `app.py` has the routes. Needs the extra `.[serve]`.
+in `errors.py`. `app.py` has the routes. Needs the extra `vmkv[serve]`.
 """
 
 from ..options import Limits as Limits
