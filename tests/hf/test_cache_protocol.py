@@ -248,12 +248,13 @@ def test_keys_cannot_be_replaced_by_another_tensor(new_cache: NewCache) -> None:
     _append(cache, 4)
     layer = cache.layers[0]
     before = layer.keys.clone()
-    # Not "write into them": a write to pages that a fork maps, too, ends the process.
-    with pytest.raises(ConfigError, match="cannot be replaced or written to"):
+    with pytest.raises(ConfigError, match="edit them in place"):
         layer.keys = torch.zeros(2, HEADS, 4, WIDTH)
     with pytest.raises(ConfigError, match="cannot be replaced"):
         layer.values = torch.zeros(2, HEADS, 4, WIDTH)
     assert torch.equal(before, layer.keys)
+    layer.keys += 1
+    assert torch.equal(before + 1, layer.keys)
 
 
 # ---- crop -------------------------------------------------------------------------------------

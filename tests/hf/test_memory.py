@@ -5,6 +5,7 @@ Every test leaves its backend empty (`new_cache`). Figures on a GPU are in `benc
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -118,6 +119,22 @@ def test_recording_window_returns_memory_at_crop(new_cache: NewCache) -> None:
         resident_bytes.append(cache.stats().resident_bytes)
     assert max(resident_bytes[150:]) <= max(resident_bytes[:150])
     cache.check()
+
+
+def test_loop_of_unclosed_copies_does_not_accumulate() -> None:
+    """Copies of a prompt's cache that are dropped, never closed, give their memory back."""
+    model = tiny_model("llama")
+    with make_cache(model.config, backend=HostBackend(PAGE_BYTES)) as cache:
+        generate(model, prompt("llama"), cache)
+        backend, physical_bytes = cache.kv_caches[0].pool.backend, []
+        for _ in range(6):
+            twin = copy.deepcopy(cache)
+            twin.batch_repeat_interleave(4)
+            physical_bytes.append(backend.usage().physical_bytes)
+            with pytest.warns(ResourceWarning, match="never closed"):
+                del twin
+        make_cache(model.config).close()  # Frees the memory of the last one.
+        assert len(set(physical_bytes)) == 1
 
 
 def test_loop_of_unclosed_caches_does_not_accumulate() -> None:

@@ -84,6 +84,29 @@ def test_prompts_may_be_tensors(pool: ExtentPool) -> None:
     assert [_alone(model, row) for row in pair.tolist()] == _generate(model, pair, pool)
 
 
+@pytest.mark.parametrize("form", ["tensor", "lists", "mask"])
+def test_a_padded_batch_is_read_as_by_transformers(form: str, pool: ExtentPool) -> None:
+    """Padding on the left is hidden, but lengths and processors count it; other is refused."""
+    model = tiny_model("llama")
+    pad = model.generation_config.pad_token_id
+    padded = torch.tensor(random_prompts(11, 11, 11, seed=3)).clamp(min=5)
+    padded[1, :4] = padded[2, :9] = pad
+    options = {"max_length": 20, "repetition_penalty": 1.3, "max_new_tokens": None}
+    expected = [model.generate(row[None], do_sample=False, **options)[0].tolist() for row in padded]
+    if form == "mask":
+        options["attention_mask"] = (padded != pad).long()
+        padded[padded == pad] = 7
+        options["repetition_penalty"] = 1.0
+        expected = model.generate(padded, do_sample=False, **options).tolist()
+    prompts = padded.tolist() if form == "lists" else padded
+    assert expected == _generate(model, prompts, pool, **options)
+    flipped, options = padded.flip(1), dict(options)
+    if form == "mask":
+        options["attention_mask"] = options["attention_mask"].flip(1)
+    prompts = flipped.tolist() if form == "lists" else flipped
+    _assert_refused(model, "padded on the left", lambda: _generate(model, prompts, pool, **options))
+
+
 def test_a_model_with_vmkv_attention_keeps_it(pool: ExtentPool) -> None:
     model = tiny_model("llama", "vmkv")
     assert _expected("llama") == _generate(model, PROMPTS, pool)

@@ -341,6 +341,14 @@ def pad_token(generation_config: Any) -> int:
     return 0 if pad is None else int(pad.flatten()[0])
 
 
+def hidden_token(generation_config: Any) -> int | None:
+    """Return the token that `model.generate` hides where no mask is given: padding, no end."""
+    ends = getattr(generation_config, "_eos_token_tensor", None)
+    pad = pad_token(generation_config)
+    is_end = ends is not None and pad in ends.tolist()
+    return None if generation_config.pad_token_id is None or is_end else pad
+
+
 def takes_positions(model: Any) -> bool:
     """Whether a model's forward names `position_ids` rather than swallowing them."""
     parameters = inspect.signature(model.forward).parameters

@@ -80,7 +80,9 @@ def generate(
 
     Args:
         model: A transformers causal language model.
-        prompts: Token ids, one sequence each, of any lengths.
+        prompts: Token ids, one sequence each, of any lengths; or a left-padded tensor `[B, T]`.
+            Leading padding tokens are hidden where `model.generate` would hide them, and count for
+            lengths and logits processors as there; `attention_mask` may say which tokens are.
         max_num_batched_tokens: Tokens per prefill pass.
         prefix_caching: Whether prompts reuse common beginnings, of each other and from `cache`, and
             leave theirs there. Otherwise every token is computed.
@@ -94,12 +96,13 @@ def generate(
             `logits_processor`, `stopping_criteria`, `generation_config`, …
 
     Returns:
-        Per prompt, its tokens and those that were generated, the end-of-sequence token included.
+        Per prompt, its tokens as given and those that were generated, the end-of-sequence token
+        included.
 
     Raises:
-        ConfigError: No prompts, an empty one, a way of decoding that needs more than one
-            sequence per prompt, or a cache of another model. The model fails its proof, is in
-            training mode, or changes on the way (attention, type or device).
+        ConfigError: No prompts, an empty one, one padded on the right, a way of decoding that needs
+            more than one sequence per prompt, or a cache of another model. The model fails its
+            proof, is in training mode, or changes on the way (attention, type or device).
         ClosedError: The cache is closed.
         OutOfPagesError: All sequences together do not fit the budget.
         After any error the sequences of this call have ended, and `cache` stays usable.
@@ -111,14 +114,21 @@ def generate(
     if cache is not None and any(value is not None for value in own.values()):
         raise ConfigError("a cache has its own pool, budget and kernels; leave those out")
     rows = _checked(model, rows, cache, max_num_batched_tokens)
+    mask = options.pop("attention_mask", None)
     groups = prepare(model, rows, options)
+    hidden = compat.hidden_token(groups[0].config)
+    if mask is None:
+        is_tensor = hasattr(prompts, "ndim")
+        texts = [_text(row, at, hidden, is_tensor=is_tensor) for at, row in enumerate(rows)]
+    else:
+        texts = _unmasked(rows, mask)
     pad, longest = compat.pad_token(groups[0].config), groups[0].num_tokens
     input_ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
     input_ids = input_ids.to(model.get_input_embeddings().weight.device)
     return _generate(
         model,
-        rows,
-        Tokens(input_ids, list(map(len, rows)), groups, streamer),
+        texts,
+        Tokens(input_ids, list(map(len, texts)), groups, streamer),
         cache,
         tenant=tenant,
         prefix_caching=prefix_caching,
@@ -366,6 +376,37 @@ def _as_list(prompt: Any, at: int) -> list[Any]:
     if not isinstance(ids, (list, tuple)):
         raise ConfigError(f"prompt {at} must be a sequence of token ids, not {prompt!r}")
     return list(ids)
+
+
+def _text(row: list[int], at: int, hidden: int | None, *, is_tensor: bool) -> list[int]:
+    """Return a prompt from its first token on that is not `hidden`.
+
+    In a tensor `model.generate` hides that token everywhere. In a list it may be text that another
+    call has generated, but not at the end, where it is padding.
+    """
+    num_hidden = next((n for n, token in enumerate(row) if token != hidden), 0)
+    rest = row[num_hidden:]
+    if rest != [hidden] and (hidden in rest if is_tensor else rest[-1] == hidden):
+        raise _not_left_padded(at)
+    return rest
+
+
+def _unmasked(rows: Sequence[list[int]], mask: Any) -> list[list[int]]:
+    """Return prompts without the tokens on their left that `mask`, one row for each, hides."""
+    kept = [list(map(bool, each)) for each in mask]
+    if list(map(len, kept)) != list(map(len, rows)):
+        raise ConfigError("attention_mask must have one value for each token of each prompt")
+    for at, each in enumerate(kept):
+        if each != sorted(each) or not each[-1]:
+            raise _not_left_padded(at)
+    return [row[len(row) - sum(each) :] for row, each in zip(rows, kept, strict=True)]
+
+
+def _not_left_padded(at: int) -> ConfigError:
+    return ConfigError(
+        f'prompt {at} is not padded on the left only: set the tokenizer\'s padding_side="left", or '
+        "pass an attention_mask of ones if its padding tokens are text"
+    )
 
 
 def _lengths(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[int]:

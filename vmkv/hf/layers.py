@@ -86,7 +86,9 @@ class VirtualLayer:
         """Append keys and values `[batch, kv_heads, new_tokens, dim]`; returns all to attend to.
 
         Returns views `[batch, kv_heads, tokens, dim]` over the cache's memory, without a copy; a
-        sliding layer returns the window before the new tokens, and these. Rows in eight bits are
+        sliding layer returns the window before the new tokens, and these. Edit `layer.keys` and
+        `layer.values` rather than these views: writing to memory that entries or copies share ends
+        the process. Rows in eight bits are
         decoded into new tensors, unless attention is `"vmkv"` and has read the rows themselves
         before; a model that changes keys on their way to attention needs them decoded.
 
@@ -220,23 +222,31 @@ class VirtualLayer:
             return None
         self._store.check_open()
         step, index = self._store.places[self._index]
+        step.rows.core.unshare_all(step.rows.sequences)
         view: torch.Tensor = getattr(step.group.views, name)
         with torch.inference_mode(mode=False), torch.no_grad():
             return view[index, : self._batch_size, :, self._first_kept : self._length]
 
-    def _refuse_assignment(self, value: torch.Tensor | None) -> None:
+    def _assign(self, name: str, value: Any) -> None:
         # transformers assigns None to mean "forget", next to what `reset` does anyway.
-        if value is not None:
-            raise ConfigError(
-                "keys and values of a VMKVCache cannot be replaced or written to, because entries "
-                "share memory, nor can one layer be offloaded or reordered: add tokens by update; "
-                "reorder_cache and batch_select_indices concern all layers, call them on the cache"
-            )
+        if value is None:
+            return
+        kept = self._kept(name)  # Which `layer.keys += …` assigns after it has changed them.
+        if kept is None or not (type(value) is torch.Tensor and kept.is_set_to(value)):
+            self.offload()
 
-    # Contents `[batch, kv_heads, kept_tokens, dim]`, or None; eight bits are not decoded. To be
-    # read only: a write to memory that entries or copies share ends the process.
-    keys = property(lambda self: self._kept("keys"), _refuse_assignment)
-    values = property(lambda self: self._kept("values"), _refuse_assignment)
+    def offload(self) -> None:
+        """Refuse what would change one layer alone."""
+        raise ConfigError(
+            "keys and values of a VMKVCache cannot be replaced, nor can one layer be offloaded or "
+            "reordered: edit them in place, as layer.values.mul_(…); add tokens by update; "
+            "reorder_cache and batch_select_indices concern all layers, call them on the cache"
+        )
+
+    # Contents `[batch, kv_heads, kept_tokens, dim]`, or None; eight bits are not decoded. They may
+    # be edited until the cache changes: what other entries or copies shared has been copied.
+    keys = property(lambda self: self._kept("keys"), lambda self, to: self._assign("keys", to))
+    values = property(lambda my: my._kept("values"), lambda my, to: my._assign("values", to))
 
     def get_seq_length(self, *args: Any) -> int:
         """Return the number of tokens seen so far, without waiting for the device."""

@@ -326,8 +326,9 @@ class Tokens:
         return tokens
 
     def as_lists(self) -> list[list[int]]:
-        """Return each sequence without padding on either side."""
-        return [
-            row[pad:end]
-            for row, pad, end in zip(self.ids.tolist(), self._pads, self._ends, strict=True)
-        ]
+        """Return each sequence from its prompt's first token on, to its end."""
+        starts = {
+            at: self._prompt_width - its.num_tokens for its in self._groups for at in its.rows
+        }
+        rows = zip(self.ids.tolist(), self._ends, strict=True)
+        return [row[starts[at] : end] for at, (row, end) in enumerate(rows)]

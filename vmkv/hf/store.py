@@ -383,6 +383,7 @@ class Store:
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
         """Return a store of the same layers, in the same pools, whose rows are forks of these."""
         self.check_open()
+        close_orphans()
         twin = copy.copy(self)
         twin.rows, twin.cores, twin.places = {}, [], {}
         twin.signatures, twin._seen = dict(self.signatures), set(self._seen)

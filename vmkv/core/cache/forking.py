@@ -208,16 +208,18 @@ def _aliased(
 # ---- unshare -------------------------------------------------------------------------------------
 
 
-def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, stream: int) -> int:
-    """Make `row` writable from token `num_tokens` on; returns the bytes copied.
+def unshare(
+    group: LayerGroup, row: int, num_tokens: int, first: int, *, tenant: object, stream: int
+) -> int:
+    """Make `row`, of `num_tokens` tokens, writable from token `first` on; returns the bytes copied.
 
-    Shared extents wholly after that token are given up. A shared extent that holds earlier tokens
+    Shared extents wholly after `num_tokens` are given up. A shared extent that holds earlier tokens
     is replaced by a copy at the same addresses. After `OutOfPagesError` or `DriverError` the row
     holds the same tokens. Cost: nothing without shared pages there; a wait for the device for a
     replacement.
     """
     pages = group.table.rows[row]
-    first_page = group.geometry.whole_pages_below(num_tokens)
+    first_page = group.geometry.whole_pages_below(first)
     if pages.shared_end_page <= first_page:
         return 0
     # An ended sequence that shared an extent may still be read on another stream.
@@ -234,7 +236,7 @@ def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, str
                 with group.pool.lock:
                     if not group.pool.pressure.give_up([shared.extent]):
                         raise
-                return unshare(group, row, num_tokens, tenant=tenant, stream=stream)
+                return unshare(group, row, num_tokens, first, tenant=tenant, stream=stream)
         else:
             group.table.retire_back(row, shared.first_page, group.pool.reclaimer.new_fence())
         concerned = group.table.overlapping(row, first_page, pages.end_page)

@@ -92,7 +92,7 @@ def _map_and_lengthen(
     targets = []
     for sequence, num_tokens in longest.items():
         if num_tokens > sequence.num_tokens:
-            _unshare(space, sequence)
+            _unshare(space, sequence, sequence.num_tokens)
         targets.append(Target(sequence.row, num_tokens, sequence.num_tokens, sequence.tenant))
     try:
         map_rows(space, targets)
@@ -117,7 +117,20 @@ def _lengthen(space: RowSpace, targets: List_[tuple[Sequence, int]]) -> None:
             sequence.num_tokens = num_tokens
 
 
-def _unshare(space: RowSpace, sequence: Sequence) -> None:
+def unshare_all(space: RowSpace, sequences: Iterable[Sequence]) -> None:
+    """Give each sequence a copy of what it shares, so that the caller may write to any token.
+
+    Raises `OutOfPagesError` if the pool has no room for the copies. Cost: a look at each sequence
+    that shares nothing.
+    """
+    for sequence in sequences:
+        if any([group.table.rows[sequence.row].shared_end_page for group in space.groups]):
+            space.note_stream()
+            asking_broker(space.pool, partial(_unshare, space, sequence, 0))
+
+
+@uninterrupted
+def _unshare(space: RowSpace, sequence: Sequence, first: int) -> None:
     for group in space.groups:
         if group.table.rows[sequence.row].shared_end_page:
             try:
@@ -125,6 +138,7 @@ def _unshare(space: RowSpace, sequence: Sequence) -> None:
                     group,
                     sequence.row,
                     sequence.num_tokens,
+                    first,
                     tenant=sequence.tenant,
                     stream=space.current_stream(),
                 )

@@ -67,6 +67,7 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
     drop_layers = layer_changes.drop_layers
     compact = layer_changes.compact
     grow = growing.grow
+    unshare_all = growing.unshare_all
     keep_resident = growing.keep_resident
     retire_behind_windows = growing.retire_behind_windows
     reorder = forking.reorder

@@ -291,9 +291,10 @@ class Sequence:
     def keys(self, layer: int) -> torch.Tensor:
         """Return the keys of `layer`: `[num_tokens, k_heads, k_dim]`, a view to read and write.
 
-        Row i is token i. In a sliding-window layer tokens before `first_token(layer)` are unmapped,
-        and touching them ends the process. Eight-bit keys are as stored: see `fp8.encode`,
-        `KVCache.scales`. Never copied; valid until the sequence is closed or truncated.
+        Row i is token i. Writing to what forks share, before `KVCache.unshare_all`, ends the
+        process. So does touching tokens of a sliding-window layer before `first_token(layer)`,
+        which are unmapped. Eight-bit keys are as stored: see `fp8.encode`, `KVCache.scales`. Never
+        copied; valid until the sequence is closed or truncated.
         """
         self.check_open()
         return self.cache.keys(layer)[self.row, : self.num_tokens]
