@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import attention as attention
-    from . import backend as backend
     from . import core as core
     from . import errors as errors
     from . import guests as guests
     from . import hf as hf
-    from . import options as options
     from . import serve as serve
     from . import testing as testing
     from . import trl as trl
@@ -78,7 +76,7 @@ _HOMES = {
     "serve.request": "RequestOutput joined",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = ["attention", "backend", "core", "errors", "guests", "hf", "options", "serve"]
+_MODULES = ["attention", "core", "errors", "guests", "hf", "serve"]
 _MODULES += ["testing", "trl", "units", "viz"]
 
 __all__ = sorted(_HOME_OF)

@@ -312,8 +312,11 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"system": [IMAGE]}, "system.0: type 'image' is not served"),
         ({"max_tokens": None}, "max_tokens: input should be a valid integer"),
         ({"max_tokens": 0}, "max_tokens: input should be greater than or equal to 1"),
-        ({"max_tokens": 5000}, "lower max_tokens"),
-        ({"messages": [{"role": "user", "content": "x" * 50_000}]}, "this server takes 4096"),
+        (
+            {"max_tokens": 5000},
+            "input length and `max_tokens` exceed context limit",
+        ),
+        ({"messages": [{"role": "user", "content": "x" * 50_000}]}, "prompt is too long: "),
         ({"temperature": -1}, "temperature=-1"),
         ({"n": 2}, "n: this route makes one answer"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences: list should have at most 16 items"),

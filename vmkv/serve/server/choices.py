@@ -110,6 +110,8 @@ class Form:
         self._prompt_logprobs: dict[int, bytearray] = {}
         self._places: dict[int, Places] = {}
         self._num_tokens = 0
+        #: Tokens by choice that no delta has told of.
+        self._num_new: Counter[int] = Counter()
         #: `time.monotonic` of the first output, and why samples have ended, in their order.
         self.first_s: float | None = None
         self.finish_reasons: list[str] = []
@@ -143,6 +145,7 @@ class Form:
                 reason = sample.finish_reason and FinishReason.LENGTH
                 sample = CompletionOutput(sample.index, (), finish_reason=reason)
             self._num_tokens += len(sample.token_ids)
+            self._num_new[index] += len(sample.token_ids)
             has_news = bool(sample.text or sample.logprobs or sample.is_finished)
             if index not in self._ended and (
                 has_news or (self.prompts.reports_tokens and sample.token_ids)
@@ -293,6 +296,7 @@ class ChatForm(Form):
         self._parsers: dict[int, ReplyParser] = {}
         #: Pieces of the last tool call's arguments, of choices with tool calls.
         self._arguments: dict[int, list[str]] = {}
+        self._num_reasoning = 0.0
 
     def reply(self, delta: CompletionOutput) -> ReplyDelta:
         """Return what a delta adds to its choice; call it once for each delta, in order."""
@@ -301,11 +305,19 @@ class ChatForm(Form):
         if delta.index not in self._parsers:
             self._parsers[delta.index] = self._new_parser(self._prompt_ids[0])
         reply = self._parsers[delta.index].push(delta.text, is_last=delta.is_finished)
+        num_new, num_thought = self._num_new.pop(delta.index, 0), len(reply.reasoning)
+        # An answer that is not streamed is one delta: its characters say how many.
+        self._num_reasoning += num_new * num_thought / max(1, num_thought, len(delta.text))
         for call in reply.tool_calls:
             if call.id is not None:
                 self._arguments[delta.index] = []
             self._arguments[delta.index].append(call.arguments)
         return reply
+
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's token counts."""
+        details = {"reasoning_tokens": round(self._num_reasoning)}
+        return super().usage() | {"completion_tokens_details": details}
 
     def cuts_call(self, delta: CompletionOutput) -> bool:
         """Whether a stop text or stop token has ended a choice within a call's arguments."""

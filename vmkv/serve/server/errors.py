@@ -60,6 +60,9 @@ _LOGGED_FRAMES = 12
 class ApiError(VMKVError):
     """An HTTP error response; `param` names the parameter at fault."""
 
+    #: The message in Anthropic's format, if it is another one.
+    anthropic_message: str | None = None
+
     def __init__(
         self,
         status: int,
@@ -87,7 +90,11 @@ class ApiError(VMKVError):
         """The error in Anthropic's format."""
         kind = _ANTHROPIC_TYPES.get(self.status)
         kind = kind or ("api_error" if self.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+        told: dict[str, Any] = {"type": kind, "message": self.anthropic_message or str(self)}
+        code = self.body["error"]["code"]
+        if code:
+            told["details"] = {"error_code": code}
+        return {"type": "error", "error": told}
 
     def response(self, path: str = "") -> JSONResponse:
         """Build the HTTP response to a request of a path, in the format and words of its API."""
@@ -117,6 +124,27 @@ class ApiError(VMKVError):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Error 400: the request has to be changed."""
     return ApiError(400, message, param=param, code=code)
+
+
+def full_context(num_prompt: int, most: int, num_wanted: int = 1, least: str = "") -> ApiError:
+    """Error 400: a prompt and its answer exceed a context of `most` tokens.
+
+    Agents recognise a full context by these words, and shorten the conversation or the answer.
+    `least` stands before the prompt's tokens if they were not counted.
+    """
+    error = invalid(
+        f"this model's maximum context length is {most} tokens here; the prompt has {least}"
+        f"{num_prompt}, the answer {num_wanted} at most: shorten the prompt or lower max_tokens",
+        "max_tokens" if num_prompt < most else "prompt",
+        "context_length_exceeded",
+    )
+    error.anthropic_message = f"prompt is too long: {least}{num_prompt} tokens > {most} maximum"
+    if num_prompt <= most:
+        error.anthropic_message = (
+            f"input length and `max_tokens` exceed context limit: {num_prompt} + {num_wanted} > "
+            f"{most}, decrease input length or `max_tokens` and try again"
+        )
+    return error
 
 
 def draining() -> ApiError:

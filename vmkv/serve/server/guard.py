@@ -22,7 +22,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...errors import ConfigError
+from ...errors import ConfigError, shown
 from ..options import Limits, ServerOptions
 from .errors import ApiError, api_error, draining
 
@@ -34,6 +34,8 @@ _LOG = logging.getLogger(__name__)
 REQUEST_ID = r"^[!-~]{1,256}$"
 #: nginx's status for a client that closed its connection; seen in the metrics only.
 _CLIENT_GONE = 499
+#: The route of a path that is none.
+_OTHER = "other"
 #: Paths without a key; every other path, existing or not, needs one.
 _OPEN = frozenset(
     {"/health", "/ping", "/metrics", "/version", "/docs", "/docs/oauth2-redirect", "/redoc"}
@@ -157,7 +159,7 @@ class Guard:
                     if status is None:
                         await response(scope, receive, timed_send)
         finally:
-            route = getattr(scope.get("route"), "path", "other")
+            route = getattr(scope.get("route"), "path", _OTHER)
             self._service.http_responses.labels(route, str(status or _CLIENT_GONE)).inc()
             if route not in _OPEN:
                 _log_request(scope, route, status or _CLIENT_GONE, began_s)
@@ -192,7 +194,8 @@ def _log_request(scope: Scope, route: str, status: int, began_s: float) -> None:
         return
     host, port = scope.get("client") or ("-", 0)
     state, now_s = scope["state"], time.monotonic()
-    text = f"{host}:{port} {scope['method']} {route} {status}"
+    path = shown(scope["path"]) if route == _OTHER else route
+    text = f"{host}:{port} {scope['method']} {path} {status}"
     answer: Answer | None = state.get("answer")
     for form in answer.forms[-1:] if answer else ():
         usage = form.usage()

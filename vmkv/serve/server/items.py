@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from ...errors import shown
@@ -69,6 +69,7 @@ class FunctionTool(TypedItem):
     needs: ClassVar = {"function": ("name",)}
 
     name: str | None = None
+    namespace: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -77,6 +78,7 @@ class FunctionTool(TypedItem):
         """Return the tool, or the choice of it, as a chat has it."""
         parts = {"name", "description", "parameters", "strict"}
         function = self.model_dump(include=parts, exclude_none=True)
+        function["name"] = full_name(self.namespace, self.name)
         return {"type": "function", "function": function}
 
 
@@ -91,6 +93,25 @@ def text_parts(content: str | Sequence[TextPart]) -> list[dict[str, Any]]:
     """Return the content of a chat's message."""
     parts = [TextPart.model_construct(text=content)] if isinstance(content, str) else content
     return [{"type": "text", "text": part.text or part.refusal or ""} for part in parts]
+
+
+def dropping(kinds: Collection[str]) -> BeforeValidator:
+    """Return a validator that drops the items of these types from a list."""
+
+    def kept(found: Any) -> Any:
+        is_list = isinstance(found, list)
+        return [each for each in found if _type_of(each) not in kinds] if is_list else found
+
+    return BeforeValidator(kept)
+
+
+def _type_of(item: Any) -> Any:
+    return item.get("type") if isinstance(item, dict) else None
+
+
+def full_name(namespace: str | None, name: str | None) -> str | None:
+    """Return the name of a function of a namespace, as in vLLM."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 def add_call(message: dict[str, Any], call_id: str | None, name: str | None, text: str) -> None:

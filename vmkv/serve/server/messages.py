@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 from pydantic_core import from_json
 
 from ..request import FinishReason
@@ -18,6 +18,11 @@ from .items import Event, Item, TypedItem, text_parts
 from .schema import ChatRequest
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+#: Blocks of tools that a server of Anthropic's has run, and changes to tools: the request has all.
+_SKIPPED = (
+    *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "mcp_tool_use"),
+    *("mcp_tool_result", "tool_search_tool_result", "tool_addition", "tool_removal"),
+)
 _CHANGES = {"begins": "start", "grows": "delta", "ends": "stop"}
 #: Per kind of item: the type of a delta, and its field with the text.
 _DELTAS = {
@@ -31,9 +36,11 @@ _DELTAS = {
 
 
 class TextBlock(items.TextPart):
-    """A text in the system's prompt or a tool's result."""
+    """A text in the system's prompt or a tool's result, or the name of a tool that was found."""
 
-    needs: ClassVar = {"text": ("text",)}
+    needs: ClassVar = {"text": ("text",), "tool_reference": ("text",)}
+
+    text: str | None = Field(None, validation_alias=AliasChoices("text", "tool_name"))
 
 
 class Block(TypedItem):
@@ -60,7 +67,9 @@ class Turn(Lenient):
     """A message of one side."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Field(fail_fast=True)]
+    content: Annotated[
+        str | Annotated[list[Block], Field(fail_fast=True)], items.dropping(_SKIPPED)
+    ]
 
 
 class Tool(items.FunctionTool):
@@ -200,11 +209,13 @@ class MessageWriter(items.ItemWriter):
     def _usage(self) -> dict[str, Any]:
         usage = self.form.usage()
         num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        num_thinking = usage["completion_tokens_details"]["reasoning_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - num_cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": num_cached,
             "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": num_thinking},
         }
 
     def _stop(self) -> dict[str, Any]:

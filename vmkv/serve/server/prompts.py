@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jinja2
 
 from ...errors import ConfigError
+from ...units import div_ceil
 from ..grammar_trial import GrammarTrials
-from ..guided import check_grammar, is_fast, vocabulary_of
+from ..guided import is_fast, vocabulary_of
 from ..params import SamplingParams, StructuredOutputs
 from ..prompts import tokenised
-from .errors import ApiError, invalid
+from .errors import full_context, invalid
+from .lenient import checked
 from .reply_format import is_mistral_common
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ _RESERVED = frozenset(
     | {"truncation", "max_length", "tokenizer_kwargs", "continue_final_message"}
     | {"add_generation_prompt", "tools"}
 )
+#: Roles of instructions.
+SYSTEMS = ("system", "developer")
 #: A longer text takes more than some 50 ms, and goes to the thread for long texts.
 _LONG_CHARS = 1 << 16
 
@@ -80,7 +84,7 @@ class Prompts:
             self._check_chars(prompt.num_chars)
             return
         if len(prompt) > self._max_tokens:
-            raise self._too_long(f"{len(prompt)}")
+            raise full_context(len(prompt), self._max_tokens)
         if prompt and not 0 <= min(prompt) <= max(prompt) < self._num_tokens:
             wrong = next(each for each in prompt if not 0 <= each < self._num_tokens)
             raise invalid(
@@ -109,13 +113,12 @@ class Prompts:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(thread, self._tokenizer.decode, list(token_ids))
 
-    async def check_grammar(self, form: StructuredOutputs) -> None:
-        """Check a grammar; raises `ConfigError`. One that is known waits for no other."""
-        if form in self._trials.verdicts:
-            check_grammar(form, self._trials)
-        else:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._threads[2], check_grammar, form, self._trials)
+    async def grammar(self, form: StructuredOutputs) -> StructuredOutputs:
+        """Return a grammar that compiles, see `checked`. One that is known waits for no other."""
+        if self._trials.verdicts.get(form) == "":
+            return form
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads[2], checked, form, self._trials)
 
     async def tokenised(self, params: SamplingParams) -> SamplingParams:
         """Return parameters with bad words as tokens; raises `ConfigError`."""
@@ -152,9 +155,6 @@ class Prompts:
             encoded = self._tokenizers[is_long](
                 text,
                 add_special_tokens=bool(prompt.add_special_tokens),
-                # One token beyond the limit proves that the prompt is too long.
-                truncation=num_kept is None,
-                max_length=self._max_tokens + 1 if num_kept is None else None,
                 verbose=False,
             )
         except (UnicodeError, TypeError) as error:  # Half a surrogate pair is no text.
@@ -167,59 +167,94 @@ class Prompts:
         taken = sorted(_RESERVED & extra.keys())
         if taken:
             raise invalid(f"chat_template_kwargs may not set {taken}", "chat_template_kwargs")
+        is_mistral = is_mistral_common(self._tokenizer)
+        if chat.reasoning_effort == "none" and not is_mistral:
+            extra = {"enable_thinking": False, "thinking": False} | extra
         if chat.reasoning_effort is not None:
             extra = {"reasoning_effort": chat.reasoning_effort} | extra
-        is_mistral = is_mistral_common(self._tokenizer)
         if not (is_mistral or self._chat_template or self._tokenizer.chat_template):
             raise invalid(
                 "this model's tokenizer has no chat template: use /v1/completions, or start the "
                 "server with --chat-template FILE",
                 "messages",
             )
-        try:
-            if is_mistral:
-                return self._apply(chat, extra | {"tokenize": True}, arguments_as_text=True)
-            extra = extra | {"chat_template": self._chat_template, "tokenize": False}
+        extra = extra if is_mistral else extra | {"chat_template": self._chat_template}
+        found, errors = [], []
+        for num_systems in (None, 1, 0):
             try:
-                return self._apply(chat, extra)
-            except TypeError:  # Some templates join the arguments' text with others.
-                if not any(message.tool_calls for message in chat.messages or ()):
-                    raise
-                return self._apply(chat, extra, arguments_as_text=True)
-        except Exception as error:  # A template is a program, run on these messages.
-            reason = f"{type(error).__name__}: {error}"
-            raise invalid(
-                f"the model's chat template refuses these messages: {reason}", "messages"
-            ) from error
+                try:
+                    text, systems = self._apply(chat, extra, num_systems, as_text=is_mistral)
+                except TypeError:  # Some templates join the arguments' text with others.
+                    if is_mistral or not any(each.tool_calls for each in chat.messages or ()):
+                        raise
+                    text, systems = self._apply(chat, extra, num_systems, as_text=True)
+            except Exception as error:  # noqa: BLE001  # A template is a program.
+                errors.append(error)
+                continue
+            if is_mistral or all(each in text for each in systems):
+                return text
+            found.append(text)
+        if found:  # None has every system message.
+            return found[0]
+        reason = f"{type(errors[0]).__name__}: {errors[0]}"
+        raise invalid(
+            f"the model's chat template refuses these messages: {reason}", "messages"
+        ) from errors[0]
 
-    def _apply(self, chat: ChatBody, options: dict[str, Any], **form: bool) -> Any:
-        return self._tokenizer.apply_chat_template(
-            chat.conversation(**form),
+    def _apply(
+        self, chat: ChatBody, options: dict[str, Any], num_systems: int | None, *, as_text: bool
+    ) -> tuple[Any, list[str]]:
+        """Return the template's text, and the system messages that it must contain.
+
+        At most `num_systems` of them stay messages: many templates take one at the beginning only,
+        or none, and others drop what they do not know.
+        """
+        own = getattr(self._tokenizer, "chat_template", "")
+        knows = "developer" in str(options.get("chat_template") or own)
+        messages = chat.conversation(arguments_as_text=as_text, knows_developer=knows)
+        systems = [each["content"].strip() for each in messages if each["role"] in SYSTEMS]
+        rendered = self._tokenizer.apply_chat_template(
+            messages if num_systems is None else _folded(messages, num_systems),
             tools=chat.template_tools,
             add_generation_prompt=chat.begins_answer,
             continue_final_message=chat.continue_final_message,
+            tokenize=is_mistral_common(self._tokenizer),
             return_dict=False,
             **options,
         )
+        return rendered, systems
 
     def _cut(self, token_ids: list[int], num_kept: int | None) -> list[int]:
         """Keep the last tokens; if all are to be kept, check that there are not too many."""
         if num_kept is not None:
             return token_ids[-num_kept:]
         if len(token_ids) > self._max_tokens:
-            raise self._too_long(f"more than {self._max_tokens}")
+            raise full_context(len(token_ids), self._max_tokens)
         return token_ids
 
     def _check_chars(self, num_chars: int) -> None:
         if num_chars > self._max_chars:
-            raise self._too_long(f"{num_chars} characters, which are more than {self._max_tokens}")
+            num_tokens = div_ceil(num_chars * self._max_tokens, self._max_chars)
+            raise full_context(num_tokens, self._max_tokens, least="at least ")
 
-    def _too_long(self, length: str) -> ApiError:
-        return invalid(
-            f"the prompt has {length} tokens; this server takes {self._max_tokens}",
-            "prompt",
-            "context_length_exceeded",
-        )
+
+def _folded(messages: Sequence[dict[str, Any]], num_systems: int) -> list[dict[str, Any]]:
+    """Make system messages parts of their neighbours, all but a first one if `num_systems` is 1.
+
+    Earlier turns stay as they are, so that their tokens are found in the cache.
+    """
+    found: list[dict[str, Any]] = []
+    is_open = False  # Whether the last one was made here, and the next one of the user joins it.
+    for each in messages:
+        is_part = each["role"] in SYSTEMS and bool(found or not num_systems)
+        own = {"role": "user", "content": each["content"]} if is_part else each
+        joins = is_part and found and found[-1]["role"] != "assistant"
+        if joins or (is_open and each["role"] == "user"):
+            own = {**found[-1], "content": f"{found[-1]['content']}\n\n{each['content']}"}
+            found.pop()
+        is_open = is_part and (is_open or not joins)
+        found.append(own)
+    return found
 
 
 def read_template(path: str) -> str:

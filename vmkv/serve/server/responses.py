@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,7 +11,7 @@ from pydantic import Field, model_validator
 
 from ..request import FinishReason
 from . import items
-from .choices import Form, compact, event
+from .choices import Form, event
 from .errors import ApiError, invalid
 from .items import Event, Item, text_parts
 from .schema import ChatRequest
@@ -26,6 +27,11 @@ _REPEATED: dict[str, Any] = {
     "tool_choice": "auto",
     "tools": [],
 }
+#: Calls of tools that a server of OpenAI's has run: the text after them says what was found.
+_SKIPPED = (
+    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+    *("mcp_call", "mcp_list_tools", "tool_search_call", "tool_search_output"),
+)
 #: Per kind of item: its type, the name of its events, and the beginning of its identifier.
 _KINDS = {
     "text": ("message", "output_text", "msg"),
@@ -47,12 +53,16 @@ _Parts = Annotated[list[TextPart], Field(fail_fast=True)]
 
 
 class InputItem(items.TypedItem):
-    """A message, a function call, its output, or reasoning."""
+    """A message, a call of a tool, its output, or reasoning."""
 
     needs: ClassVar = {
         "message": ("role", "content"),
         "function_call": ("call_id", "name", "arguments"),
         "function_call_output": ("call_id", "output"),
+        "custom_tool_call": ("call_id", "name", "input"),
+        "custom_tool_call_output": ("call_id", "output"),
+        "local_shell_call": ("action",),
+        "local_shell_call_output": ("output",),
         "reasoning": (),
     }
 
@@ -60,16 +70,31 @@ class InputItem(items.TypedItem):
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | _Parts | None = None
     summary: _Parts | None = None
+    id: str | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
+    action: dict[str, Any] | None = None
     output: str | _Parts | None = None
+
+    @property
+    def call(self) -> tuple[str | None, str | None, str]:
+        """The identifier, name and arguments of a call of a function or another tool."""
+        name = self.name or self.type.removesuffix("_call")
+        given = self.action if self.input is None else {"input": self.input}
+        text = json.dumps(given, ensure_ascii=False) if self.arguments is None else self.arguments
+        return self.call_id or self.id, items.full_name(self.namespace, name), text
 
 
 class ResponsesRequest(items.ItemsRequest):
     """Body of `POST /v1/responses`."""
 
-    input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
+    input: Annotated[
+        str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1)],
+        items.dropping(_SKIPPED),
+    ]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[items.FunctionTool], Field(fail_fast=True)] | None = None
@@ -88,10 +113,6 @@ class ResponsesRequest(items.ItemsRequest):
             raise invalid(f"include: {reason}", "include")
         if self.prompt is not None:
             raise invalid("prompt: prompts are not stored here; send instructions and input")
-        try:  # A number such as 1e999 is read as infinite, which JSON cannot repeat.
-            compact(self.model_dump(include=set(_REPEATED)))
-        except ValueError as error:
-            raise invalid("the request has a number that is too large") from error
         return self
 
     def chat(self) -> ChatRequest:
@@ -121,10 +142,11 @@ class ResponsesRequest(items.ItemsRequest):
         for item in self.input:
             last: dict[str, Any] = messages[-1] if messages else {"role": None}
             content = text_parts(item.output or item.content or item.summary or "")
-            if item.type == "function_call_output":
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+            if item.type.endswith("_call_output"):
+                answered = {"tool_call_id": item.call_id or item.id}
+                messages.append({"role": "tool", **answered, "content": content})
             elif item.type == "message" and item.role != "assistant":
-                # Templates know no developer. Many take a system message at the beginning only.
+                # Templates know no developer. Many take one system message.
                 role = "user" if item.role == "user" else "system"
                 if role == last["role"] == "system":
                     last["content"] += content
@@ -135,8 +157,8 @@ class ResponsesRequest(items.ItemsRequest):
                 if last["role"] != "assistant" or is_new:
                     last = {"role": "assistant"}
                     messages.append(last)
-                if item.type == "function_call":
-                    items.add_call(last, item.call_id, item.name, item.arguments or "")
+                if item.type.endswith("_call"):
+                    items.add_call(last, *item.call)
                 elif item.type == "message":
                     last["content"] = content
                 else:
@@ -157,6 +179,8 @@ class ResponseWriter(items.ItemWriter):
         self._head: dict[str, Any] = {"id": f"resp_{answer_id}", "object": "response"}
         self._head |= {"created_at": int(time.time()), "model": model_name, **_REPEATED}
         self._head |= body.model_dump(include=set(_REPEATED), exclude_none=True)
+        tools = [tool for tool in body.tools or () if tool.namespace]
+        self._names = {items.full_name(tool.namespace, tool.name): tool for tool in tools}
 
     def failure(self, error: ApiError) -> bytes:
         """Return the event of a failed response."""
@@ -226,7 +250,7 @@ class ResponseWriter(items.ItemWriter):
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             },
         }
@@ -236,7 +260,9 @@ class ResponseWriter(items.ItemWriter):
         text = "" if status == "in_progress" else item.text
         found = {"id": self._id(item), "type": _KINDS[item.kind][0], "status": status}
         if item.kind == "call":
-            return found | {"call_id": item.call_id, "name": item.name, "arguments": text}
+            tool = self._names.get(item.name)
+            name = {"namespace": tool.namespace, "name": tool.name} if tool else {"name": item.name}
+            return found | {"call_id": item.call_id, **name, "arguments": text}
         content = [] if status == "in_progress" else [_part(item, text)]
         if item.kind == "reasoning":
             return found | {"summary": [], "content": content}

@@ -8,6 +8,7 @@ unknown ones in its log. pydantic checks types and sizes, `SamplingParams` the r
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 from collections.abc import Mapping
@@ -22,8 +23,8 @@ from ..params import SamplingParams, StructuredOutputs
 from .errors import ApiError, invalid
 from .formats import Formatted, Lenient
 from .guard import REQUEST_ID
-from .prompts import Prompt, TextPrompt
-from .tools import TOOLS_MAX, Tool, ToolCall, ToolChoice, check_tools
+from .prompts import SYSTEMS, Prompt, TextPrompt
+from .tools import TOOLS_MAX, Tool, ToolCall, ToolChoice, check_tools, served_tools
 
 #: Parameters of OpenAI and vLLM that do not affect an answer, or not one of this server.
 _IGNORED = frozenset(
@@ -41,6 +42,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((False,), "there is no beam search; use n"),
     "previous_response_id": ((), "responses are not stored; send the whole conversation as input"),
     "conversation": ((), "conversations are not stored; send the whole one as input"),
+    "thread": ((), "messages are not stored; send the whole conversation, without thread"),
     "background": ((False,), "an answer is sent to the request that asks for it"),
     "top_logprobs": ((0,), "log-probabilities are reported by /v1/chat/completions"),
     "modalities": ((["text"],), "only text is generated"),
@@ -64,6 +66,9 @@ _COMPLETION_TOKENS = 16
 SAMPLES_MAX = 128
 #: Alternatives per token.
 LOGPROBS_MAX = 20
+#: A line that a coding agent puts into its system message, and changes with each request: nothing
+#: after it would be found in the cache. As in vLLM, the model does not see it.
+_BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 _NAME_END = re.compile(r"\W")
 #: Larger integers are no floats.
 _EXACT_MAX = 2**53
@@ -100,9 +105,15 @@ class _Strict(BaseModel):
             elif name in _REFUSED:
                 harmless, reason = _REFUSED[name]
                 if value is not None and value not in harmless:
-                    raise invalid(f"{name} is not supported here: {reason}", name)
+                    # At this code Anthropic's clients send the whole conversation.
+                    code = "thread_unsupported_request" if name == "thread" else None
+                    raise invalid(f"{name} is not supported here: {reason}", name, code)
             elif name not in _IGNORED:
                 declared[name] = None
+        tools = declared.get("tools")
+        if isinstance(tools, list):
+            declared["tools"], skipped = served_tools(tools)
+            declared |= {f"tools: {kind}": None for kind in skipped}
         return declared
 
 
@@ -235,10 +246,15 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(Lenient):
-    """A text of a message's content, or a refusal; other fields, as cache hints, are ignored."""
+    """A text of a message's content, a refusal or a thought; other fields are ignored."""
 
-    type: Literal["text", "refusal"]
-    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
+    type: Literal["text", "refusal", "input_text", "output_text", "thinking"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal", "thinking"))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_text(cls, data: Any) -> Any:
+        return {"type": "text", "text": data} if isinstance(data, str) else data
 
 
 class Message(BaseModel):
@@ -250,8 +266,10 @@ class Message(BaseModel):
     content: str | Annotated[list[TextPart], _list()] | None = None
     tool_calls: Annotated[list[ToolCall], _list()] | None = None
 
-    def rendered(self, *, arguments_as_text: bool) -> dict[str, Any]:
-        """Return the message for a template.
+    def rendered(
+        self, *, arguments_as_text: bool = False, knows_developer: bool = False
+    ) -> dict[str, Any]:
+        """Return the message for a template, a developer as the system if it does not know one.
 
         Missing content is empty, since many templates join it with other text. Reasoning has both
         names that templates know.
@@ -259,20 +277,27 @@ class Message(BaseModel):
         whole = self.model_dump(exclude_none=True)
         whole.pop("tool_calls", None)
         whole["content"] = self.text or ""
+        if self.role in SYSTEMS:
+            whole["role"] = self.role if knows_developer else "system"
+            whole["content"] = _BILLING.sub("", whole["content"])
         if self.tool_calls:
             whole["tool_calls"] = [
                 each.rendered(as_text=arguments_as_text) for each in self.tool_calls
             ]
-        reasoning = whole.get("reasoning_content", whole.get("reasoning"))
+        reasoning = whole.get("reasoning_content", whole.get("reasoning", self._joined(True)))
         if reasoning is None:
             return whole
         return {"thinking": reasoning} | whole | {"reasoning_content": reasoning}
 
     @property
     def text(self) -> str | None:
-        """The content, with its parts joined."""
-        parts = self.content
-        return "\n".join(part.text for part in parts) if isinstance(parts, list) else parts
+        """The content, with its parts joined, without thoughts."""
+        return self.content if isinstance(self.content, str) else self._joined(False)
+
+    def _joined(self, thoughts: bool) -> str | None:
+        parts = self.content if isinstance(self.content, list) else ()
+        found = [part.text for part in parts if (part.type == "thinking") is thoughts]
+        return "\n".join(found) or None
 
 
 class ChatBody(_Strict):
@@ -330,9 +355,9 @@ class ChatBody(_Strict):
             return None
         return [each.model_dump(exclude_unset=True) for each in self.tools]
 
-    def conversation(self, *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
+    def conversation(self, **form: bool) -> list[dict[str, Any]]:
         """Return the messages for the template; see `Message.rendered`."""
-        return [each.rendered(arguments_as_text=arguments_as_text) for each in self.messages or ()]
+        return [each.rendered(**form) for each in self.messages or ()]
 
 
 class ChatRequest(GenerationRequest, ChatBody):
@@ -399,6 +424,8 @@ T = TypeVar("T", bound=BaseModel)
 _PIECE_BYTES = 64 * 1024
 _NO_OBJECT = "the request needs a JSON object as its body, with Content-Type: application/json"
 _JSON = re.compile(r"application/(?:[\w.+-]+\+)?json *(?:;.*)?", re.IGNORECASE)
+#: What an infinite number has, as `1e999`, which no answer can repeat.
+_HUGE = re.compile(rb"\d[eE]\+?\d{3}|\d{309}")
 #: Values that a list, an object or a key counts as, by its parsing time.
 _NESTED_WEIGHT = 8
 _SIZES = ("too_short", "too_long", "string_too_long")
@@ -423,6 +450,11 @@ async def parse(body: bytearray, content_type: str, form: type[T], max_values: i
         data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise invalid(f"the request's body is no valid JSON: {error}") from error
+    if _HUGE.search(body):
+        try:
+            json.dumps(data, allow_nan=False)
+        except ValueError as error:
+            raise invalid("the request has a number that is too large") from error
     if not isinstance(data, dict):
         raise invalid(_NO_OBJECT)
     await asyncio.sleep(0)

@@ -31,7 +31,7 @@ from ..params import SamplingParams
 from ..request import CompletionOutput, RequestOutput
 from .choices import ChatForm, ChoicesWriter, CompletionForm, Form, Tokens
 from .echo import PromptOptions
-from .errors import ApiError, api_error, invalid
+from .errors import ApiError, api_error, full_context, invalid
 from .guard import Gate, receive_body, tenant_of
 from .items import ItemWriter
 from .messages import CountTokensRequest, MessagesRequest, MessageWriter
@@ -289,6 +289,11 @@ class Service:
 
         Raises `ApiError`, or `ClientDisconnect`.
         """
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            reason = "is not supported: send the body as it is"
+            code = "request_body_encoding_unsupported"
+            raise invalid(f"Content-Encoding {shown(encoding)} {reason}", code=code)
         received = await receive_body(request, self.limits)
         content_type = request.headers.get("content-type", "")
         is_small = len(received) <= _SMALL_BYTES
@@ -312,15 +317,8 @@ class Service:
         """Raise `ApiError` for a prompt that leaves no room for an answer."""
         if not num_tokens:
             raise invalid("the prompt is empty: it has no tokens", "prompt")
-        longest = self._max_model_tokens
-        num_wanted = params.max_tokens or 1
-        if num_tokens + num_wanted > longest:
-            raise invalid(
-                f"this model's context is {longest} tokens; the prompt has {num_tokens}, and "
-                f"{num_wanted} were asked for: shorten the prompt or lower max_tokens",
-                "prompt" if num_tokens >= longest else "max_tokens",
-                "context_length_exceeded",
-            )
+        if num_tokens + (params.max_tokens or 1) > self._max_model_tokens:
+            raise full_context(num_tokens, self._max_model_tokens, params.max_tokens or 1)
 
     def tokens_kept(self, truncate_tokens: int | None, params: SamplingParams) -> int | None:
         """Return the number of tokens to cut a prompt to; None if it stays whole."""
@@ -493,8 +491,10 @@ class Answer:
         async with service.gate.entered():
             # Behind the gate: a waiting or abandoned request costs no work.
             try:
-                if self.params.structured_outputs is not None:
-                    await service.prompts.check_grammar(self.params.structured_outputs)
+                params, form = self.params, self.params.structured_outputs
+                if form is not None:
+                    form = await service.prompts.grammar(form)
+                    params = replace(params, structured_outputs=form)
                 prompts = []
                 kept = service.tokens_kept(self.body.truncate_prompt_tokens, self.params)
                 for prompt in self.body.prompts:
@@ -503,7 +503,7 @@ class Answer:
                 num_samples, num_tokens = len(prompts) * self.params.n, sum(map(len, prompts))
                 num_tokens *= self.params.n if self._echoes else 1
                 service.check_logprobs(num_samples, self.params, num_tokens)
-                params = await service.prompts.tokenised(self.params)
+                params = await service.prompts.tokenised(params)
                 streams = [
                     service.engine.stream(
                         prompt,

@@ -17,7 +17,7 @@ TOOLS_MAX = 1024
 TOOLS_CHARS_MAX = 1 << 20
 #: Keywords of schemas with names of the caller's, and with values that are no schemas.
 _SCHEMAS_BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
-_VALUES = {"enum", "const", "default", "examples"}
+VALUES = {"enum", "const", "default", "examples"}
 
 
 class Function(Lenient):
@@ -32,7 +32,7 @@ class Function(Lenient):
 class Tool(Lenient):
     """A tool; only functions are known."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Function
 
 
@@ -45,7 +45,7 @@ class NamedFunction(Lenient):
 class NamedChoice(Lenient):
     """Forces a call of one function."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: NamedFunction
 
 
@@ -81,6 +81,29 @@ class ToolCall(Lenient):
             arguments = read if isinstance(read, dict) else arguments
         whole = self.model_dump(exclude_none=True)
         return {**whole, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+def served_tools(tools: Sequence[Any]) -> tuple[list[Any], set[str]]:
+    """Return the functions among a body's tools, and the types of others: as in vLLM, unused.
+
+    A namespace's functions take its place. What is malformed stays, to be refused.
+    """
+    found: list[Any] = []
+    skipped: set[str] = set()
+    for each in tools:
+        kind, is_anthropics = None, False
+        if isinstance(each, dict):
+            kind, is_anthropics = each.get("type"), "input_schema" in each
+        if kind == "namespace" and isinstance(each.get("tools"), list):
+            inner, skipped_inner = served_tools(each["tools"])
+            of = {"namespace": each.get("name")}
+            found += [{**one, **of} if isinstance(one, dict) else one for one in inner]
+            skipped |= skipped_inner
+        elif kind == "function" or is_anthropics or not isinstance(kind, str):
+            found.append(each)
+        else:
+            skipped.add(kind)
+    return found, skipped
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
@@ -150,7 +173,7 @@ def _moved(schema: Any, root: str) -> Any:
         if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
             moved[key] = {name: _moved(each, root) for name, each in value.items()}
         else:
-            moved[key] = value if key in _VALUES else _moved(value, root)
+            moved[key] = value if key in VALUES else _moved(value, root)
     target = schema.get("$ref")
     if isinstance(target, str) and (target == "#" or target.startswith("#/")):
         moved["$ref"] = root + target[1:]
