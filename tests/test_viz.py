@@ -132,22 +132,6 @@ def test_swapped_row_lies_in_host_memory(cache: KVCache) -> None:
     assert {each.location for each in row.extents} == {MemoryLocation.DEVICE}
 
 
-def test_spilled_extents_are_mapped_from_host_memory(cache: KVCache) -> None:
-    """They keep their access, and the row stays live."""
-    sequence = cache.open()
-    for _ in range(12 * PAGE_TOKENS):
-        sequence.append(1)
-    moved_bytes = sequence.spill(3 * PAGE_BYTES)
-    (row,) = only_rows(cache).values()
-    spilled = [each for each in row.extents if each.location is MemoryLocation.HOST]
-    assert PAGE_BYTES * sum(each.num_pages for each in spilled) == moved_bytes >= 3 * PAGE_BYTES
-    assert (row.state, spilled[0].first_page, row.end_page) == ("live", 0, 12)
-    assert {each.access for each in row.extents} == {Access.READ_WRITE}
-    assert page_map(cache).resident_bytes == 12 * PAGE_BYTES - moved_bytes
-    num_moved = moved_bytes // PAGE_BYTES
-    assert f"tokens  {'~' * num_moved}{'#' * (12 - num_moved)}\n" in str(page_map(cache))
-
-
 def test_map_is_a_snapshot(cache: KVCache) -> None:
     """It does not change with the cache, and is usable after `close`."""
     sequence = cache.open()

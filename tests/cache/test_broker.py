@@ -72,16 +72,6 @@ def test_a_swapped_sequence_comes_back(cache: KVCache) -> None:
     assert_holds(sequence, range(40))
 
 
-def test_spilled_memory_comes_back(cache: KVCache) -> None:
-    """Likewise."""
-    sequence = cache.open()
-    append(sequence, range(40))
-    sequence.spill(64 * PAGE)
-    until(lambda: cache.pool.budget_bytes < 4 * PAGE)
-    assert sequence.unspill()
-    assert_holds(sequence, range(40))
-
-
 def test_a_saved_sequence_is_loaded(cache: KVCache, tmp_path: Path) -> None:
     """The broker has taken the memory of the ended sequence back."""
     sequence = cache.open()

@@ -182,31 +182,7 @@ def test_moving_sequence_is_not_evicted_while_a_prompt_reads_it(make_cache: Make
     assert_holds(first, said)
 
 
-# ---- victims that share or have spilled ---------------------------------------------------
-
-
-@pytest.mark.parametrize("what", ["budget", "fork"])
-def test_spilled_memory_of_a_moving_sequence_is_no_device_memory(
-    make_cache: MakeCache, what: str
-) -> None:
-    """Evicting spilled extents frees no device memory, so parked rows are evicted as well."""
-    copies = CostModel(copy_us_per_mib=0, lasting_us_per_mib=0)
-    cache = make_cache(
-        budget_bytes=64 * PAGE, host_budget_bytes=256 * PAGE, cost_model=copies, max_sequences=8
-    )
-    moving, live = cache.open(), cache.open()
-    for at in range(16):
-        append(moving, range(4 * at, 4 * at + 4))
-    moving.spill(8 * PAGE)
-    append(live, range(64))
-    _say(cache, range(1000, 1064)).close()
-    moving.swap_out(wait=False)
-    if what == "budget":
-        cache.pool.set_budget(28 * PAGE)
-    else:
-        cache.pool.set_budget(40 * PAGE)  # All in use; victims hold 24 pages of it.
-        assert_holds(live.fork(), range(64))
-    assert_holds(live, range(64))
+# ---- victims that share -------------------------------------------------------------------
 
 
 def test_emptied_victim_is_not_evicted_again(host: HostBackend) -> None:
@@ -238,22 +214,6 @@ def test_extent_shared_by_two_victims_is_freed_in_one_call(host: HostBackend) ->
     pool.set_budget(PAGE)
     assert 0 == pool.stats().resident_bytes
     cache.close()
-
-
-@pytest.mark.usefixtures("no_underread")
-def test_moving_sequence_gives_up_extents_that_a_parked_row_shares(make_cache: MakeCache) -> None:
-    """The other extents of the moving sequence are in host memory already."""
-    cache = make_cache(host_budget_bytes=64 * PAGE, windows=(8,), cost_model=ALIASES)
-    moving = _say(cache, range(100))
-    moving.fork().close()  # Shares all of it, but for 16 pages before the window.
-    assert 16 * PAGE == moving.spill(16 * PAGE)
-    moving.swap_out(wait=False)
-    cache.trim(0)
-    assert (25 + 9) * PAGE == cache.pool.stats().resident_bytes
-    cache.pool.set_budget(25 * PAGE)
-    cache.pool.set_budget(64 * PAGE)
-    moving.swap_in()
-    assert_holds(moving, range(100))
 
 
 def _uneven(pool: ExtentPool) -> KVCache:

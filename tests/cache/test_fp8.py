@@ -142,11 +142,6 @@ def _swapped(sequence: Sequence, folder: Path) -> Sequence:
     return sequence
 
 
-def _spilled(sequence: Sequence, folder: Path) -> Sequence:
-    assert sequence.spill(16 * KiB)
-    return sequence
-
-
 def _saved(sequence: Sequence, folder: Path) -> Sequence:
     sequence.save(folder / "kv")
     sequence.close()
@@ -165,11 +160,11 @@ def _found(sequence: Sequence, folder: Path) -> Sequence:
     return found
 
 
-@pytest.mark.parametrize("happens", [_swapped, _spilled, _saved, _forked, _found])
+@pytest.mark.parametrize("happens", [_swapped, _saved, _forked, _found])
 def test_bytes_survive_every_move(
     make: MakeCache, tmp_path: Path, happens: Callable[[Sequence, Path], Sequence]
 ) -> None:
-    """Swap, spill, save and load, fork and a prefix hit keep every byte."""
+    """Swap, save and load, fork and a prefix hit keep every byte."""
     sequence = _filled(make(scales=SCALES))
     expected = _bits(sequence)
     assert expected == _bits(happens(sequence, tmp_path))

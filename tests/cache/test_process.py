@@ -433,10 +433,6 @@ def test_impossible_exports_are_refused(make_shareable: MakeCache, path: str) ->
         sequence.export(path, -1)
     with pytest.raises(ConfigError, match="only whole extents"):
         sequence.export(path, 3)
-    sequence.spill(8 * KiB)
-    with pytest.raises(ConfigError, match="spilled"):
-        sequence.export(path)
-    sequence.unspill()
     sequence.swap_out()
     with pytest.raises(ConfigError, match="swapped out"):
         sequence.export(path)

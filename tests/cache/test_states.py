@@ -135,15 +135,6 @@ def test_states_are_swapped_with_their_rows(cache: KVCache) -> None:
     assert_holds(sequence, range(10))
 
 
-def test_spilling_moves_keys_and_no_states(cache: KVCache) -> None:
-    """Kernels write states in every step."""
-    sequence = _begun(cache, 10, 3.0)
-    assert 2 * PAGE == sequence.spill(64 * PAGE)
-    assert 2 * PAGE == cache.pool.stats(MemoryLocation.HOST).resident_bytes
-    _assert_state(sequence, 3.0)
-    assert 2 * PAGE == sequence.unspill()
-
-
 def test_what_moves_tokens_alone_is_refused(cache: KVCache, tmp_path: Path) -> None:
     """Other processes and beams, in words."""
     sequence = _begun(cache, 10, 3.0)

@@ -1,4 +1,4 @@
-"""Host memory: sequences that are swapped out and in at their addresses, and spilled extents."""
+"""Host memory: sequences that are swapped out and in at their addresses."""
 
 from __future__ import annotations
 
@@ -195,8 +195,6 @@ def test_nothing_is_unmapped_while_the_device_may_read_it(
         lambda sequence: sequence.keys(0),
         lambda sequence: sequence.values(0),
         lambda sequence: sequence.record([1]),
-        lambda sequence: sequence.spill(1),
-        lambda sequence: sequence.unspill(),
         lambda sequence: sequence.swap_out(),
     ],
 )
@@ -222,15 +220,12 @@ def test_no_host_memory_left(make_cache: MakeCache) -> None:
     with pytest.raises(OutOfPagesError, match="host_budget_bytes"):
         sequence.swap_out()
     assert_holds(sequence, range(9))
-    with pytest.raises(OutOfPagesError, match="host_budget_bytes"):
-        sequence.spill(2 * PAGE)
-    assert_holds(sequence, range(9))
 
 
-def test_closed_sequence_cannot_be_swapped_or_spilled(cache: KVCache) -> None:
+def test_closed_sequence_cannot_be_swapped(cache: KVCache) -> None:
     sequence = cache.open()
     sequence.close()
-    for use in (sequence.swap_out, sequence.swap_in, lambda: sequence.spill(1)):
+    for use in (sequence.swap_out, sequence.swap_in):
         with pytest.raises(ClosedError):
             use()
 
@@ -256,56 +251,6 @@ def test_closing_the_cache_frees_host_memory_and_streams(host: HostBackend, cach
         sequence.swap_out(wait=wait)
     cache.close()
     assert (0, 0) == (host.usage().host_bytes, host.usage().num_streams)
-
-
-# ---- spilling -----------------------------------------------------------------------------
-
-
-def test_spilled_extents_are_read_in_place(cache: KVCache) -> None:
-    """The oldest extents are in host memory at the same addresses; the sequence stays usable."""
-    sequence = cache.open()
-    append(sequence, range(200))
-    view, before = sequence.keys(0), cache.pool.stats().resident_bytes
-    moved_bytes = sequence.spill(16 * PAGE)
-    assert moved_bytes >= 16 * PAGE
-    cache.pool.reclaimer.wait()
-    assert cache.pool.stats().resident_bytes == before - moved_bytes
-    assert _host_bytes(cache) == moved_bytes
-    assert view.data_ptr() == sequence.keys(0).data_ptr()
-    append(sequence, range(200, 210))
-    assert_holds(sequence, range(210))
-    assert moved_bytes == sequence.unspill()
-    assert_holds(sequence, range(210))
-    cache.pool.reclaimer.wait()
-    assert 0 == _host_bytes(cache)
-
-
-def test_spill_leaves_written_and_shared_extents(cache: KVCache) -> None:
-    sequence = cache.open()
-    append(sequence, range(3))
-    assert 0 == sequence.spill(10 * PAGE)
-    append(sequence, range(3, 64))
-    fork = sequence.fork(64)
-    shared = [each.extent for each in _mappings(sequence) if each.extent.is_shared]
-    assert shared
-    sequence.spill(10 * PAGE)
-    assert shared == [each.extent for each in _mappings(sequence) if each.extent.is_shared]
-    assert_holds(fork, range(64))
-
-
-def test_spilled_memory_is_freed_with_its_last_live_sequence(cache: KVCache) -> None:
-    """Parked rows keep no spilled extents, even if a fork shared them."""
-    sequence = cache.open()
-    append(sequence, range(100))
-    sequence.record(range(100))
-    sequence.spill(10 * PAGE)
-    fork = sequence.fork()
-    sequence.close()
-    assert_holds(fork, range(100))
-    fork.close()
-    cache.pool.reclaimer.wait()
-    assert 0 == _host_bytes(cache)
-    cache.check()
 
 
 # ---- on a GPU -----------------------------------------------------------------------------
@@ -353,21 +298,3 @@ def test_a_captured_graph_is_valid_after_swapping() -> None:
             out.zero_()
             graph.replay()
             assert torch.equal(expected, out)
-
-
-@pytest.mark.gpu
-def test_kernels_read_spilled_extents() -> None:
-    """Host and device extents lie side by side in one tensor."""
-    with _gpu_cache() as cache:
-        sequence = cache.open()
-        sequence.append(8000)
-        keys = sequence.keys(2)
-        keys.copy_(torch.randn(keys.shape, device="cuda", dtype=keys.dtype))
-        expected = keys.clone()
-        assert sequence.spill(64 * MiB) >= 64 * MiB
-        assert torch.equal(expected, sequence.keys(2))
-        sequence.keys(2)[:100] = 1.0
-        assert torch.equal(torch.ones_like(keys[:100]), keys[:100])
-        sequence.unspill()
-        assert torch.equal(expected[100:], sequence.keys(2)[100:])
-        cache.check()

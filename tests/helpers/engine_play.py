@@ -357,19 +357,6 @@ class EnginePlay(PoolPlay):
                 except CapacityError:
                     pass
 
-    def guest_spill(self, pick: int, num_pages: int) -> None:
-        """Spill the oldest pages of a guest, or unspill all of them (0)."""
-        guest = self._guest(pick)
-        if guest is not None and guest.sequence.is_resident:
-            with self._doing(f"guest_spill({pick}, {num_pages})"):
-                try:
-                    if num_pages:
-                        guest.sequence.spill(num_pages * PAGE)
-                    else:
-                        guest.sequence.unspill()
-                except CapacityError:
-                    pass
-
     def guest_close(self, pick: int) -> None:
         """Close a guest."""
         guest = self._guest(pick)

@@ -99,7 +99,6 @@ def _guest_once(draw: random.Random, play: EnginePlay) -> None:
             lambda: play.guest_fork(pick, draw.randint(0, 60)),
             lambda: play.guest_swap(pick, draw.random() < 0.5),
             lambda: play.guest_swap(pick, draw.random() < 0.5),
-            lambda: play.guest_spill(pick, draw.randint(0, 5)),
             lambda: play.guest_checkpoint(pick),
             lambda: play.guest_checkpoint(pick),
             lambda: play.guest_close(pick),

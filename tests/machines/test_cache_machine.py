@@ -2,7 +2,7 @@
 
 Every token written carries a stamp that is unique to that write, in keys and values of every layer.
 After any history of opening, growing, shrinking, closing, adopting, forking, reordering, prefix
-hits, swapping, spilling, saving, exporting, trimming, held fences and failing driver calls, each
+hits, swapping, saving, exporting, trimming, held fences and failing driver calls, each
 live sequence must read exactly its own stamps. That one comparison finds aliasing, memory reused
 too early, pages off by one, and rows adopted while in use. Some caches also hold states, which
 carry the stamp of their last token, with checkpoints.
@@ -418,31 +418,6 @@ class CacheMachine(RuleBasedStateMachine):
             assert self._end_fault()
         else:
             assert cancels == sequence.is_resident
-        self._end_fault()
-
-    @has_sequences
-    @rule(pick=picks, num_pages=st.integers(0, 12), fail_at=st.sampled_from([0, 0, 1, 2, 4, 6, 8]))
-    def spill(self, pick: int, num_pages: int, fail_at: int) -> None:
-        self._relocate(pick, lambda sequence: sequence.spill(num_pages * PAGE), fail_at)
-
-    @has_sequences
-    @rule(pick=picks, fail_at=st.sampled_from([0, 0, 1, 2, 4, 6, 8]))
-    def unspill(self, pick: int, fail_at: int) -> None:
-        self._relocate(pick, lambda sequence: sequence.unspill(), fail_at)
-
-    def _relocate(self, pick: int, move: Callable[[Sequence], int], fail_at: int) -> None:
-        sequence = self.by_id[self._picked(pick)]
-        was_resident = sequence.is_resident
-        self.unmaps_at_hold = None  # An exchange waits for the device.
-        self._fault(fail_at)
-        try:
-            move(sequence)
-        except ConfigError:
-            assert not was_resident
-        except OutOfPagesError:
-            pass
-        except DriverError:
-            assert self._end_fault()
         self._end_fault()
 
     # ---- disk, and other processes ----------------------------------------------------

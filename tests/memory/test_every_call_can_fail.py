@@ -142,15 +142,6 @@ def _close_a_sequence(state: FaultyCache) -> Prepared:
 
 
 @operation("record_fence", **_WITH_HOST)
-def _close_a_spilled_sequence(state: FaultyCache) -> Prepared:
-    """What it shares lies before what is spilled, and in a window that has moved."""
-    sequence = state.fork(state.begin(96, step=4))
-    state.cache.grow([(sequence, 120)])
-    assert sequence.spill(4 * PAGE)
-    return sequence.close
-
-
-@operation("record_fence", **_WITH_HOST)
 def _close_a_swapped_sequence(state: FaultyCache) -> Prepared:
     """The extents that it shares have stayed mapped."""
     sequence = state.fork(state.begin(96, step=4))
@@ -453,19 +444,6 @@ def _move_prefixes_and_bring_them_back(state: FaultyCache) -> Prepared:
     return Scenario(there_and_back, observe, cache.check, close)
 
 
-@operation("mem_create", "join_streams", "copy", "address_reserve", *_EXCHANGES, **_WITH_HOST)
-def _spill(state: FaultyCache) -> Prepared:
-    sequence = state.begin(150)
-    return lambda: sequence.spill(20 * PAGE)
-
-
-@operation("copy", *_EXCHANGES, **_WITH_HOST)
-def _unspill(state: FaultyCache) -> Prepared:
-    sequence = state.begin(150)
-    sequence.spill(20 * PAGE)
-    return sequence.unspill
-
-
 @pytest.mark.parametrize("is_out_of_memory", [False, True], ids=["broken", "full"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_call_can_fail(
@@ -481,7 +459,7 @@ def test_every_call_can_fail(
 
 
 @pytest.mark.parametrize(
-    "operation", ["copy on write", "reorder by aliases", "reorder into shared tails", "spill"]
+    "operation", ["copy on write", "reorder by aliases", "reorder into shared tails"]
 )
 def test_every_wait_can_be_interrupted(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C during a wait for the device changes nothing, and the operation can be repeated."""

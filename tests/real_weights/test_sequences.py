@@ -1,4 +1,4 @@
-"""Swaps, spills, saves and forks in the middle of an answer do not change the answer."""
+"""Swaps, saves and forks in the middle of an answer do not change the answer."""
 
 from __future__ import annotations
 
@@ -38,11 +38,6 @@ def _swapped(sequence: Sequence, folder: Path) -> Sequence:
     return sequence
 
 
-def _spilled(sequence: Sequence, folder: Path) -> Sequence:
-    assert sequence.spill(256 * KiB)
-    return sequence
-
-
 def _saved_and_loaded(sequence: Sequence, folder: Path) -> Sequence:
     sequence.save(folder / "kv")
     sequence.close()
@@ -61,7 +56,7 @@ def _forked(sequence: Sequence, folder: Path) -> Sequence:
 
 @pytest.mark.parametrize(
     "happens",
-    [_swapped, _spilled, _saved_and_loaded, _saved_while_swapped_out, _forked],
+    [_swapped, _saved_and_loaded, _saved_while_swapped_out, _forked],
     ids=lambda happens: happens.__name__[1:],
 )
 def test_answer_goes_on(

@@ -34,7 +34,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ClosedError, ConfigError, VMKVError
-from ..backend import Access, MemoryLocation
+from ..backend import Access
 from ..interrupts import interruptible, uninterrupted
 from ..memory import Change, Extent, ExtentPool, RowChange, asking_broker, placed, protect
 from ..memory.unix_sockets import Listener, peer_of
@@ -198,8 +198,6 @@ def _whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[_Offer, 
                     f"row {row} begins with extents that were imported; export them from the "
                     "process that they came from"
                 )
-            if mapping.extent.location is not MemoryLocation.DEVICE:
-                raise ConfigError(f"some of row {row} is spilled to host memory; unspill() first")
         extents += [mapping.extent for mapping in mappings]
         sizes_bytes = [mapping.extent.num_bytes for mapping in mappings]
         first_token = group.first_kept_token(row, covered)

@@ -139,7 +139,6 @@ def own_bytes(groups: List_[LayerGroup], row: int) -> int | None:
     """Bytes of a parked row, pinned extents included, if nothing in it is shared; else None."""
     if any([group.table.rows[row].shared_end_page for group in groups]):
         return None
-    # No host extents: see `drop_spilled`.
     return sum([group.resident_bytes(row) for group in groups])
 
 

@@ -18,7 +18,7 @@ from .forking import fork
 from .growing import grow
 from .process import PrefixExporter
 from .row_space import RowSpace
-from .swap import Swapped, Transfer, begin_swap_out, drop_spilled, spill, swap_in, unspill
+from .swap import Swapped, Transfer, begin_swap_out, swap_in
 
 
 class Sequence:
@@ -201,26 +201,6 @@ class Sequence:
             asking_broker(self.cache.pool, partial(swap_in, self, self.swapped))
             self.swapped = None
 
-    @uninterrupted
-    def spill(self, num_bytes: int) -> int:
-        """Move at least `num_bytes` of the oldest extents to host memory, readable by kernels.
-
-        The sequence stays usable, but kernels read spilled extents over the bus. Shared extents and
-        those at its end are not moved. Returns the bytes moved; fewer than asked for where no more
-        can be. Raises `OutOfPagesError` without host memory (`host_budget_bytes`).
-
-        Cost: a copy over the bus and a wait for the device.
-        Ordering: after all work submitted so far on the current stream and others.
-        """
-        self.check_open()
-        return spill(self, _checked(num_bytes))
-
-    @uninterrupted
-    def unspill(self) -> int:
-        """Bring spilled extents back; returns the bytes moved. Raises the errors of `spill`."""
-        self.check_open()
-        return asking_broker(self.cache.pool, partial(unspill, self))
-
     # ---- other processes ------------------------------------------------------------------
 
     @uninterrupted
@@ -349,7 +329,6 @@ def close_idle(sequence: Sequence, idle_since: int | None) -> None:
             if sequence.swapped is not None:
                 cache.prefixes.truncate(row, cache.resident_tokens(row))
             now = cache.pool.pressure.tick()  # One fence for all: nothing fails half-way.
-            drop_spilled(cache, row, now)
             cache.park(row, idle_since, now)
             sequence.drop_host_copy()
         sequence.is_closed = True

@@ -1,4 +1,4 @@
-"""Swapping and spilling: memory of sequences moves to the host and back, at the same addresses.
+"""Swapping: memory of sequences moves to the host and back, at the same addresses.
 
     resident --swap_out--> moving --leave--> swapped --swap_in--> resident
                               '----cancel--> resident
@@ -6,7 +6,7 @@
 A sequence leaves when its transfer is finished, or earlier when memory is short: its device memory
 is retired behind a fence that covers the copies. The copies run on a stream of their own: outwards
 after work submitted so far, inwards before the compute stream's next work. Shared extents stay on
-the device, because others hold them anyway. Spilled extents are read by kernels in host memory.
+the device, because others hold them anyway.
 Parked rows with prefixes move together while an engine sleeps, with all that they share.
 
 See DESIGN.md, Note [Swapping keeps addresses].
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as List_
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import ConfigError
@@ -302,80 +301,3 @@ def move_prefixes(space: RowSpace) -> None:
             pool.backend.join_streams(side)
             tables = [each for row in rows for each in chosen[row]]
             space.away = MovedPrefixes(space, rows, HostCopy(pool, tables, side))
-
-
-# ---- spill ---------------------------------------------------------------------------------------
-
-_Chosen = list[tuple[LayerGroup, Mapping]]
-
-
-def spill(sequence: Sequence, num_bytes: int) -> int:
-    """Implement `Sequence.spill`."""
-    space, row = sequence.cache, sequence.row
-    # Extents beyond the last full page are still written to, and stay.
-    found = [
-        (group, mapping)
-        for group, mapping in _mapped(space, row, MemoryLocation.DEVICE)
-        if mapping.end_page <= group.geometry.whole_pages_below(sequence.num_tokens)
-        and not mapping.extent.is_shared
-    ]
-    found.sort(key=lambda each: each[0].token_at(each[1].first_page))
-    chosen_bytes = num_chosen = 0
-    while chosen_bytes < num_bytes and num_chosen < len(found):
-        chosen_bytes += found[num_chosen][1].extent.num_bytes
-        num_chosen += 1
-    return _relocate(space, sequence, found[:num_chosen], MemoryLocation.HOST)
-
-
-def unspill(sequence: Sequence) -> int:
-    """Implement `Sequence.unspill`."""
-    space = sequence.cache
-    spilled = _mapped(space, sequence.row, MemoryLocation.HOST)
-    chosen = [each for each in spilled if not each[1].extent.is_shared]
-    return _relocate(space, sequence, chosen, MemoryLocation.DEVICE)
-
-
-def drop_spilled(space: RowSpace, row: int, since: int) -> None:
-    """Retire a row, unused since a tick, from its first extent in host memory on. Locked."""
-    spilled = _mapped(space, row, MemoryLocation.HOST)
-    if spilled:
-        first_token = min(group.token_at(each.first_page) for group, each in spilled)
-        space.retire_from(row, first_token, since)
-
-
-def _mapped(space: RowSpace, row: int, location: MemoryLocation) -> _Chosen:
-    return [
-        (group, mapping)
-        for group in space.groups
-        for mapping in group.table.rows[row].mappings
-        if mapping.extent.location is location
-    ]
-
-
-def _relocate(
-    space: RowSpace, sequence: Sequence, chosen: _Chosen, location: MemoryLocation
-) -> int:
-    """Move mappings of a row to another memory location, in place; returns the bytes moved."""
-    space.note_stream()
-    if not chosen:
-        return 0
-    stream = space.current_stream()
-    space.pool.backend.join_streams(stream)
-    changes = [
-        RowChange(
-            group.table,
-            sequence.row,
-            mapping.first_page,
-            [mapping.extent.size_class],
-            sequence.tenant,
-            old=[mapping],
-            kept_bytes=mapping.extent.num_bytes,
-        )
-        for group, mapping in chosen
-    ]
-    acquire = partial(space.pool.acquire_or_evict, location=location)
-    reads = [mapping for _, mapping in chosen]
-    moved_bytes = sum(mapping.extent.num_bytes for mapping in reads)
-    with Change(space.pool, changes, reads=reads, acquire=acquire) as made:
-        made.map(stream)
-    return moved_bytes
