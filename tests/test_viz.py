@@ -299,7 +299,7 @@ def test_without_matplotlib_the_message_names_the_extra(
     """The text needs no matplotlib."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "mapped" in str(page_map(cache))
-    with pytest.raises(ConfigError, match=r"\.\[bench\]"):
+    with pytest.raises(ConfigError, match=r"\[bench\]"):
         draw(cache, tmp_path / "map.png")
 
 
