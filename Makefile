@@ -142,7 +142,7 @@ test-pythons:
 			tests/machines/test_pool_machine.py $(addprefix --ignore=,$(NEED_TORCH)); \
 	done
 
-# Which models are served by what, tried anew.
+# Which models are served by what, tried again.
 models: $(VENV)/.ready
 	PYTHONPATH=tests $(BIN)/python -m helpers.survey
 

@@ -12,7 +12,7 @@ MiB at the end: 0.25 to 0.28 of DynamicCache's 16 to 16.5 GiB. Time: prefill com
 and once to reorder (`index_select`): 4 * 16.5 GiB of traffic, 16 ms at 4.3 TB/s, beside 25 to 30 ms
 of an eager step: 45 ms, 5.8 s in all. VMKVCache copies the beams' own tails, at most 512 MiB twice
 (0.5 ms), and spends 2 ms of the host on that: 32 ms, 4.1 s. So 7.4 of 9.1 s: 0.81. The first
-reordering maps 24 rows of 8 extents anew, at 55 us each: 11 ms, once.
+reordering maps 24 rows of 8 extents again, at 55 us each: 11 ms, once.
 
 Method. Random weights in bfloat16, made on the device; seeded prompts; `num_beams=4`, no sampling,
 no end of sequence. Both caches through the same attention implementation, taking turns in one

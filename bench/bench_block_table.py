@@ -70,7 +70,7 @@ def upload_way(lengths: Sequence[int], row_tokens: int, device: torch.device) ->
 
 
 def build_way(lengths: Sequence[int], row_tokens: int, device: torch.device) -> Callable:
-    """A checked batch from Python integers, anew for every step."""
+    """A checked batch from Python integers, again for every step."""
     rows, counted, queries = range(len(lengths)), list(lengths), [1] * len(lengths)
 
     def prepare_step() -> AttentionBatch:

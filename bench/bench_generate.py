@@ -5,7 +5,7 @@ device memory do they take over the weights, how long does a decode step take, a
 prefill?
 
 Prediction. Keys and values are 128 KiB a token: 16 * 8,240 tokens are 16.1 GiB, twice that for 32.
-DynamicCache's `torch.cat` makes every tensor anew at each step, in sizes the allocator cannot
+DynamicCache's `torch.cat` makes every tensor again at each step, in sizes the allocator cannot
 reuse: 3.9 times the KV was measured. VMKVCache maps what the tokens need, 1 % more, and torch adds
 the activations of a chunk (batch 32: 16,384 tokens * 14,336 * 2 B = 0.45 GiB for each of a few
 tensors): at most 1.15 and 1.10 times the KV. A decode step reads 16 GB of weights and the KV, 11.6

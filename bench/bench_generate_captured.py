@@ -28,7 +28,7 @@ prompt, the first steps, ever longer ones) the peak of the one and the end of th
 the host bounds decode fewer tokens.
 
 Rivals. DynamicCache. `cache_implementation="static"`, whose decode transformers compiles by itself
-(mode reduce-overhead, CUDA graphs), with exactly as many places as tokens; compiled anew for each
+(mode reduce-overhead, CUDA graphs), with exactly as many places as tokens; compiled again for each
 batch. VMKVCache without captures.
 
 Not measured. Padding, sampling, beams; attention kernels for prompts; quality (weights are random).

@@ -33,20 +33,30 @@ def add_parser(commands: types.Commands) -> None:
     add("--context", type=types.positive_int, required=True, help="tokens of each, e.g. 8192 or 8k")
     text = "tokens that a cache without paging must leave room for (default: the model's)"
     add("--longest", type=types.positive_int, help=text)
-    add("--device-memory", type=types.positive_gib, metavar="GiB", help="of one GPU")
+    add("--device-memory", type=types.positive_gib, metavar="GiB", help="memory of one GPU")
     text = "(default: counted from the configuration)"
     add("--weights", type=types.gib, metavar="GiB", help=text)
-    text = "for activations, CUDA graphs and the context (default: 4)"
+    text = "memory for activations, CUDA graphs and the context (default: 4)"
     add("--reserve", type=types.gib, metavar="GiB", default=4 * GiB, help=text)
     flags, text = ("--tensor-parallel", "--tensor-parallel-size"), "GPUs that share the model"
     add(*flags, type=types.positive_int, default=1, help=text)
-    add("--share-prefix", type=types.count, metavar="TOKENS", default=0, help="common to all users")
+    add(
+        "--share-prefix",
+        type=types.count,
+        metavar="TOKENS",
+        default=0,
+        help="tokens common to all users",
+    )
     add("--swap", type=types.gib, metavar="GiB", default=0, help="host memory for idle sequences")
-    add("--dtype", choices=types.DTYPES, help="of keys and values (default: the configuration's)")
+    add(
+        "--dtype",
+        choices=types.DTYPES,
+        help="dtype of keys and values (default: the configuration's)",
+    )
     text = "fp8: keys and values in eight bits (default: auto, as --dtype says)"
     add("--kv-dtype", "--kv-cache-dtype", choices=types.KV_DTYPES, default="auto", help=text)
     types.add_source(add)
-    add("--json", action="store_true", help="for programs")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:

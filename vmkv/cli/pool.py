@@ -23,9 +23,11 @@ def add_parser(commands: types.Commands) -> None:
         "keys and values then goes to those that have work. It ends on SIGTERM; members keep what "
         "they have.",
     )
-    text = "of all members together; by default 0.9 of what the device has free when they join"
+    text = (
+        "memory of all members together; by default 0.9 of what the device has free when they join"
+    )
     parser.add_argument("--memory", type=types.positive_gib, metavar="GiB", help=text)
-    text = f"to listen at (default: {default_socket_path()}, or the variable VMKV_POOL)"
+    text = f"socket to listen at (default: {default_socket_path()}, or the variable VMKV_POOL)"
     parser.add_argument("--socket", type=types.name, metavar="PATH", help=text)
     parser.set_defaults(run=run)
 

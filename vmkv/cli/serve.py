@@ -61,15 +61,15 @@ _ENGINE = (
     ("budget_bytes", types.positive_gib, "GiB", _MEMORY_HELP, "--memory"),
     ("memory_fraction", types.share, "SHARE", _SHARE_HELP, "--gpu-memory-utilization"),
     ("pool_socket", types.name, "PATH", _POOL_HELP, "--pool"),
-    ("floor_bytes", types.gib, "GiB", "of shared memory, never taken back", "--floor"),
+    ("floor_bytes", types.gib, "GiB", "memory this model always keeps", "--floor"),
     ("pool_weight", types.number(0.001, 1000, "weights"), "W", _WEIGHT_HELP, "--weight"),
     ("host_budget_bytes", types.gib, "GiB", "host memory for preempted requests", "--swap"),
     ("watermark_bytes", types.gib, "GiB", _WATERMARK_HELP, "--watermark"),
     ("sleep_after_s", types.seconds, "S", _SLEEP_HELP, "--sleep-after"),
-    ("attention_backend", types.name, "NAME", "see vmkv doctor; by default the best that runs"),
+    ("attention_backend", types.name, "NAME", "see vmkv doctor (default: the best that runs)"),
     ("kv_scales", types.name, "FILE", "scales of keys and values in fp8; by default 1"),
-    ("skip_layers", types.layers, "LAYERS", "not stored in fp8, for example 0,1,sliding"),
-    ("seed", types.count, "N", "for requests without one; by default random"),
+    ("skip_layers", types.layers, "LAYERS", "layers kept out of fp8, e.g. 0,1,sliding"),
+    ("seed", types.count, "N", "seed of requests without one (default: random)"),
 )
 #: Fields of `Limits`, likewise.
 _LIMITS = (
@@ -78,8 +78,14 @@ _LIMITS = (
     ("max_concurrent", types.positive_int, "N", "requests in the engine at once"),
     ("max_queued", types.count, "N", "requests that wait for admission; more get a 429"),
     ("max_connections", types.positive_int, "N", "at once, as far as ulimit -n permits"),
-    ("max_priority", types.count, "N", "clients may choose -N to N; by default they may not"),
-    ("send_timeout_s", types.seconds, "S", "for a client that does not read", "--send-timeout"),
+    ("max_priority", types.count, "N", "allow priorities -N to N (default: refuse)"),
+    (
+        "send_timeout_s",
+        types.seconds,
+        "S",
+        "limit for a client that does not read",
+        "--send-timeout",
+    ),
 )
 _OF_ONE_MODEL = (
     *("--tokenizer", "--served-model-name", "--revision", "--kv-scales", "--trace"),
@@ -104,16 +110,18 @@ def add_parser(commands: types.Commands) -> None:
     parser.add_argument("models", metavar="MODEL", type=types.name, nargs="+", help=text)
     add = parser.add_argument_group("model").add_argument
     types.add_source(add)
-    add("--tokenizer", type=types.name, help="a folder or Hub name, where it is not the model's")
-    add("--served-model-name", type=types.name, help="what clients call it; by default MODEL")
-    text = "load each of several models with its first request"
+    add("--tokenizer", type=types.name, help="folder or Hub name, if it is not the model's")
+    add("--served-model-name", type=types.name, help="model name in requests (default: MODEL)")
+    text = "load each model at its first request"
     add("--lazy", action="store_true", help=text)
     add("--device", type=types.device, default="auto", help="auto, cpu, cuda, cuda:1 …")
-    text = "of the weights; by default as they were saved, like auto"
+    text = "weight dtype (default: auto, as saved)"
     add("--dtype", choices=("auto", *types.DTYPES), help=text)
     flags, text = ("--tensor-parallel", "--tensor-parallel-size"), "GPUs that share the model"
     add(*flags, type=types.positive_int, default=1, help=text)
-    add("--chat-template", type=types.name, metavar="FILE", help="in Jinja, not the tokenizer's")
+    add(
+        "--chat-template", type=types.name, metavar="FILE", help="Jinja, instead of the tokenizer's"
+    )
     text = "format of tool calls and reasoning: a JSON file, or qwen3, llama3, mistral …"
     add("--response-template", type=types.name, metavar="FILE|NAME", help=text)
     text = (
@@ -122,27 +130,32 @@ def add_parser(commands: types.Commands) -> None:
     add("--generation-config", type=types.name, metavar="FOLDER", default="auto", help=text)
     add = parser.add_argument_group("engine").add_argument
     _add_all(add, EngineOptions, _ENGINE)
-    flags, text = ("--kv-dtype", "--kv-cache-dtype"), "of keys and values"
+    flags, text = ("--kv-dtype", "--kv-cache-dtype"), "dtype of keys and values"
     add(*flags, choices=types.KV_DTYPES, default="auto", help=text)
     flags, dest = ("--no-prefix-caching", "--no-enable-prefix-caching"), "prefix_caching"
     add(*flags, dest=dest, action="store_false", help="compute common prefixes again")
-    add("--enable-prefix-caching", dest=dest, action="store_true", help="as by default")
+    add(
+        "--enable-prefix-caching",
+        dest=dest,
+        action="store_true",
+        help="the default, as vLLM has it",
+    )
     text = "log-probabilities of the model's logits, or of the distribution that is sampled from"
     add("--logprobs-mode", choices=LOGPROBS_MODES, default=LOGPROBS_MODES[0], help=text)
     add("--deterministic", action="store_true", help="tokens do not depend on other requests")
-    text = "in a sleep, cached prefixes move to host memory as well, as many as --swap holds"
+    text = "move cached prefixes to host memory during sleep too, as many as --swap holds"
     add("--sleep-keeps-prefixes", action="store_true", help=text)
     text = "serve /sleep, /wake_up and /is_sleeping, as does --sleep-after"
     add("--enable-sleep-mode", action="store_true", help=text)
     add = parser.add_argument_group("replicas").add_argument
-    text = "engines on a GPU each, on the Ray cluster that RAY_ADDRESS names, or on this machine"
+    text = "number of engines, each on a GPU, on the Ray cluster of RAY_ADDRESS or on this machine"
     add("--replicas", type=types.integer(1, 1024), metavar="N", help=text)
     add = parser.add_argument_group("server").add_argument
-    add("--host", type=types.name, default="127.0.0.1", help="0.0.0.0 for every address")
-    add("--port", type=types.port, default=8000, help="0 for any free one")
-    text = "that clients send; may be repeated. Other users of this machine can see it"
+    add("--host", type=types.name, default="127.0.0.1", help="address; 0.0.0.0 for all")
+    add("--port", type=types.port, default=8000, help="port; 0 for any free one")
+    text = "key that clients must send; may be repeated. Other users of this machine can see it"
     add("--api-key", metavar="KEY", type=types.name, action="append", default=[], help=text)
-    add("--api-key-file", metavar="FILE", type=Path, help="one key per line, in UTF-8")
+    add("--api-key-file", metavar="FILE", type=Path, help="file of keys, one per line, in UTF-8")
     text = "one prefix cache for all API keys: cached_tokens then shows what others have sent"
     add("--share-prefixes", action="store_true", help=text)
     add("--protect-all", action="store_true", help="metrics and documentation need a key too")
@@ -150,12 +163,17 @@ def add_parser(commands: types.Commands) -> None:
     _add_all(add, Limits, _LIMITS)
     text = "seconds without a finished step after which a busy engine counts as hung"
     add("--silence-timeout", type=types.seconds, default=60, help=text)
-    add("--drain-timeout", type=types.seconds, default=300, help="seconds to finish, on SIGTERM")
+    add(
+        "--drain-timeout",
+        type=types.seconds,
+        default=300,
+        help="seconds to finish requests on SIGTERM",
+    )
     add("--trace", type=types.name, metavar="FILE", help="write a trace in Chrome's format")
     flags, dest = ("--no-log-requests", "--no-enable-log-requests"), "log_requests"
-    text = "no line on stderr for each request"
+    text = "do not log each request on stderr"
     add(*flags, "--disable-log-requests", dest=dest, action="store_false", help=text)
-    add("--enable-log-requests", dest=dest, action="store_true", help="as by default")
+    add("--enable-log-requests", dest=dest, action="store_true", help="the default, as vLLM has it")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     its = {"max_num_mixed_tokens": _MAX_NUM_MIXED_TOKENS, "prefix_caching": True}
     parser.set_defaults(run=run, model=None, log_requests=True, **its)  # `_part_of` sets the model.

@@ -122,7 +122,11 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("url", metavar="URL", type=name, help="e.g. http://localhost:8000")
     parser.add_argument("--interval", type=seconds, default=1.0, metavar="S", help="(default: 1)")
     parser.add_argument(
-        "--timeout", type=seconds, default=TIMEOUT_S, metavar="S", help="of an answer (default: 5)"
+        "--timeout",
+        type=seconds,
+        default=TIMEOUT_S,
+        metavar="S",
+        help="limit of an answer (default: 5)",
     )
     parser.add_argument("--once", action="store_true", help="print one view and end")
     parser.set_defaults(run=run)

@@ -243,7 +243,7 @@ class CapturedDecoding(AbstractContextManager["CapturedDecoding"]):
     def _steps(
         self, model: Any, cache: VMKVCache, known: _OfCache, token_ids: torch.Tensor
     ) -> CapturedSteps | None:
-        """Return the steps of a cache, made anew if necessary; None if there can be none now."""
+        """Return the steps of a cache, made again if necessary; None if there can be none now."""
         store, steps = cache._store, known.steps
         store.close_gaps()  # First: the checks below compare layouts.
         if not known.is_checked:
@@ -411,7 +411,7 @@ class CapturedSteps:
         """Whether the next step's mask `[B, num_past_tokens + 1]` is left padding, or None.
 
         Waits for the device only where the batch does not continue the last step. Raises what
-        `LeftPadding.check` raises, after which the mask is read anew.
+        `LeftPadding.check` raises, after which the mask is read again.
         """
         goes_on = self._next == (num_past_tokens, num_batches)
         self._next = (num_past_tokens + 1, num_batches)

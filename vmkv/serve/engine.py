@@ -474,7 +474,7 @@ class Engine:
         some 4,096 of its values, has changed; after a change that these may miss, of a few rows of
         an embedding, say, call `weights_changed`. Where addresses, modules, hooks, settings or
         adapters have changed, layers are joined, compiled and captured again. The vocabulary and
-        the end-of-sequence tokens are read anew.
+        the end-of-sequence tokens are read again.
 
         Raises:
             ConfigError: Requests are unfinished (finish or cancel them first), or the engine is
@@ -501,7 +501,7 @@ class Engine:
         """Forget cached prefixes, whose memory is kept; call it once weights have changed.
 
         Not needed where they change within `paused()`, which compares them. Layers that were joined
-        or captured at other addresses are made anew.
+        or captured at other addresses are made again.
 
         Raises:
             ConfigError: Requests are unfinished, or the model can no longer be served.

@@ -74,7 +74,7 @@ def compiled(
 class GrammarTrials:
     """Trials for one vocabulary, by default of bytes. From any thread, one trial at a time.
 
-    The process starts with the first trial, is started anew if it has ended, and ends with this
+    The process starts with the first trial, is restarted if it has ended, and ends with this
     one, however that ends. `verdicts` are the reasons of the last refusals, empty for none, by what
     was asked.
     """

@@ -103,7 +103,7 @@ class Grammars:
         self.renew(vocab_size, end_tokens)
 
     def renew(self, vocab_size: int, end_tokens: Collection[int]) -> None:
-        """Compile anew if the vocabulary or its end tokens have changed; no matcher is in use."""
+        """Compile again if the vocabulary or its end tokens have changed; no matcher is in use."""
         ends = sorted(each for each in end_tokens if 0 <= each < vocab_size)
         tokens = vocab_size, len(self._tokenizer) if is_fast(self._tokenizer) else 0, ends
         with self._lock:

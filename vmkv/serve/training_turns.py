@@ -82,7 +82,7 @@ def renewed_runner(
     if proof.signatures != rows.signatures or _comparable(proof) != _comparable(rows):
         raise ConfigError(
             "the model's layers have other keys and values than when its engine was made: undo the "
-            "change and leave engine.paused() again, or close the engine and make it anew"
+            "change and leave engine.paused() again, or close the engine and make another"
         )
     pool = rows.cache.pool
     budget_bytes = pool.budget_bytes

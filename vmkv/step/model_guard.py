@@ -189,7 +189,7 @@ class ModelGuard:
             return (
                 f"the model's attention implementation is {now!r} now, and steps need "
                 f"{self._attention!r}: call model.set_attn_implementation({self._attention!r}), "
-                "or close the engine or cache that serves the model and make it anew"
+                "or close the engine or cache that serves the model and make another"
             )
         for name, module in self._model.named_modules():
             if module.training and type(module) not in _SAME_IN_BOTH_MODES:
@@ -201,7 +201,7 @@ class ModelGuard:
                 return (
                     f"the model's {name} is {now[0]} on {now[1]} now, and was {before[0]} on "
                     f"{before[1]}: convert the model back, or close the engine or cache that "
-                    "serves it and make it anew"
+                    "serves it and make another"
                 )
         return None
 
@@ -215,7 +215,7 @@ class ModelGuard:
 
 _MOVED = (
     "the model's parameters have moved since its steps were captured or compiled: close the engine "
-    "or cache that serves the model and make it anew"
+    "or cache that serves the model and make another"
 )
 
 

@@ -12,7 +12,7 @@ Layers whose code is known run once over all tokens of a step (`state_rules.py`)
 call. Outside `PackedStates.step` they compute as before. A layer stops where a piece wants a
 checkpoint, copies its state and goes on, so prompts are not cut for checkpoints. Steps overwrite
 states: a step that fails midway has spoilt those of its sequences, which then go back to a
-checkpoint or begin anew.
+checkpoint or start over.
 
 See DESIGN.md, Note [States beside rows].
 """

@@ -199,7 +199,7 @@ class Stepper:
             OutOfPagesError: No memory for the kernel's over-read.
             Exception: Any error of the model. Keys and values of the new tokens may have been
                 written; the same step again writes the same. States are spoilt: sequences of models
-                with states go back to a checkpoint, or begin anew.
+                with states go back to a checkpoint, or start over.
         """
         for cache in self.caches:
             cache.note_stream()
@@ -576,7 +576,7 @@ def _other_calls(called: Sequence[int], proven: Sequence[int]) -> str:
     return (
         f"in a step, layer {layer} of the model attended {now[layer]} times instead of "
         f"{before[layer]}: its attention or its code has been changed; undo that, or close the "
-        "engine or cache that serves the model and make it anew"
+        "engine or cache that serves the model and make another"
     )
 
 

@@ -336,7 +336,7 @@ class LayerGroup:
         self.table.retire_back(row, self.geometry.pages_for(num_tokens), fence)
 
     def begin_row(self, row: int, first_token: int = 0) -> None:
-        """Note that `row` begins anew and will be written from `first_token` on."""
+        """Note that `row` starts over and will be written from `first_token` on."""
         self._first_written[row] = first_token
 
     def first_written(self, row: int) -> int:

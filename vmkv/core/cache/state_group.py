@@ -8,7 +8,7 @@ same pool. All layers lie side by side in it, so only the last page is filled in
 A row is mapped with the sequence's first token and copied in a fork, because every step overwrites
 it. It holds the state after the last token and none before. To go back to an earlier one, or share
 it, takes a checkpoint: a copy in a further row, which belongs to the sequence's row until that is
-cut before it, begins anew or is evicted. A parked row's own state serves as one without a copy.
+cut before it, starts over or is evicted. A parked row's own state serves as one without a copy.
 
 See DESIGN.md, Note [States beside rows].
 """

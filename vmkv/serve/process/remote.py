@@ -188,7 +188,7 @@ class EngineProcess(EngineClient):
             self._opening = None
 
     def _watch(self, transport: asyncio.Transport) -> None:
-        """End a process that has work and is silent for too long, so that it is started anew."""
+        """End a process that has work and is silent for too long, so that it is restarted."""
         if transport.is_closing():
             return
         if self.silent_s > self._silence_max_s:
@@ -248,8 +248,8 @@ class EngineProcess(EngineClient):
         if time.monotonic() - self._started_s > _RESTART_MAX_S:
             self._restart_s = 0.0
         while True:
-            _LOG.error("%s; it is started anew", reason)
-            self._death = f"{reason}; it is started anew"
+            _LOG.error("%s; it is restarted", reason)
+            self._death = f"{reason}; it is restarted"
             await asyncio.sleep(self._restart_s)
             self._restart_s = min(max(_RESTART_S, 2 * self._restart_s), _RESTART_MAX_S)
             try:
