@@ -2,7 +2,7 @@
 
 The folder is `VMKV_CACHE_DIR`, or `vmkv` in `XDG_CACHE_HOME`, or `~/.cache/vmkv`. A file is named
 by the digest of everything that its contents depend on, and begins with the digest of its contents.
-So a damaged file is not used, and is written again. Files are replaced in one step; two servers that
+So a damaged file is not used, and is written again. Files are replaced in one step; servers that
 start together write the same. If the folder cannot be written, each start compiles again.
 
 Contents are trusted like the code of vmkv: the folder is readable and writable by its owner only.
