@@ -29,7 +29,6 @@ from ..hf.proof import prove
 from ..hf.store import CacheOptions, Signature, Store
 from ..options import EngineOptions
 from ..phases import phase
-from ..step.cache_argument import CACHE_NAME
 from ..step.row_attention import AttentionCalls
 from ..units import format_bytes
 from .request import Request
@@ -65,7 +64,7 @@ def open_rows(model: Any, pool: ExtentPool, options: EngineOptions) -> ServedRow
         if model.config.is_encoder_decoder:
             raise ConfigError(
                 "the engine serves decoder-only models; use model.generate with "
-                f"{CACHE_NAME}=VMKVCache.for_encoder_decoder(config)"
+                "VMKVCache.for_encoder_decoder(config)"
             )
         with phase("proving that packed steps compute the same"):
             signatures, calls, _ = prove(model, options.attention_backend)
