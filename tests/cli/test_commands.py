@@ -76,7 +76,7 @@ def test_a_release_newer_than_the_last_one_tested_is_named(
 
 def test_the_last_release_tested_bounds_the_dependency_and_is_the_default_of_make() -> None:
     root = Path(__file__).parents[2]
-    ((major, minor),) = LAST_TESTED.values()
+    major, minor = LAST_TESTED
     assert f'"transformers>=4.57,<{major}.{minor + 1}"' in (root / "pyproject.toml").read_text()
     assert f"TRANSFORMERS ?= transformers=={major}.{minor}." in (root / "Makefile").read_text()
 

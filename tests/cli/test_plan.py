@@ -215,7 +215,7 @@ def test_too_many_users_give_exit_status_1(write) -> None:
         (["{t5}", "--context", "1k"], "has an encoder"),
         pytest.param(
             ["{states}", "--context", "1k"],
-            "no layer of this bamba model keeps keys",
+            "bamba models with this configuration take no key-value cache",
             marks=pytest.mark.skipif(not CACHES_LATENTS, reason="it has a cache of its own"),
         ),
         (["{endless}", "--context", "1k"], "has 1000000 layers; 1 to 10,000 are possible"),

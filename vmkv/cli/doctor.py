@@ -225,9 +225,8 @@ def _packages() -> Iterator[Finding]:
     for name, (purpose, remedy) in _PACKAGES.items():
         version = _version(name)
         details = f"{version or 'not installed'}, for {purpose}"
-        if version:
-            remedy = newer_than_tested(name) or ""
-        yield Finding("package", name, version is not None, details, remedy)
+        newer = newer_than_tested() if version and name == "transformers" else ""
+        yield Finding("package", name, version is not None, details, newer if version else remedy)
     is_built = importlib.util.find_spec("vmkv.core._native._core") is not None
     details = "built" if is_built else f"not built for Python {sys.version_info[0]}"
     remedy = "" if is_built else "pip install . in the checkout, with a C compiler"

@@ -23,5 +23,5 @@ from .kv_format import calibrate_kv_scales as calibrate_kv_scales
 
 register()
 # Said once: processes that this one starts do not repeat it.
-if (_newer := _newer_than_tested("transformers")) and _parent_process() is None:
+if (_newer := _newer_than_tested()) and _parent_process() is None:
     _logging.getLogger(__name__).warning("%s", _newer)

@@ -25,7 +25,6 @@ import torch
 
 from ..errors import CapacityError, ConfigError, one_line
 from ..step import Stepper
-from ..step.cache_argument import CACHE_NAME, cache_argument, named_cache
 from ..step.compiled_layers import CompiledLayers
 from ..step.model_guard import chosen_attention
 from ..step.row_attention import AttentionCalls
@@ -93,9 +92,9 @@ def capture_decoding(
     if model.config.is_encoder_decoder:
         raise ConfigError(
             "decode steps of encoder-decoders cannot be captured; generate with "
-            f"{CACHE_NAME}=VMKVCache.for_encoder_decoder(config) as it is"
+            f"{compat.CACHE_NAME}=VMKVCache.for_encoder_decoder(config) as it is"
         )
-    cache_argument(model)  # Refuses a model that takes none.
+    compat.cache_argument(model)  # Refuses a model that takes none.
     layers = None
     if compile_layers:
         layers = CompiledLayers(model, backend=compile_backend)
@@ -121,7 +120,7 @@ class _OfCache:
         self.steps = steps
         self.logits = output.logits.new_empty((0, output.logits.shape[-1]))
         self.output_type = type(output)
-        self.cache_name = named_cache(self.output_type) or CACHE_NAME
+        self.cache_name = compat.named_cache(self.output_type) or compat.CACHE_NAME
         self.is_checked = self.runs_plainly = self.offsets_positions = False
 
 

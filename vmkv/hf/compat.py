@@ -26,7 +26,10 @@ from transformers.cache_utils import (
 from transformers.utils import generic
 
 from ..errors import CapacityError, ConfigError, one_line
-from ..step.cache_argument import named_cache
+from ..step.cache_argument import CACHE_NAME as CACHE_NAME
+from ..step.cache_argument import CACHE_NAMES as CACHE_NAMES
+from ..step.cache_argument import cache_argument as cache_argument
+from ..step.cache_argument import named_cache as named_cache
 
 # ---- compat --------------------------------------------------------------------------------------
 
@@ -362,11 +365,13 @@ def offsets_positions(model: Any) -> bool:
 
 
 def takes_cache(model: Any) -> bool:
-    """Whether a model accepts and uses a cache."""
+    """Whether a model accepts and uses a cache of keys and values."""
     supports = getattr(model, "_supports_default_dynamic_cache", lambda: True)
-    name = named_cache(model.forward)
-    is_wrapper = "input_ids" not in inspect.signature(model.forward).parameters
-    return bool(supports()) and (name not in (None, "cache_params") or is_wrapper)
+    if "input_ids" not in inspect.signature(model.forward).parameters:
+        return bool(supports())  # A wrapper.
+    if not supports() or named_cache(model.forward) in (None, "cache_params"):
+        return False
+    return any(isinstance(each, CacheLayerMixin) for each in default_cache(model.config).layers)
 
 
 def special_tokens(config: Any) -> set[int]:

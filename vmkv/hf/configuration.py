@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.cache.geometry import fitting_rows
 from ..errors import ConfigError
-from ..step.cache_argument import CACHE_NAME
 from . import compat
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ class UnservableError(ConfigError):
         self,
         why: str,
         name: str = "this model",
-        instead: str = f"generate with {CACHE_NAME}=VMKVCache(config) instead",
+        instead: str = f"generate with {compat.CACHE_NAME}=VMKVCache(config) instead",
     ):
         super().__init__(f"{name} cannot be served in a packed batch: {why}; {instead}")
         self.why = why
@@ -46,8 +45,8 @@ def check_length(config: Any, max_tokens: int | None) -> None:
     if limit is not None and (max_tokens is None or max_tokens > limit):
         raise ConfigError(
             f"beyond {limit} tokens, one sequence changes the rotary embedding of all that it is "
-            f"packed with, and these may reach {max_tokens or 'any length'}: let them end at "
-            f"{limit} tokens at most, or generate with {CACHE_NAME}=VMKVCache(config) instead"
+            f"packed with, and these may reach {max_tokens or 'any length'}: end them at {limit} "
+            f"tokens at most, or generate with {compat.CACHE_NAME}=VMKVCache(config) instead"
         )
 
 

@@ -45,7 +45,6 @@ from ..core.cache.prefix import BLOCK_TOKENS
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ConfigError
 from ..step import Piece, Stepper
-from ..step.cache_argument import CACHE_NAME
 from ..step.piece import StepLogits
 from ..step.states import StateLayer
 from . import compat
@@ -363,7 +362,7 @@ def _checked(
     if model.config.is_encoder_decoder:
         raise ConfigError(
             "ragged generation is for decoder-only models; use "
-            f"{CACHE_NAME}=VMKVCache.for_encoder_decoder(config)"
+            f"{compat.CACHE_NAME}=VMKVCache.for_encoder_decoder(config)"
         )
     return [
         list(compat.check_tokens(prompt, compat.num_embeddings(model), f"prompt {at}"))
@@ -459,7 +458,7 @@ class RaggedCache(StoreOwner):
         if hasattr(Cache, name):  # An access by transformers.
             raise ConfigError(
                 "a RaggedCache is for vmkv.generate(model, prompts, cache=cache); model.generate "
-                f"and the model itself take {CACHE_NAME}=VMKVCache(model.config)"
+                f"and the model itself take {compat.CACHE_NAME}=VMKVCache(model.config)"
             )
         raise AttributeError(f"RaggedCache has no attribute {name!r}")
 

@@ -16,7 +16,6 @@ from transformers.cache_utils import DynamicCache
 from ..core.cache.disk import whole_file
 from ..core.cache.fp8 import FP8_MAX, LayerScales
 from ..errors import ConfigError
-from ..step.cache_argument import cache_argument
 from . import compat
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def calibrate_kv_scales(model: Any, token_ids: Iterable[Sequence[int]]) -> KVSca
             model(
                 input_ids=torch.tensor([list(tokens)], device=device),
                 use_cache=True,
-                **{cache_argument(model): cache},
+                **{compat.cache_argument(model): cache},
             )
             for index, layer in enumerate(cache.layers):
                 if layer.is_initialized:

@@ -19,7 +19,6 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..attention import AttentionBackend, Call, select
 from ..errors import ConfigError
-from ..step.cache_argument import CACHE_NAME
 from ..step.row_attention import LayerCall, in_autocast
 from . import compat
 from .group_step import GroupStep
@@ -157,7 +156,7 @@ class VirtualLayer:
                 raise ConfigError(
                     f"layer {self._index} was updated twice in one pass: this is an "
                     "encoder-decoder model, which needs two caches; pass "
-                    f"VMKVCache.for_encoder_decoder(config) as {CACHE_NAME}"
+                    f"VMKVCache.for_encoder_decoder(config) as {compat.CACHE_NAME}"
                 )
             self._store.close_gaps()
         step, index = self._store.places[self._index]

@@ -19,7 +19,6 @@ from transformers import cache_utils
 
 from ..core.cache.geometry import LayerShape
 from ..errors import ConfigError, one_line
-from ..step.cache_argument import cache_argument
 from ..step.states import tensors_of
 from . import compat
 
@@ -69,12 +68,10 @@ def kept_layers(model: Any) -> list[KeptLayer]:
     name = model.config.model_type
     if not compat.takes_cache(model):
         raise ConfigError(
-            f"{name} models take no key-value cache of transformers: what they keep of a text, if "
-            "anything, is a state of their own"
+            f"{name} models with this configuration take no key-value cache of transformers: what "
+            "they keep of a text, if anything, is a state of their own"
         )
-    layers = compat.default_cache(model.config).layers
-    has_keys = any(isinstance(each, cache_utils.CacheLayerMixin) for each in layers)
-    before = _run(model, _SHORT_TOKENS) if has_keys else []
+    before = _run(model, _SHORT_TOKENS)
     if not any(isinstance(getattr(layer, "keys", None), torch.Tensor) for layer in before):
         raise ConfigError(f"no layer of this {name} model keeps keys and values")
     if all(compat.window_of(layer)[0] for layer in before):
@@ -92,7 +89,7 @@ def _run(model: Any, num_tokens: int) -> list[Any]:
     tokens = torch.zeros((1, num_tokens), dtype=torch.long, device="meta")
     try:
         with _shapes_only():
-            model(input_ids=tokens, use_cache=True, **{cache_argument(model): cache})
+            model(input_ids=tokens, use_cache=True, **{compat.cache_argument(model): cache})
     except Exception as error:  # any model's forward, with any values
         raise ConfigError(
             f"what {model.config.model_type} models keep cannot be told from its configuration: "

@@ -28,7 +28,6 @@ from ..core.cache import Sequence as Row
 from ..core.cache import StateShape
 from ..errors import VMKVError
 from ..step import Piece, Stepper, attending_through
-from ..step.cache_argument import CACHE_NAMES, cache_argument
 from ..step.model_guard import PACKED, chosen_attention, eval_mode, refusing_waits
 from ..step.piece import cut_at_chunks, packing_order
 from ..step.row_attention import AttentionCalls, LayerCall, autocast_dtype
@@ -190,7 +189,7 @@ def _heard_pass(
     given: dict[str, Any] = {}
     with attending_through(model, reference):
         if after is not None:
-            given[cache_argument(model)] = compat.default_cache(model.config)
+            given[compat.cache_argument(model)] = compat.default_cache(model.config)
             _run(model, after, _NOT_PLAIN, **given)
             # As `generate` does, since a first layer that keeps a state may not count tokens.
             given["position_ids"] = torch.arange(
@@ -449,7 +448,7 @@ def _states_of(model: Any, token_ids: torch.Tensor) -> dict[int, StateLayer]:
     missing = sorted(kept.keys() - state_modules(model, kept).keys())
     if missing:
         raise UnservableError(f"its layers {missing} keep states, and take no cache by themselves")
-    given = {cache_argument(model): cache}
+    given = {compat.cache_argument(model): cache}
     _run(model, token_ids[None], "it does not run with a cache", **given)
     states: dict[int, StateLayer] = {}
     for at, layer in kept.items():
@@ -537,7 +536,7 @@ def _layers_by(
     given: dict[str, Any] = {"position_ids": positions[None], "logits_to_keep": positions}
     given |= {"attention_mask": placeholder, "vmkv_batch": hear}
     if is_named:
-        given[cache_argument(model)] = named.cache
+        given[compat.cache_argument(model)] = named.cache
     with attending_through(model, PACKED):
         _run(model, token_ids[None], "it does not run on packed tokens", **given)
     missing = windows.keys() - signatures.keys()
@@ -581,7 +580,7 @@ def _check_windows(
     named = _Named(model.config)
     options: dict[str, Any] = {}
     if proof.calls.is_named:
-        options[cache_argument(model)] = named.cache
+        options[compat.cache_argument(model)] = named.cache
 
     def hear(module: torch.nn.Module, asked: LayerCall) -> torch.Tensor:
         recipe = getattr(asked.mask, "_vmkv_recipe", None)
@@ -613,7 +612,7 @@ def _check_windows(
 
 def _run(model: Any, token_ids: torch.Tensor, what: str, **given: Any) -> Any:
     """Run the model, without a cache unless given one; an error is explained by `what`."""
-    given["use_cache"] = not given.keys().isdisjoint(CACHE_NAMES)
+    given["use_cache"] = not given.keys().isdisjoint(compat.CACHE_NAMES)
     try:
         return model(input_ids=token_ids, return_dict=True, **given)
     except Exception as error:

@@ -22,22 +22,19 @@ import torch
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
 
 from ..errors import ConfigError
-from ..step.cache_argument import CACHE_NAME, CACHE_NAMES
 from . import compat
 
 # ---- preparation ---------------------------------------------------------------------------------
 
 #: Inputs that `model.generate` makes by itself and packed passes replace by their own.
 _KNOWN_INPUTS = {
-    *("attention_mask", "cache_position", "logits_to_keep"),
-    *("position_ids", "use_cache"),
-    *CACHE_NAMES,
+    *("attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache"),
+    *compat.CACHE_NAMES,
 }
 #: Options that vmkv makes from the prompts.
 _OURS = (
     *("attention_mask", "cache_position", "custom_generate", "input_ids", "inputs"),
-    *("inputs_embeds", "position_ids", "synced_gpus"),
-    *CACHE_NAMES,
+    *("inputs_embeds", "position_ids", "synced_gpus", *compat.CACHE_NAMES),
 )
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 
@@ -106,12 +103,11 @@ def prepare(
 
 def check_inputs(inputs: Mapping[str, Any]) -> None:
     """Refuse model inputs besides token ids, and a cache that holds tokens already."""
-    for name in CACHE_NAMES:
+    for name in compat.CACHE_NAMES:
         past = inputs.get(name)
-        if past is not None and past.get_seq_length():
-            raise ConfigError(
-                f"ragged generation keeps sequences in rows of its own; leave {name} out"
-            )
+        # An empty cache of states alone cannot say its length.
+        if past is not None and getattr(past, "is_initialized", True) and past.get_seq_length():
+            raise ConfigError(f"ragged generation has rows of its own; leave {name} out")
     for name in sorted(inputs.keys() - _KNOWN_INPUTS):
         value = inputs[name]
         if value is None or (isinstance(value, bool | dict) and not value):
@@ -120,7 +116,7 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
             raise _tokens_only(name)
         raise ConfigError(
             f"ragged generation gives the model token ids alone, not {name}; generate with "
-            f"{CACHE_NAME}=VMKVCache(config) instead"
+            f"{compat.CACHE_NAME}=VMKVCache(config) instead"
         )
 
 

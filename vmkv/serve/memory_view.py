@@ -29,7 +29,6 @@ from ..hf.configuration import check_length, layer_windows
 from ..hf.proof import prove
 from ..hf.store import CacheOptions, Signature, Store
 from ..phases import phase
-from ..step.cache_argument import CACHE_NAME
 from ..step.row_attention import AttentionCalls
 from ..units import format_bytes
 from .options import EngineOptions
@@ -66,7 +65,7 @@ def open_rows(model: Any, pool: ExtentPool, options: EngineOptions) -> ServedRow
         if model.config.is_encoder_decoder:
             raise ConfigError(
                 "the engine serves decoder-only models; use model.generate with "
-                f"{CACHE_NAME}=VMKVCache.for_encoder_decoder(config)"
+                "VMKVCache.for_encoder_decoder(config)"
             )
         with phase("proving that packed steps compute the same"):
             signatures, calls, _ = prove(model, options.attention_backend)

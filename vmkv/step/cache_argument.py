@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import transformers
@@ -16,7 +15,7 @@ from ..errors import ConfigError
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
-def named_cache(code: Callable[..., Any]) -> str | None:
+def named_cache(code: Any) -> str | None:
     """Return the parameter of a function or class that takes a cache; None if it names none."""
     parameters = inspect.signature(code).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None)

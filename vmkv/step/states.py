@@ -317,12 +317,12 @@ _LOCK = threading.Lock()
 class _SplitForward:
     """A layer's `forward` that runs packed steps by sequence, and other calls as they are."""
 
-    def __init__(self, module: torch.nn.Module, layer: int, cache_name: str):
+    def __init__(self, module: torch.nn.Module, layer: int):
         self.num_users = 0
         self._plain = module.forward
         self._before = vars(module).get("forward")  # Another library's, such as accelerate's.
         self._layer = layer
-        self._cache_name = cache_name
+        self._cache_name = str(named_cache(type(module).forward))
         functools.update_wrapper(self, self._plain)
 
     def restore(self, module: torch.nn.Module) -> None:
@@ -349,19 +349,17 @@ class _SplitForward:
         return states.run(self._layer, forward, hidden)
 
 
-def state_modules(
-    model: torch.nn.Module, layers: Mapping[int, Any]
-) -> dict[int, tuple[torch.nn.Module, str]]:
-    """Return the module of each of `layers` that takes a cache, and the argument's name."""
-    found: dict[int, tuple[torch.nn.Module, str]] = {}
+def state_modules(model: torch.nn.Module, layers: Mapping[int, Any]) -> dict[int, torch.nn.Module]:
+    """Return the module of each of `layers` that takes a cache."""
+    found: dict[int, torch.nn.Module] = {}
     for module in model.modules():
         layer: Any = getattr(module, "layer_idx", None)
         kind: Any = type(module)
-        name = named_cache(kind.forward) if layer in layers else None
-        before: Any = type(found[layer][0]) if layer in found else kind
+        before: Any = type(found.get(layer, module))
         # The innermost, because those around come before; but not attention beside the layer.
-        if name and (_is_stateful(kind) or not _is_stateful(before)):
-            found[layer] = module, name
+        is_inner = _is_stateful(kind) or not _is_stateful(before)
+        if layer in layers and named_cache(kind.forward) and is_inner:
+            found[layer] = module
     return found
 
 
@@ -376,7 +374,7 @@ def _is_stateful(kind: Any) -> bool:
 def run_packed(model: torch.nn.Module, layers: Mapping[int, StateLayer]) -> bool:
     """Whether all layers with states run once for a step, so that they can be compiled."""
     modules = state_modules(model, layers)
-    return all(at in modules and can_pack(modules[at][0], its.names) for at, its in layers.items())
+    return all(at in modules and can_pack(modules[at], its.names) for at, its in layers.items())
 
 
 @contextlib.contextmanager
@@ -390,17 +388,17 @@ def splitting(model: torch.nn.Module, layers: Mapping[int, Any]) -> Iterator[Non
     if missing:
         raise ConfigError(f"layers {missing} keep states, and take no cache by themselves")
     with _LOCK:
-        for layer, (module, name) in modules.items():
+        for layer, module in modules.items():
             split = vars(module).get("forward")
             if not isinstance(split, _SplitForward):
-                split = _SplitForward(module, layer, name)
+                split = _SplitForward(module, layer)
                 vars(module)["forward"] = split
             split.num_users += 1
     try:
         yield
     finally:
         with _LOCK:
-            for module, _ in modules.values():
+            for module in modules.values():
                 split = vars(module).get("forward")
                 if isinstance(split, _SplitForward):
                     split.num_users -= 1

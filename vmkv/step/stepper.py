@@ -561,8 +561,7 @@ def _packed_states(
         return None
     if len(caches) > 1 or caches[0].states is None:
         raise ConfigError("layers with states need one cache, on one device, that holds them")
-    modules = {layer: module for layer, (module, _) in state_modules(model, layers).items()}
-    return PackedStates(caches[0].states, layers, called, modules)
+    return PackedStates(caches[0].states, layers, called, state_modules(model, layers))
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
