@@ -1,7 +1,8 @@
 """What do hostile clients cost the honest ones?
 
-Question. While eight honest clients stream, others send what no client should: wrong bodies of up
-to 16 MiB, prompts of mebibytes with nobody left to read the answer, heads that never end, streams
+Question. While twenty honest clients stream, others send what no client should: wrong bodies of up
+to 16 MiB, random and grown values in every field of every route, grammars that compile for ever,
+prompts of mebibytes with nobody left to read the answer, heads that never end, streams
 that are never read. How much longer do the honest ones wait for a token at the longest, does
 `/health` answer, does anything hang, and does the server's memory stay what it was?
 
@@ -15,9 +16,10 @@ the limit on bodies together, 128 MiB, is never reached; what is freed stays wit
 tens of MiB, once.
 
 Method. `vmkv serve` with its default limits as a process of its own, on loopback, with a tiny
-model (two layers, 400 tokens in the vocabulary, a context of 4,096). Eight clients stream, 1,000
+model (two layers, 400 tokens in the vocabulary, a context of 4,096). Twenty clients stream, 1,000
 tokens at a time, one stream after another. Windows with and without hostile clients take turns; one
-without lasts as long as the one before it. Hostile requests are of some thirty kinds
+without lasts as long as the one before it. Four of five hostile requests have random values in some
+fields of a route that `/openapi.json` names; the others are of some thirty kinds
 (`hostile_clients.py`), drawn with a fixed seed, 24 at a time, from a process of lower priority, as
 they come from elsewhere. A gap is the time between two events of one stream, as its client sees it;
 the longest of a window is compared with that of its neighbour, and the median over the pairs is the
@@ -51,12 +53,13 @@ from typing import Any
 from harness import ROOT, Bench, Figure, Row, print_rows
 from hostile_clients import Target, request
 
-NUM_HONEST = 8
+NUM_HONEST = 20
 NEW_TOKENS = 1000
 SMOKE_NEW_TOKENS = 100
 SMOKE_HOLD_S = 0.5
 NUM_PAIRS = 10
-NUM_HOSTILE = 100  # In each window.
+NUM_HOSTILE = 200  # In each window.
+FUZZED = 0.8  # The share of them that are bodies with random values.
 CONCURRENCY = 24
 HEALTH_INTERVAL_S = 0.05
 SETTLING_S = 3.0  # For requests that hostile clients have abandoned.
@@ -120,7 +123,7 @@ class Window:
 
 
 class Honest:
-    """Eight clients that stream and one that asks for the server's health, in a loop."""
+    """Twenty clients that stream and one that asks for the server's health, in a loop."""
 
     def __init__(self, target: Target, new_tokens: int = NEW_TOKENS):
         self._target = target
@@ -196,7 +199,7 @@ class Attackers:
 
     def __init__(self, target: Target, seed: int, count: int):
         self._command = [sys.executable, str(Path(__file__).with_name("hostile_clients.py"))]
-        numbers = (target.port, target.hold_s, seed, count, CONCURRENCY)
+        numbers = (target.port, target.hold_s, seed, count, CONCURRENCY, FUZZED)
         self._command += [target.host, *map(str, numbers)]
 
     async def __aenter__(self) -> Attackers:
@@ -257,6 +260,7 @@ async def measure(
         "num_hostile": sum(how.total() for how in ends.values()),
         "num_kinds": len(ends),
         "hangs": sum(how["hangs"] for how in ends.values()) + honest.num_broken,
+        "internal_errors": sum(how["500"] for how in ends.values()),
         "honest_streams": honest.num_streams,
         "descriptors_first": first_descriptors,
         "descriptors_last": last_descriptors,
@@ -307,6 +311,11 @@ def figures_of(rows: list[Row], health_s: list[float], left: Row) -> list[Figure
     what, got = "/health meanwhile, 99th percentile", 1e3 * quantile(sorted(health_s), 0.99)
     rival = f"without: {max(row['health_p99_ms'] for row in alone):.0f} ms at worst"
     figures.append(Figure("hostile_health_ms", what, got, "ms", 100, rival=rival))
+    what = "/health meanwhile, at the longest: the event loop's longest stall"
+    rival = f"without: {max(row['health_longest_ms'] for row in alone):.0f} ms"
+    figures.append(Figure("hostile_stall_ms", what, 1e3 * max(health_s), "ms", 200, rival=rival))
+    what = "hostile requests that get a 500"
+    figures.append(Figure("hostile_errors", what, left["internal_errors"], "", 0))
     what = "requests that hang, streams that break"
     figures.append(Figure("hostile_hangs", what, left["hangs"], "", 0))
     what = "growth of resident memory over the second half"
@@ -316,7 +325,10 @@ def figures_of(rows: list[Row], health_s: list[float], left: Row) -> list[Figure
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench."""
     bench = Bench("hostile", __doc__)
-    smoke = bench.parse(argv).smoke
+    text = "hostile requests in each of the ten windows"
+    bench.option("--hostile", type=int, default=NUM_HOSTILE, metavar="N", help=text)
+    options = bench.parse(argv)
+    smoke = options.smoke
     sys.path.insert(0, str(ROOT / "tests"))
     from helpers.serving import save_tiny_model
 
@@ -325,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if smoke:
                 server.target.hold_s = SMOKE_HOLD_S
-            sizes = (1, 40, 0.3, SMOKE_NEW_TOKENS) if smoke else ()
+            sizes = (1, 40, 0.3, SMOKE_NEW_TOKENS) if smoke else (NUM_PAIRS, options.hostile)
             rows, health_s, left = asyncio.run(measure(server, *sizes))
         finally:
             status = server.stop()

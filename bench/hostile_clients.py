@@ -1,9 +1,10 @@
 """Hostile clients: what each kind sends, and how it behaves. Run in a process of its own.
 
-    python bench/hostile_clients.py HOST PORT HOLD_S SEED COUNT CONCURRENCY
+    python bench/hostile_clients.py HOST PORT HOLD_S SEED COUNT CONCURRENCY FUZZED
 
 sends so many requests of kinds drawn at random, and prints one JSON object: per kind, how each
-ended. What is sent is made before the first is.
+ended. What is sent is made before the first is, except for bodies with random values in the fields
+that the server's `/openapi.json` names, a share FUZZED of all requests (`Fuzz`).
 """
 
 from __future__ import annotations
@@ -228,22 +229,180 @@ def kinds() -> dict[str, tuple[int, Kind]]:
     }
 
 
+class Fuzz:
+    """Bodies of every route, in which some fields have random values; by what the server says."""
+
+    def __init__(self, seed: int):
+        self._draw = random.Random(seed)
+        self._routes: list[tuple[str, dict[str, Any]]] = []
+        self._defs: dict[str, Any] = {}
+        self._left_bytes = 0
+
+    async def learn(self, target: Target) -> None:
+        """Read which routes there are, and their fields."""
+        connection = await target.connect()
+        await connection.send(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        pieces = []
+        while piece := await connection.reader.read(1 << 16):
+            pieces.append(piece)
+        connection.leave()
+        told = json.loads(b"".join(pieces).partition(b"\r\n\r\n")[2])
+        self._defs = told["components"]["schemas"]
+        for path, methods in told["paths"].items():
+            content = methods.get("post", {}).get("requestBody", {}).get("content", {})
+            for each in content.values():
+                self._routes.append((path, self._defs[each["schema"]["$ref"].rsplit("/", 1)[1]]))
+
+    def drawn(self) -> tuple[str, Kind]:
+        """A route, and a client that sends it a body."""
+        draw, self._left_bytes = self._draw, 4 * MiB
+        path, form = draw.choice(self._routes)
+        body: dict[str, Any] = {"max_tokens": 4, "max_output_tokens": 4}
+        body |= {name: self._usual(name, form) for name in form.get("required", ())}
+        if path == "/tokenize":
+            body[draw.choice(["prompt", "messages"])] = draw.choice([PLAIN_TEXT, MESSAGES])
+        names = [*form["properties"], "unknown", *form.get("required", ())]
+        for name in draw.sample(names, min(len(names), draw.choice([0, 1, 1, 2, 3]))):
+            body[name] = self._value(form["properties"].get(name, {}))
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+            if body.get(name, 4) in (None, 20, 128):  # As in earnest; steps are not the question.
+                body[name] = 4
+        data = json.dumps(body).encode()
+        if draw.random() < 0.05:
+            at = draw.randrange(len(data))
+            data = data[:at] + draw.randbytes(3) + data[at:]
+        behave = draw.choice([asking, asking, asking, leaving])
+        return path, behave(request(data, path))
+
+    def _usual(self, name: str, form: dict[str, Any]) -> Any:
+        usual = {"prompt": PLAIN_TEXT, "input": PLAIN_TEXT, "tokens": [5, 6], "messages": MESSAGES}
+        return usual.get(name) or self._typed(form["properties"][name], 0)
+
+    def _value(self, form: dict[str, Any]) -> Any:
+        """A value of the right type more often than not, small or grown."""
+        return self._typed(form, 0) if self._draw.random() < 0.7 else self._any(0)
+
+    def _typed(self, form: dict[str, Any], depth: int) -> Any:
+        """A value as a schema says, with grown ends."""
+        draw = self._draw
+        if depth > 6:
+            return None
+        if "$ref" in form:
+            return self._typed(self._defs[form["$ref"].rsplit("/", 1)[1]], depth + 1)
+        for several in ("anyOf", "oneOf"):
+            if several in form:
+                return self._typed(draw.choice(form[several]), depth + 1)
+        if "enum" in form or "const" in form:
+            return draw.choice([form.get("const"), *form.get("enum", ())])
+        kind = form.get("type")
+        if kind == "object" and "properties" in form:
+            needed = set(form.get("required", ()))
+            chosen = [at for at in form["properties"] if at in needed or draw.random() < 0.3]
+            return {at: self._typed(form["properties"][at], depth + 1) for at in chosen}
+        if kind == "array":
+            items = form.get("items", {})
+            some = [self._typed(items, depth + 1) for _ in range(draw.choice([0, 1, 3]))]
+            return self._repeated(some, draw.choice([1, 1, 1, 16, 128, 1000]))
+        if kind == "string":
+            return self._text()
+        if kind in ("integer", "number"):
+            return draw.choice(NUMBERS)
+        if kind == "boolean":
+            return draw.random() < 0.5
+        return self._any(depth)
+
+    def _text(self) -> str:
+        draw = self._draw
+        part = draw.choice(
+            ["a", "page ", "\\", '"', "\u00e9\ud800", "\x00", "{", "(a|b)*", "\U0001f642"]
+        )
+        count = int(min(10 ** draw.uniform(0, 6.5), self._left_bytes / 4))
+        self._left_bytes -= count
+        return draw.choice([*GRAMMARS, *[part * count] * len(GRAMMARS)])
+
+    def _repeated(self, some: list[Any], times: int) -> list[Any]:
+        num_bytes = len(json.dumps(some))
+        times = max(1, min(times, self._left_bytes // num_bytes))
+        self._left_bytes -= times * num_bytes
+        return some * times
+
+    def _any(self, depth: int) -> Any:
+        """Any JSON: a scalar, a schema, or something nested or long."""
+        draw = self._draw
+        kind = draw.randrange(8)
+        if kind == 0:
+            return draw.choice([None, True, *NUMBERS])
+        if kind == 1:
+            return self._text()
+        if kind == 2 and depth < 4:
+            return {draw.choice(KEYWORDS): self._any(depth + 1) for _ in range(draw.randrange(5))}
+        if kind == 3 and depth < 4:
+            some = [self._any(depth + 1) for _ in range(draw.randrange(5))]
+            return self._repeated(some, draw.choice([1, 1, 64]))
+        if kind == 4:
+            return draw.choice(SCHEMAS)
+        if kind == 5:
+            nested: Any = {"type": "string"}
+            for _ in range(draw.randrange(80)):
+                keys = draw.sample(["properties", "$defs", "items", "allOf"], 2)
+                nested = {
+                    keys[0]: {"a": nested},
+                    keys[1]: draw.choice([0, [], {"a": {"$ref": "#"}}]),
+                }
+            return nested
+        if kind == 6:
+            return {f"k{at}": draw.choice(SCHEMAS[:3]) for at in range(draw.choice([1, 30, 400]))}
+        return [draw.choice(NUMBERS)] * draw.choice([1, 100, 10_000])
+
+
+PLAIN_TEXT = "A row of the page"
+MESSAGES = [{"role": "user", "content": PLAIN_TEXT}]
+NUMBERS = (0, 1, -1, 2, 4, 20, 128, 0.5, 1e-9, 1e30, 2**31, 2**63, 2**64, -(2**63), 10**400)
+KEYWORDS = ("type", "properties", "items", "anyOf", "allOf", "$ref", "pattern", "enum", "x", "json")
+GRAMMARS = (
+    'start: s\ns: s s s s | s s s | s s | "a" | "b"',
+    "start: %json " + '{"allOf":[{"type":"integer","multipleOf":9973},{"multipleOf":9967}]}',
+    "(.{1,1000}x){1,1000}y",
+    ".*a.{40}b",
+    "([a-z]+)+\\d{2,5000}",
+    "start: start",
+)
+SCHEMAS: tuple[Any, ...] = (
+    {"type": "string"},
+    {"allOf": [{"type": "integer", "multipleOf": each} for each in (9973, 9967)]},
+    {"type": "integer", "multipleOf": 99991},
+    {"type": "object", "properties": {f"k{at}": {"type": "string"} for at in range(3000)}},
+    {"type": "array", "items": {"$ref": "#"}, "minItems": 3},
+    {"allOf": [{"type": "string", "pattern": f"^.*{each}.*$"} for each in "abcdefgh"]},
+    {"anyOf": [{"type": "string", "maxLength": at} for at in range(300)]},
+    {"type": "string", "pattern": "^(a?){500}a{500}$"},
+)
+
+
 def list_of(element: bytes, num_bytes: int) -> bytes:
     """A prompt of so many bytes, in elements."""
     return b'{"model":"tiny","prompt":[' + element * (num_bytes // len(element)) + b"0]}"
 
 
-async def attack(target: Target, seed: int, count: int, concurrency: int) -> dict[str, Any]:
+async def attack(
+    target: Target, seed: int, count: int, concurrency: int, fuzzed: float
+) -> dict[str, Any]:
     """Send `count` requests; how each ended, by its kind."""
     all_kinds = kinds()
     weights = [weight for weight, _ in all_kinds.values()]
-    drawn = iter(random.Random(seed).choices(list(all_kinds), weights, k=count))
+    fuzz, draw = Fuzz(seed), random.Random(seed)
+    await fuzz.learn(target)
+    names = draw.choices(list(all_kinds), weights, k=count)
+    drawn = iter(names)
     ends: dict[str, Counter[str]] = {}
 
     async def client() -> None:
         for name in drawn:
+            kind = all_kinds[name][1]
+            if draw.random() < fuzzed:
+                name, kind = fuzz.drawn()
             try:
-                how = await asyncio.wait_for(all_kinds[name][1](target), PATIENCE_S)
+                how = await asyncio.wait_for(kind(target), PATIENCE_S)
             except asyncio.TimeoutError:
                 how = "hangs"
             except OSError:
@@ -259,11 +418,11 @@ async def attack(target: Target, seed: int, count: int, concurrency: int) -> dic
 
 def main(arguments: list[str]) -> None:
     """See the module."""
-    host, port, hold_s, *counts = arguments
+    host, port, hold_s, *counts, fuzzed = arguments
     # Lower priority: hostile clients would run on other machines.
     os.nice(10)
     target = Target(host, int(port), float(hold_s))
-    print(json.dumps(asyncio.run(attack(target, *map(int, counts)))))
+    print(json.dumps(asyncio.run(attack(target, *map(int, counts), float(fuzzed)))))
 
 
 if __name__ == "__main__":

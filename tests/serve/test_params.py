@@ -6,11 +6,14 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import NoBadWordsLogitsProcessor
 
 from vmkv import ConfigError
 from vmkv.serve.params import SamplingParams, StructuredOutputs
+from vmkv.serve.prompts import resolve
 
 
 @pytest.mark.parametrize(
@@ -115,3 +118,16 @@ def test_structured_outputs_can_be_keys() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     assert StructuredOutputs(json=schema) in {StructuredOutputs(json=json.dumps(schema))}
     assert StructuredOutputs(choice=["a", "b"]) in {StructuredOutputs(choice=("a", "b"))}
+
+
+def test_bad_words_of_several_tokens_are_banned_as_by_transformers() -> None:
+    """Only the output counts, whatever its length."""
+    words = [[1, 2], [2, 1, 3], [4, 4], [1, 1, 1, 1, 5]]
+    params = SamplingParams(bad_words=words)
+    ban = resolve(params, 0, (), 8, vocab_size=9, num_prompt_tokens=2).logits_processors[0]
+    expected = NoBadWordsLogitsProcessor(words)
+    scores = torch.zeros(1, 9)
+    for output in [[], [1], [2, 1], [4], [1, 1, 1, 1], [3, 2, 1], [7, 7]]:
+        got = ban(torch.tensor([[1, 4, *output]]), scores)
+        wanted = expected(torch.tensor([output], dtype=torch.long), scores)
+        assert torch.equal(got, wanted), output

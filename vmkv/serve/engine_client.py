@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import copy
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ClosedError
@@ -152,8 +152,9 @@ class EngineClient(abc.ABC):
         stream = _Stream(key, prompt, params, self._tokenizer)
         if not self.has_work:
             self._heard_s = self._clock()  # An idle engine is silent.
-        params = replace(params, stop=(), detokenize=False)
-        self._send(Add(key, stream.prompt, params, priority, tenant))
+        sent = copy.copy(params)  # Not `replace`, which would check every value again.
+        vars(sent).update(stop=(), detokenize=False)
+        self._send(Add(key, stream.prompt, sent, priority, tenant))
         self._streams[key] = stream
         try:
             while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import operator
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -124,10 +125,14 @@ def resolve(
 
 def _without_words(words: list[list[int]], num_prompt_tokens: int) -> Callable[..., Any]:
     """Make a logits processor that bans the last tokens of words whose others were generated."""
-    from transformers import NoBadWordsLogitsProcessor
+    longest = max(map(len, words)) - 1
 
-    processor = NoBadWordsLogitsProcessor(words)
-    return lambda input_ids, scores: processor(input_ids[:, num_prompt_tokens:], scores)
+    def ban(input_ids: Any, scores: Any) -> Any:
+        output = input_ids[0, num_prompt_tokens:][-longest:].tolist()
+        banned = [word[-1] for word in words if output[1 - len(word) :] == word[:-1]]
+        return scores.index_fill(1, input_ids.new_tensor(banned), -math.inf)
+
+    return ban
 
 
 def end_tokens(model: Any) -> frozenset[int]:

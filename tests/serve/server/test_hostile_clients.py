@@ -325,6 +325,24 @@ def test_bad_words_are_tokenised_once_for_all_prompts_and_off_the_event_loop(
     assert ["vmkv-tokenizer-long_0"] * 4 == threads
 
 
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("allowed_token_ids", {"allowed_token_ids": [5] * 9000}),
+        ("bad_words", {"bad_words": ["a b"]}),
+    ],
+)
+def test_tokens_allowed_and_banned_are_limited_over_all_samples(
+    run_server, monkeypatch: pytest.MonkeyPatch, name: str, more: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("vmkv.serve.server.service._CHOICE_MAX", 9000 if name[0] == "a" else 5)
+    with run_server() as server:
+        assert 200 == server.post(PLAIN | more).status_code
+        refused = server.post(PLAIN | more | {"prompt": ["A row", "A"]})
+        assert "ask for fewer samples" in message_of(refused)
+        assert name == refused.json()["error"]["param"]
+
+
 # ---- priorities ---------------------------------------------------------------------------------
 
 

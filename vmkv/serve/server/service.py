@@ -67,6 +67,8 @@ _LOG = logging.getLogger(__name__)
 #: Names of unknown parameters that are logged, and characters of each: clients cannot fill the log.
 _UNKNOWN_MAX, _NAME_CHARS_MAX = 100, 50
 _NUM_TOKENIZING = 2
+#: Allowed tokens, or those of bad words, of all samples of a request.
+_CHOICE_MAX = 1 << 20
 #: Bytes of a body per JSON value that it may have.
 _BYTES_PER_VALUE = 128
 #: Largest body that is parsed beside others, in about a millisecond.
@@ -504,6 +506,7 @@ class Answer:
                 num_tokens *= self.params.n if self._echoes else 1
                 service.check_logprobs(num_samples, self.params, num_tokens)
                 params = await service.prompts.tokenised(params)
+                check_choice(num_samples, params)
                 streams = [
                     service.engine.stream(
                         prompt,
@@ -556,6 +559,19 @@ class Answer:
 
 
 # ---- streams -------------------------------------------------------------------------------------
+
+
+def check_choice(num_samples: int, params: SamplingParams) -> None:
+    """Raise `ApiError` for too many allowed and banned tokens: each sample has them anew."""
+    words = sum(map(len, params.bad_words))
+    of_each = {"allowed_token_ids": len(params.allowed_token_ids or ()), "bad_words": words}
+    name = max(of_each, key=lambda each: of_each[each])
+    if num_samples > 1 and num_samples * of_each[name] > _CHOICE_MAX:
+        raise invalid(
+            f"{num_samples} samples with {of_each[name]} tokens of {name} each; at most "
+            f"{_CHOICE_MAX} together: ask for fewer samples",
+            name,
+        )
 
 
 class Streamed(StreamingResponse):
