@@ -75,13 +75,12 @@ static bool hold_spare(void)
     return is_divided;
 }
 
-/* An errno; if there were too many mappings, there are fewer now. */
+/* Returns errno and keeps it; if there were too many mappings, there are fewer now. */
 static int failure(void)
 {
-    int error = errno;
-    if (error == ENOMEM)
+    if (errno == ENOMEM)
         drop_spare();
-    return error;
+    return errno;
 }
 
 static int host_map(uint64_t address, size_t num_bytes, size_t offset, uint64_t handle,
@@ -91,16 +90,13 @@ static int host_map(uint64_t address, size_t num_bytes, size_t offset, uint64_t 
     off_t file_offset = (off_t)((handle & ((UINT64_C(1) << 40) - 1)) << 12);
     if (!is_whole_pages(num_bytes) || flags != 0)
         return EINVAL;
-    bool is_again = atomic_load(&num_restoring) != 0;
-    if (!is_again && !hold_spare())
+    if (atomic_load(&num_restoring) != 0)
+        drop_spare();
+    else if (!hold_spare())
         return ENOMEM;
-    for (int error = 0;; is_again = false) {
-        if (mmap((void *)(uintptr_t)address, num_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, fd,
-                 file_offset + (off_t)offset) != MAP_FAILED)
-            return 0;
-        if ((error = failure()) != ENOMEM || !is_again)
-            return error;
-    }
+    void *mapped = mmap((void *)(uintptr_t)address, num_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED,
+                        fd, file_offset + (off_t)offset);
+    return mapped == MAP_FAILED ? failure() : 0;
 }
 
 static int host_set_access(uint64_t address, size_t num_bytes, const vmkv_access *accesses,
@@ -131,13 +127,11 @@ static int host_unmap(uint64_t address, size_t num_bytes)
         return EINVAL;
     /* One call that replaces, and not munmap then mmap: no other thread's mmap can slip between. */
     void *at = (void *)(uintptr_t)address;
-    for (bool is_last = false;; is_last = true) {
-        if (mmap(at, num_bytes, PROT_NONE, RESERVE_FLAGS | MAP_FIXED, -1, 0) != MAP_FAILED)
-            return 0;
-        int error = failure();
-        if (error != ENOMEM || is_last)
-            return error;
-    }
+    int flags = RESERVE_FLAGS | MAP_FIXED;
+    if (mmap(at, num_bytes, PROT_NONE, flags, -1, 0) != MAP_FAILED ||
+        (failure() == ENOMEM && mmap(at, num_bytes, PROT_NONE, flags, -1, 0) != MAP_FAILED))
+        return 0;
+    return errno;
 }
 
 /* Like munmap, but returns an errno; at the limit on mappings it succeeds too. */
