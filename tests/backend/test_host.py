@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -264,3 +265,55 @@ def test_host_mixed_size_run_is_unmapped_in_one_call(host: HostBackend) -> None:
     host.mem_unmap(address, 7 * page)
     host.address_free(address, 7 * page)
     assert BackendUsage() == host.usage()
+
+
+LIMITED = """
+import ctypes
+from vmkv.core import _native
+from vmkv.core.backend import Access, AccessOp, BackendUsage, HostBackend, MapOp
+from vmkv.errors import DriverError
+
+PAGE, NUM = 4096, 400
+limit = int(open("/proc/sys/vm/max_map_count").read())
+backend = HostBackend(PAGE)
+address = backend.address_reserve(NUM * PAGE)
+handles = [backend.mem_create(PAGE) for _ in range(NUM)]
+# Neighbours have no neighbours in the file, so that the kernel joins no two mappings.
+maps = [MapOp(address + at * PAGE, PAGE, handles[-1 - at]) for at in range(NUM)]
+backend.execute(maps[:100])
+filler, mprotect = _native.host_reserve(2 * limit * PAGE, PAGE), ctypes.CDLL(None).mprotect
+mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+at = 1
+while mprotect(filler + at * PAGE, PAGE, 1) == 0:
+    at += 2
+for back in range(at - 82, at, 2):  # About 80 mappings are left.
+    mprotect(filler + back * PAGE, PAGE, 0)
+for _ in range(3):
+    try:
+        backend.execute([*maps[100:300], AccessOp(maps[100].address, 200 * PAGE, Access.READ)])
+    except DriverError as error:
+        assert "vm.max_map_count" in str(error)
+        assert "ENOMEM" in str(error)
+    else:
+        raise AssertionError("the limit was not reached")
+    assert backend.usage().num_mappings == 100
+with backend.restoring():
+    backend.execute(maps[100:300])
+for each in maps[1:300:2] + maps[:300:2]:
+    backend.mem_unmap(each.address, PAGE)
+backend.address_free(address, NUM * PAGE)
+for handle in handles:
+    backend.mem_release(handle)
+assert backend.usage() == BackendUsage()
+backend.close()
+"""
+
+
+@pytest.mark.skipif(
+    int(Path("/proc/sys/vm/max_map_count").read_text()) > 1 << 17,
+    reason="filling the process up to the limit on mappings would take long",
+)
+def test_host_undoes_a_batch_at_the_limit_on_mappings(run_python: RunPython) -> None:
+    """And unmaps, frees, and maps again what it had to unmap: some mappings are held back."""
+    ended = run_python(LIMITED)
+    assert 0 == ended.returncode, ended.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection
 
+from helpers.brokered_play import RandomBrokered
 from helpers.engines_play import RandomEngines
 from helpers.random_engine import (
     HYBRIDS,
@@ -21,7 +22,7 @@ from vmkv.errors import CapacityError, ConfigError
 PLAYS: dict[str, type[RandomPlay]] = {
     "engine": RandomEngine,
     "model": RandomModelEngine,
-    **({"hybrid": RandomHybridEngine} if HYBRIDS else {}),
+    **({"hybrid": RandomHybridEngine, "brokered": RandomBrokered} if HYBRIDS else {}),
     "generate": RandomGenerate,
     "shared": RandomSharedModel,
     "engines": RandomEngines,

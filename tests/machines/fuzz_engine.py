@@ -2,6 +2,7 @@
 
     make fuzz FUZZ_SECONDS=600
     python tests/machines/fuzz_engine.py --seconds 600 --jobs 2
+    python tests/machines/fuzz_engine.py --play brokered --steps 100000 --seconds 100000
     python tests/machines/fuzz_engine.py --seed 4711 --episodes 1 --verbose      # repeats one
 
 An episode is an engine, a `RaggedCache`, or several engines over one model or one pool, and some

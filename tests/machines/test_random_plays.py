@@ -24,7 +24,7 @@ pytestmark = [
     [
         ("engine", 40, 100),
         ("model", 2, 50),
-        *[("hybrid", 4, 50)] * ("hybrid" in PLAYS),
+        *[("hybrid", 4, 50), ("brokered", 2, 20)] * ("hybrid" in PLAYS),
         ("generate", 3, 25),
         ("shared", 6, 40),
         ("engines", 4, 60),

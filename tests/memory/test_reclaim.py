@@ -241,3 +241,18 @@ def test_failed_free_of_a_reservation_can_be_repeated(
     assert (1, 1) == (len(pool.reclaimer.idle_reservations), host.usage().num_reservations)
     pool.reclaimer.free_idle_reservations()
     assert 0 == host.usage().num_reservations
+
+
+def test_what_an_unmap_has_not_reached_stays_retired(
+    pool: ExtentPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if no driver refuses it: the process itself has no memory for the call."""
+    table = _table(pool, 1, 0)
+    _retire_all(table)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.backend, "execute", lambda _: [0] * (1 << 62))
+        with pytest.raises(MemoryError):
+            pool.reclaimer.poll()
+    assert 2 == len(pool.reclaimer.retired_mappings())
+    assert 3 * PAGE == pool.reclaimer.poll()
+    check_pool(pool)

@@ -12,6 +12,7 @@ from ._core import execute as execute
 from ._core import host_free as host_free
 from ._core import host_functions as host_functions
 from ._core import host_reserve as host_reserve
+from ._core import host_restoring as host_restoring
 from ._core import launch as launch
 from ._core import pack_token_ids as pack_token_ids
 from ._core import transfer as transfer

@@ -274,6 +274,12 @@ def host_reserve(num_bytes: int, alignment: int, /) -> int:
     Cost: up to three system calls, outside the GIL, whatever the size.
     """
 
+def host_restoring(change: int, /) -> None:
+    """Add ``change`` to the number of threads that map again what was mapped before.
+
+    While there are any, ``map`` uses mappings of the process that are held back otherwise.
+    """
+
 def host_free(address: int, num_bytes: int, /) -> None:
     """Give virtual addresses back, and drop whatever is mapped there.
 

@@ -23,6 +23,7 @@
 #include "executor.h"
 
 #include <errno.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -43,6 +44,45 @@ static bool is_whole_pages(uint64_t num_bytes)
     return num_bytes != 0 && num_bytes % os_page_bytes() == 0;
 }
 
+/* The kernel limits the mappings of a process (vm.max_map_count), and at the limit even unmapping
+ * fails, and malloc.  So a block of pages that are mappings each, since their access differs in
+ * turn, is held back.  Nothing is mapped without it; who runs into the limit drops it. */
+#define NUM_SPARE 256
+static atomic_uintptr_t spare;
+static atomic_int num_restoring; /* threads that map again what was mapped before */
+
+static void drop_spare(void)
+{
+    uintptr_t held = atomic_exchange(&spare, 0);
+    if (held != 0)
+        munmap((void *)held, NUM_SPARE * os_page_bytes());
+}
+
+static bool hold_spare(void)
+{
+    if (atomic_load(&spare) != 0)
+        return true;
+    size_t page_bytes = os_page_bytes(), num_bytes = NUM_SPARE * page_bytes;
+    char *block = mmap(NULL, num_bytes, PROT_NONE, RESERVE_FLAGS, -1, 0);
+    if (block == MAP_FAILED)
+        return false;
+    uintptr_t none = 0;
+    bool is_divided = true;
+    for (size_t at = 1; is_divided && at < NUM_SPARE; at += 2)
+        is_divided = mprotect(block + at * page_bytes, page_bytes, PROT_READ) == 0;
+    if (!is_divided || !atomic_compare_exchange_strong(&spare, &none, (uintptr_t)block))
+        munmap(block, num_bytes);
+    return is_divided;
+}
+
+/* Returns errno and keeps it; if there were too many mappings, there are fewer now. */
+static int failure(void)
+{
+    if (errno == ENOMEM)
+        drop_spare();
+    return errno;
+}
+
 static int host_map(uint64_t address, size_t num_bytes, size_t offset, uint64_t handle,
                     unsigned long long flags)
 {
@@ -50,9 +90,13 @@ static int host_map(uint64_t address, size_t num_bytes, size_t offset, uint64_t 
     off_t file_offset = (off_t)((handle & ((UINT64_C(1) << 40) - 1)) << 12);
     if (!is_whole_pages(num_bytes) || flags != 0)
         return EINVAL;
+    if (atomic_load(&num_restoring) != 0)
+        drop_spare();
+    else if (!hold_spare())
+        return ENOMEM;
     void *mapped = mmap((void *)(uintptr_t)address, num_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED,
                         fd, file_offset + (off_t)offset);
-    return mapped == MAP_FAILED ? errno : 0;
+    return mapped == MAP_FAILED ? failure() : 0;
 }
 
 static int host_set_access(uint64_t address, size_t num_bytes, const vmkv_access *accesses,
@@ -74,7 +118,7 @@ static int host_set_access(uint64_t address, size_t num_bytes, const vmkv_access
     default:
         return EINVAL;
     }
-    return mprotect((void *)(uintptr_t)address, num_bytes, protection) != 0 ? errno : 0;
+    return mprotect((void *)(uintptr_t)address, num_bytes, protection) != 0 ? failure() : 0;
 }
 
 static int host_unmap(uint64_t address, size_t num_bytes)
@@ -82,9 +126,20 @@ static int host_unmap(uint64_t address, size_t num_bytes)
     if (!is_whole_pages(num_bytes))
         return EINVAL;
     /* One call that replaces, and not munmap then mmap: no other thread's mmap can slip between. */
-    void *mapped = mmap((void *)(uintptr_t)address, num_bytes, PROT_NONE, RESERVE_FLAGS | MAP_FIXED,
-                        -1, 0);
-    return mapped == MAP_FAILED ? errno : 0;
+    void *at = (void *)(uintptr_t)address;
+    int flags = RESERVE_FLAGS | MAP_FIXED;
+    if (mmap(at, num_bytes, PROT_NONE, flags, -1, 0) != MAP_FAILED ||
+        (failure() == ENOMEM && mmap(at, num_bytes, PROT_NONE, flags, -1, 0) != MAP_FAILED))
+        return 0;
+    return errno;
+}
+
+/* Like munmap, but returns an errno; at the limit on mappings it succeeds too. */
+static int unreserve(void *address, size_t num_bytes)
+{
+    if (munmap(address, num_bytes) == 0 || (failure() == ENOMEM && munmap(address, num_bytes) == 0))
+        return 0;
+    return errno;
 }
 
 static int host_copy(uint64_t destination, uint64_t source, size_t num_bytes, uint64_t stream)
@@ -140,18 +195,31 @@ static int reserve_aligned(uint64_t num_bytes, uint64_t alignment, uint64_t *add
     uint64_t after = slack - before;
     /* Trimming what we have just mapped only fails when splitting it exceeds the kernel's limit on
      * mappings.  Then the trimmed ends or the whole must not stay behind. */
-    if (before != 0 && munmap(mapped, before) != 0) {
-        int error = errno;
-        munmap(mapped, num_bytes + slack);
+    int error = before == 0 ? 0 : unreserve(mapped, before);
+    if (error != 0) {
+        unreserve(mapped, num_bytes + slack);
         return error;
     }
-    if (after != 0 && munmap((void *)(uintptr_t)(aligned + num_bytes), after) != 0) {
-        int error = errno;
-        munmap((void *)(uintptr_t)aligned, num_bytes + after);
+    error = after == 0 ? 0 : unreserve((void *)(uintptr_t)(aligned + num_bytes), after);
+    if (error != 0) {
+        unreserve((void *)(uintptr_t)aligned, num_bytes + after);
         return error;
     }
     *address = aligned;
     return 0;
+}
+
+const char vmkv_host_restoring_doc[] =
+    "host_restoring($module, change, /)\n--\n\n"
+    "Add to the number of threads that map again what was mapped before.";
+
+PyObject *vmkv_host_restoring(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    int change;
+    if (!PyArg_ParseTuple(args, "i:host_restoring", &change))
+        return NULL;
+    atomic_fetch_add(&num_restoring, change);
+    Py_RETURN_NONE;
 }
 
 const char vmkv_host_reserve_doc[] =
@@ -199,7 +267,7 @@ PyObject *vmkv_host_free(PyObject *Py_UNUSED(module), PyObject *args)
     if (!is_whole_pages(num_bytes))
         error = EINVAL;
     else
-        error = munmap((void *)(uintptr_t)address, num_bytes) != 0 ? errno : 0;
+        error = unreserve((void *)(uintptr_t)address, num_bytes);
     Py_END_ALLOW_THREADS
     if (error != 0) {
         errno = error;

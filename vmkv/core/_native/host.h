@@ -6,9 +6,11 @@
 
 extern const char vmkv_host_functions_doc[];
 extern const char vmkv_host_reserve_doc[];
+extern const char vmkv_host_restoring_doc[];
 extern const char vmkv_host_free_doc[];
 PyObject *vmkv_host_functions(PyObject *module, PyObject *unused);
 PyObject *vmkv_host_reserve(PyObject *module, PyObject *args);
+PyObject *vmkv_host_restoring(PyObject *module, PyObject *args);
 PyObject *vmkv_host_free(PyObject *module, PyObject *args);
 
 #endif

@@ -35,6 +35,7 @@ static PyMethodDef methods[] = {
     {"execute", vmkv_execute, METH_VARARGS, vmkv_execute_doc},
     {"host_functions", vmkv_host_functions, METH_NOARGS, vmkv_host_functions_doc},
     {"host_reserve", vmkv_host_reserve, METH_VARARGS, vmkv_host_reserve_doc},
+    {"host_restoring", vmkv_host_restoring, METH_VARARGS, vmkv_host_restoring_doc},
     {"host_free", vmkv_host_free, METH_VARARGS, vmkv_host_free_doc},
     {"launch", (PyCFunction)(void (*)(void))vmkv_launch, METH_FASTCALL, vmkv_launch_doc},
     {"pack_token_ids", (PyCFunction)(void (*)(void))vmkv_pack_token_ids, METH_FASTCALL,

@@ -30,6 +30,7 @@ import abc
 import enum
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -259,6 +260,10 @@ class Backend(abc.ABC):
                 ) from error
         error.num_done = num_done
         raise error
+
+    def restoring(self) -> AbstractContextManager[None]:
+        """Context in which a thread maps again what was mapped before, and so may not run short."""
+        return nullcontext()
 
     @abc.abstractmethod
     def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from ...errors import ConfigError, HostDriverError
 from ...units import Address, KiB, MiB, format_bytes, is_power_of_two
 from .. import _native
-from .base import Fence, MemoryLocation
+from .base import PRIMITIVES, Fence, MemoryLocation
 from .booked import Allocation, BookedBackend, NativeCalls, describe
 
 # ---- host files ----------------------------------------------------------------------------------
@@ -287,7 +287,18 @@ class HostBackend(BookedBackend):
                 details += "; raise the limit on descriptors (ulimit -n)"
             raise self._error(call, error.errno or errno.EIO, details) from error
 
+    @contextlib.contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Context in which maps use mappings of the process that are held back otherwise."""
+        _native.host_restoring(1)
+        try:
+            yield
+        finally:
+            _native.host_restoring(-1)
+
     def _error(self, call: str, status: int, details: str) -> HostDriverError:
+        if status == errno.ENOMEM and call in PRIMITIVES.values():
+            details += "; raise the limit on a process's mappings (sysctl vm.max_map_count)"
         return HostDriverError(
             call,
             status,

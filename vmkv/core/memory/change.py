@@ -280,7 +280,8 @@ def _restore(
         ops += row.table.ops_to_map(row.row, lost)
         again += [mapping.extent for mapping in lost]
     try:
-        pool.backend.execute(ops)
+        with pool.backend.restoring():
+            pool.backend.execute(ops)
     except DriverError as second:
         raise InternalError(
             f"a change of mappings failed ({error}), and so did its undoing: {second}"

@@ -171,9 +171,10 @@ class Reclaimer:
             num_bytes += extent.num_bytes
             end = address + extent.num_bytes
         runs.append((first, num_bytes))
-        num_done = len(mappings)
+        num_done = 0
         try:
             self._backend.execute([UnmapOp(mappings[at].address, size) for at, size in runs])
+            num_done = len(mappings)
         except DriverError as error:
             num_done = runs[error.num_done][0]
             raise
