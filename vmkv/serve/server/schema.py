@@ -31,6 +31,7 @@ _IGNORED = frozenset(
     | {"prompt_cache_retention", "prediction", "verbosity", "truncation", "max_tool_calls"}
     | {"container", "context_management", "guided_decoding_backend", "guided_whitespace_pattern"}
     | {"spaces_between_special_tokens", "length_penalty", "mm_processor_kwargs", "vllm_xargs"}
+    | {"client_metadata"}
 )
 #: Per refused parameter: values that have no effect, and the reason for the refusal.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
