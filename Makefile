@@ -29,7 +29,7 @@ FUZZ_ARGS ?=
 BIN = $(VENV)/bin
 SOURCES = $(wildcard vmkv/core/_native/*.[ch]) pyproject.toml
 
-.PHONY: demo test lint types unit real replicas rollouts clients $(CLIENT_RUNS) clients-quick
+.PHONY: demo test lint types unit real replicas rollouts clients $(CLIENT_RUNS) clients-npm clients-quick
 .PHONY: fuzz test-matrix test-pythons models report clean
 
 demo: $(VENV)/.real
@@ -77,10 +77,18 @@ rollouts:
 CLIENT_TESTS = VMKV_PYTHON=$(abspath $(BIN)/python) .venv-clients-$(1)/bin/python \
 	-m pytest -W ignore --confcutdir tests/clients --tb short $(PYTEST_ARGS)
 
-clients: $(CLIENT_RUNS)
+clients: $(CLIENT_RUNS) clients-npm
 
 $(CLIENT_RUNS): clients-%: .venv-clients-%/.ready $(VENV)/.real
 	$(call CLIENT_TESTS,$*) tests/clients
+
+# Coding agents, which are programs of npm's.
+clients-npm: $(VENV)/.ready
+	@$(MAKE) --quiet .venv-clients-npm/.ready \
+		|| { echo "The agents cannot be had from npm: skipped"; exit 0; }; \
+		VMKV_PYTHON=$(abspath $(BIN)/python) VMKV_AGENTS=$(abspath .venv-clients-npm) \
+		$(BIN)/python -m pytest -W ignore --confcutdir tests/clients --tb short $(PYTEST_ARGS) \
+		tests/clients/test_agents.py
 
 # One client of each kind.
 clients-quick: $(VENV)/.real
@@ -115,6 +123,12 @@ $(VENV)/.ray: $(VENV)/.ready
 	test -d $(@D) || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
 	$(@D)/bin/python -m pip install --quiet --retries 1 --requirement $<
+	touch $@
+
+.venv-clients-npm/.ready: tests/clients/package.json
+	mkdir -p $(@D)
+	cp $< $(@D)
+	npm install --prefix $(@D) --no-package-lock --no-audit --no-fund --ignore-scripts --loglevel error
 	touch $@
 
 test-matrix: $(foreach version,$(MATRIX),matrix-$(version)) test-pythons

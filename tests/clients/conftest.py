@@ -6,15 +6,19 @@ VMKV_PYTHON names the interpreter of the environment that has it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+Serve = Callable[..., AbstractContextManager[str]]
 #: Nothing here asks a network: neither a hub, nor a list of prices, nor a collector of traces.
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -48,12 +52,24 @@ def model_folder(python: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def url(python: str, model_folder: str) -> Iterator[str]:
-    """The address of one server for all tests; it must end by itself when it is told to."""
-    command = [python, "-m", "vmkv.cli", "serve", model_folder, "--served-model-name", "smol"]
-    command += ["--port", "0", "--device", "cpu", "--dtype", "float32", "--memory", "1"]
+def url(serve: Serve, model_folder: str) -> Iterator[str]:
+    """The address of one server for all tests."""
     # The model was taught no format of tool calls, so it is told one, as other servers would be.
-    command += ["--response-template", "qwen3"]
+    with serve(model_folder, "--response-template", "qwen3") as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def serve(python: str) -> Serve:
+    """Return a context manager that serves a model of a folder, with more options."""
+    return partial(_serving, python)
+
+
+@contextlib.contextmanager
+def _serving(python: str, model_folder: str, *options: str) -> Iterator[str]:
+    """Serve a model as "smol"; yield the address. The server must end when it is told to."""
+    command = [python, "-m", "vmkv.cli", "serve", model_folder, "--served-model-name", "smol"]
+    command += ["--port", "0", "--device", "cpu", "--dtype", "float32", "--memory", "1", *options]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert child.stdout is not None
     with child, child.stdout:

@@ -37,7 +37,9 @@ def script(name: str) -> str:
     return f"<script-{name}>"
 
 
-def scripted(scripts: Mapping[str, str]) -> tuple[Any, Any]:
+def scripted(
+    scripts: Mapping[str, str], chat_template: str = CHAT_TEMPLATE, max_tokens: int = MAX_TOKENS
+) -> tuple[Any, Any]:
     """Return a model and a tokenizer; texts must be ASCII. After a script the answer ends."""
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tiny_tokenizer().backend_tokenizer.from_str(
@@ -45,7 +47,7 @@ def scripted(scripts: Mapping[str, str]) -> tuple[Any, Any]:
         ),
         bos_token="<s>",
         eos_token="</s>",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
     )
     known = set(tokenizer.get_vocab())
     chains = {name: _pieces(text, known) for name, text in scripts.items()}
@@ -60,7 +62,7 @@ def scripted(scripts: Mapping[str, str]) -> tuple[Any, Any]:
     for name, chain in chains.items():
         tokens = [ids[script(name)], *(ids[each] for each in chain)]
         successors[tokens[:-1]] = torch.tensor(tokens[1:])
-    return _model(successors), tokenizer
+    return _model(successors, max_tokens), tokenizer
 
 
 def _pieces(text: str, known: set[str]) -> list[str]:
@@ -81,7 +83,7 @@ def _pieces(text: str, known: set[str]) -> list[str]:
     return pieces
 
 
-def _model(successors: torch.Tensor) -> Any:
+def _model(successors: torch.Tensor, max_tokens: int) -> Any:
     size = len(successors)
     config = transformers.LlamaConfig(
         vocab_size=size,
@@ -90,7 +92,7 @@ def _model(successors: torch.Tensor) -> Any:
         num_hidden_layers=1,
         num_attention_heads=1,
         head_dim=8,
-        max_position_embeddings=MAX_TOKENS,
+        max_position_embeddings=max_tokens,
         bos_token_id=0,
         eos_token_id=1,
         tie_word_embeddings=False,

@@ -104,7 +104,7 @@ def test_the_dashboard_asks_for_metrics_that_a_server_has(run_server) -> None:
 def test_a_request_is_logged_in_one_line(
     run_server, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
-    """Probes of health and scrapes are not."""
+    """Probes of health and scrapes are not; a path that is no route is named."""
     num_prompt = len(tiny_tokenizer()("A row")["input_ids"])
     caplog.set_level(logging.INFO, LOG)
     with run_server() as server, httpx.Client(base_url=server.url) as client:
@@ -114,18 +114,20 @@ def test_a_request_is_logged_in_one_line(
         )
         assert 200 == answer.status_code
         client.post("/v1/completions", json={**BODY, "max_tokens": -1})
+        client.get("/nowhere")
         client.get("/health")
         client.get("/metrics")
     # A stream is logged once its connection has been told, perhaps after the next request.
     said = [each.getMessage() for each in caplog.records if each.name == LOG]
-    lines = sorted(said, key=lambda line: " 400 " in line)
-    assert 2 == len(lines), lines
+    lines = sorted(said, key=lambda line: (" 400 " in line, " 404 " in line))
+    assert 3 == len(lines), lines
     form = (
         rf"127\.0\.0\.1:\d+ POST /v1/completions 200 prompt={num_prompt} cached=0 output=20 "
         r"first_token=\d+\.\d{3}s finish=length took=\d+\.\d{3}s id=mine"
     )
     assert re.fullmatch(form, lines[0]), lines[0]
-    assert " 400 took=" in lines[1]
+    assert " GET '/nowhere' 404 took=" in lines[1]
+    assert " 400 took=" in lines[2]
 
 
 def test_requests_are_not_logged_unless_the_logger_is_on(

@@ -32,6 +32,7 @@ _IGNORED = frozenset(
     | {"prompt_cache_retention", "prediction", "verbosity", "truncation", "max_tool_calls"}
     | {"container", "context_management", "guided_decoding_backend", "guided_whitespace_pattern"}
     | {"spaces_between_special_tokens", "length_penalty", "mm_processor_kwargs", "vllm_xargs"}
+    | {"client_metadata"}
 )
 #: Per refused parameter: values that have no effect, and the reason for the refusal.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -425,7 +426,7 @@ _PIECE_BYTES = 64 * 1024
 _NO_OBJECT = "the request needs a JSON object as its body, with Content-Type: application/json"
 _JSON = re.compile(r"application/(?:[\w.+-]+\+)?json *(?:;.*)?", re.IGNORECASE)
 #: What an infinite number has, as `1e999`, which no answer can repeat.
-_HUGE = re.compile(rb"\d[eE]\+?\d{3}|\d{309}")
+_HUGE = re.compile(rb"\d[eE]\+?\d{3}|(?<!\d)\d{309}")
 #: Values that a list, an object or a key counts as, by its parsing time.
 _NESTED_WEIGHT = 8
 _SIZES = ("too_short", "too_long", "string_too_long")
