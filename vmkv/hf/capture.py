@@ -30,7 +30,7 @@ from ..step.stepper import has_hooks
 from . import compat
 from .cache import VMKVCache
 from .group_step import LeftPadding
-from .proof import Proof, prove
+from .proof import Proof, locks_of, prove
 from .store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -362,6 +362,7 @@ class CapturedSteps:
         self.is_closed = False
         self._model = model
         self._core = core
+        self._layers = layers
         self._num_layouts = store.num_layouts
         # No inference tensors: steps may run in inference mode or outside it.
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -450,8 +451,11 @@ class CapturedSteps:
         writes = [(row, num_past_tokens, num_tokens) for row in range(self.batch_size)]
         with self._core.submitting(writes):
             bucket = graphs.key(num_tokens, is_padded=self.is_padded)
-            if not graphs.run_recurring(bucket, integers, self._stepper.attending):
-                return None
+            with locks_of(self._model).proof:
+                if self._layers is not None and self._layers.are_in_place:
+                    return None  # For a call of `vmkv.generate` in another thread.
+                if not graphs.run_recurring(bucket, integers, self._stepper.attending):
+                    return None
         return graphs.space.logits[:, None].clone()
 
     def close(self) -> None:
