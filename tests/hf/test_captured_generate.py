@@ -28,7 +28,6 @@ from helpers.tiny_models import (
     left_padded_prompt,
     prompt,
     redraw_weights,
-    tiny_config,
     tiny_model,
     unsupported_because,
 )
@@ -435,54 +434,71 @@ def test_a_step_with_a_mask_that_is_no_left_padding_runs_the_model(
     assert 1 == capture.num_steps
 
 
-def test_a_mask_that_changes_between_steps_is_an_error(
-    captured: Callable[..., Any], new_cache: NewCache
+@pytest.mark.parametrize("num_more", [0, 2])
+def test_the_model_computes_steps_whose_mask_hides_more(
+    num_more: int, captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """The error comes at most one step later, and the cache stays usable."""
-    model, _ = captured()
-    cache, mask = new_cache(model.config), torch.ones(2, 6, dtype=torch.long)
-    _step(model, cache, _tokens(5, 2), attention_mask=mask[:, :5])
-    _step(model, cache, _tokens(1, 2), attention_mask=mask)
-    mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
-    mask[0, 0] = 0
-    _step(model, cache, _tokens(1, 2), attention_mask=mask)
-    mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
-    with pytest.raises(ConfigError, match="column of ones"):
-        _step(model, cache, _tokens(1, 2), attention_mask=mask)
-    assert 7 == cache.get_seq_length()
-    cache.crop(-1)
-    plain, reference = tiny_model("llama"), dynamic_cache(tiny_config("llama"))
-    _step(plain, reference, _tokens(5, 2), attention_mask=torch.ones(2, 5, dtype=torch.long))
-    _step(plain, reference, _tokens(1, 2), attention_mask=torch.ones(2, 6, dtype=torch.long))
-    options = {"attention_mask": mask[:, :7]}
-    torch.testing.assert_close(
-        _step(plain, reference, _tokens(1, 2), **options),
-        _step(model, cache, _tokens(1, 2), **options),
-        atol=1e-4,
-        rtol=1e-4,
+    """The first such step too, be it the last one; after the next prompt steps are captured."""
+    model, capture = captured()
+    logits = []
+    for each, cache in (
+        (tiny_model("llama"), dynamic_cache(model.config)),
+        (model, new_cache(model.config)),
+    ):
+        mask = torch.ones(2, 9, dtype=torch.long)
+        _step(each, cache, _tokens(5, 2), attention_mask=mask[:, :5])
+        found = [_step(each, cache, _tokens(1, 2), attention_mask=mask[:, :6])]
+        mask[0, 2:4] = mask[1, 0] = 0
+        for end in range(7, 8 + num_more):
+            found.append(_step(each, cache, _tokens(1, 2), attention_mask=mask[:, :end]))
+        logits.append(torch.cat(found, 1))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    assert 1 == capture.num_steps
+    assert bool(num_more) == bool(capture.refusals)
+    cache.reset()
+    _step(model, cache, _tokens(5, 2))
+    _step(model, cache, _tokens(1, 2))
+    assert 2 == capture.num_steps
+
+
+def test_steps_of_m_rope_are_captured_while_its_axes_are_alike(new_cache: NewCache) -> None:
+    """As in text; the model computes others itself."""
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rope_parameters": rope,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64},
+        **dict.fromkeys(("image_token_id", "video_token_id", "vision_start_token_id"), 3),
     )
-
-
-def test_a_mask_that_changes_in_the_last_step_is_reported_later(
-    captured: Callable[..., Any], new_cache: NewCache, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By the cache's next captured step, or by the log if the cache is closed first."""
-    model, _ = captured()
-    for goes_on in (True, False):
-        cache, mask = new_cache(model.config), torch.ones(2, 7, dtype=torch.long)
-        _step(model, cache, _tokens(5, 2), attention_mask=mask[:, :5])
-        _step(model, cache, _tokens(1, 2), attention_mask=mask[:, :6])
-        mask[0, 0] = 0
-        _step(model, cache, _tokens(1, 2), attention_mask=mask)
-        if goes_on:
-            cache.reset()
-            _step(model, cache, _tokens(5, 2))
-            with pytest.raises(ConfigError, match="column of ones"):
-                _step(model, cache, _tokens(1, 2))
-            _step(model, cache, _tokens(1, 2))
-        assert not caplog.records
-        cache.close()
-    assert "column of ones" in caplog.text
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    redraw_weights(model, 0)
+    options = {"attention_mask": torch.ones(1, 5, dtype=torch.long), "do_sample": False}
+    options |= {"max_new_tokens": 6, "eos_token_id": None}
+    ids = torch.arange(5, 10)[None]
+    plain, wanted = dynamic_cache(config), model.generate(ids, **options)
+    with vmkv.capture_decoding(model) as capture:
+        assert (
+            wanted.tolist()
+            == model.generate(ids, past_key_values=new_cache(config), **options).tolist()
+        )
+        assert 5 == capture.num_steps
+        cache, logits = new_cache(config), []
+        for each in (plain, cache):
+            _step(model, each, ids)
+            for axes in ([5, 5, 5], [6, 8, 7], [9, 9, 9]):
+                positions = torch.tensor(axes).view(3, 1, 1)
+                logits.append(_step(model, each, _tokens(1), position_ids=positions))
+    torch.testing.assert_close(logits[:3], logits[3:], atol=1e-4, rtol=1e-4)
+    assert 6 == capture.num_steps
 
 
 @pytest.mark.parametrize(
@@ -509,6 +525,10 @@ def test_steps_with_other_outputs_or_inputs_run_the_model(
     name = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
     for each in asked:
         assert getattr(output, name.get(each, "logits")) is not None
+    cache.reset()  # transformers' hooks for such outputs stay in the model.
+    _step(model, cache, _tokens(5))
+    _step(model, cache, _tokens(1))
+    assert 1 == capture.num_steps
 
 
 def test_a_model_with_hooks_or_in_training_mode_is_not_captured(
@@ -523,6 +543,7 @@ def test_a_model_with_hooks_or_in_training_mode_is_not_captured(
     cache.reset()
     generate(model, inputs, cache)
     assert NEW_TOKENS == len(seen)
+    assert ["a captured step would leave out the forward hooks of its modules"] == capture.refusals
     hook.remove()
     model.train()
     cache.reset()

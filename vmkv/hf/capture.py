@@ -32,7 +32,7 @@ from ..step.stepper import has_hooks
 from . import compat
 from .cache import VMKVCache
 from .group_step import LeftPadding
-from .proof import Proof, prove
+from .proof import Proof, locks_of, prove
 from .store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def capture_decoding(
 
     Cost: a copy of the weights, part by part, where layers are compiled; at the first step that
         could be captured, a proof (see `vmkv.generate`). A mask is read once per prompt, and later
-        ones are checked without waiting.
+        ones are compared with it while the device computes the step.
     """
     compat.check_model(model)
     capture = vars(model).get("forward")
@@ -216,9 +216,12 @@ class CapturedDecoding(AbstractContextManager["CapturedDecoding"]):
             positions = None if positions is None else positions[None]
         device, batch_size = token_ids.device, steps.batch_size
         fit = _fits(mask, device, (batch_size, num_past_tokens + 1))
-        if not fit or not _fits(positions, device, (batch_size, 1), (1, 1)):
+        planes = (3, batch_size, 1), (4, batch_size, 1)  # Of M-RoPE.
+        if not fit or not _fits(positions, device, (batch_size, 1), (1, 1), *planes):
+            self._refuse(model, "their mask or positions are not [B, T]")
             return None
         if not steps.takes(mask, num_past_tokens, cache._store.num_batches):
+            self._refuse(model, "their mask or positions are not those of left padding")
             return None
         if not has_positions and (steps.is_padded or known.offsets_positions):
             return None  # Models derive missing positions from the mask or from their prompt.
@@ -247,7 +250,10 @@ class CapturedDecoding(AbstractContextManager["CapturedDecoding"]):
         store.close_gaps()  # First: the checks below compare layouts.
         if not known.is_checked:
             known.is_checked = True
-            known.runs_plainly = has_hooks(model) or _is_divided_or_adapted(model)
+            reason = _why_plain(model)
+            known.runs_plainly = reason is not None
+            if reason is not None:
+                self._refuse(model, reason)
             known.offsets_positions = compat.offsets_positions(model)
             if steps is not None and not (steps.is_current and steps.weights == _addresses(model)):
                 steps.close()
@@ -294,10 +300,14 @@ class CapturedDecoding(AbstractContextManager["CapturedDecoding"]):
         except (ConfigError, CapacityError, torch.OutOfMemoryError) as error:
             self._unproven.add((backend, device))
             reason = one_line(error)
+        self._refuse(model, reason)
+        return None
+
+    def _refuse(self, model: Any, reason: str) -> None:
+        """Log a reason why the model itself computes a step, unless it was logged before."""
         if reason not in self.refusals:
             self.refusals.append(reason)
             _LOG.warning("decode steps of %s are not captured: %s", type(model).__name__, reason)
-        return None
 
 
 def _forward_of_class(model: Any) -> Any:
@@ -326,7 +336,7 @@ def _is_on(name: str, given: Mapping[str, Any], config: Any) -> bool:
     return bool(getattr(config, name, True) if value is None else value)
 
 
-def _fits(given: Any, device: torch.device, *shapes: tuple[int, int]) -> bool:
+def _fits(given: Any, device: torch.device, *shapes: tuple[int, ...]) -> bool:
     """Whether a mask or positions are None, or integers in one of the shapes on the device."""
     return given is None or (
         isinstance(given, torch.Tensor)
@@ -336,11 +346,15 @@ def _fits(given: Any, device: torch.device, *shapes: tuple[int, int]) -> bool:
     )
 
 
-def _is_divided_or_adapted(model: Any) -> bool:
-    """Whether the model is divided over processes, or has adapters that may be switched off."""
-    return (getattr(model, "tp_size", None) or 1) > 1 or any(
-        type(each).__module__.partition(".")[0] == "peft" for each in model.modules()
-    )
+def _why_plain(model: Any) -> str | None:
+    """Return why steps of the model cannot be captured, whatever its proof; None if they can."""
+    if has_hooks(model):
+        return "a captured step would leave out the forward hooks of its modules"
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        return "it is divided over processes"
+    if any(type(each).__module__.partition(".")[0] == "peft" for each in model.modules()):
+        return "it has adapters, which may be switched off between steps"
+    return None
 
 
 # ---- the steps of one cache ----------------------------------------------------------------------
@@ -369,6 +383,7 @@ class CapturedSteps:
         self.is_closed = False
         self._model = model
         self._core = core
+        self._layers = layers
         self._num_layouts = store.num_layouts
         # No inference tensors: steps may run in inference mode or outside it.
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -381,11 +396,15 @@ class CapturedSteps:
                 calls=calls,
             )
             self._graphs = self._stepper.make_batch_graphs(logits.shape[-1], logits.dtype, stream)
+            # On the host: whether the last step's mask or positions differed.
+            is_cuda = core.device.type == "cuda"
+            self._has_differed = torch.zeros((), dtype=torch.bool, pin_memory=is_cuda)
         self.weights = _addresses(model)
         self._attention = chosen_attention(model)
         self._padding: LeftPadding | None = None
+        self._differs: torch.Tensor | None = None  # Whether the step's mask differs from that.
         # Tokens and batch count of a step that continues the last one, and whether the last one was
-        # declined for its mask.
+        # declined for its mask or positions.
         self._next = (-1, -1)
         self._was_declined = False
         store.readers.add(self)
@@ -409,21 +428,19 @@ class CapturedSteps:
     def takes(self, mask: torch.Tensor | None, num_past_tokens: int, num_batches: int) -> bool:
         """Whether the next step's mask `[B, num_past_tokens + 1]` is left padding, or None.
 
-        Waits for the device only where the batch does not continue the last step. Raises what
-        `LeftPadding.check` raises, after which the mask is read again.
+        Waits for the device only where the batch does not continue the last step; otherwise `run`
+        tells whether the mask is as expected.
         """
         goes_on = self._next == (num_past_tokens, num_batches)
         self._next = (num_past_tokens + 1, num_batches)
         if goes_on and self._was_declined:
             return False
         before, self._padding = self._padding, None
-        self._was_declined = False
-        if before is not None:
-            before.look()
+        self._was_declined, self._differs = False, None
         if mask is None:
             return True
         if goes_on and before is not None:
-            before.check(mask)
+            self._differs = before.differs(mask)
             self._padding = before
             return True
         self._padding = padding = LeftPadding.read(mask)
@@ -440,13 +457,24 @@ class CapturedSteps:
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor | None, num_past_tokens: int
     ) -> torch.Tensor | None:
-        """Run a step whose rows have grown and whose mask was taken; never waits for the device.
+        """Run a step whose rows have grown and whose mask was taken.
 
-        `token_ids` is `[B, 1]`; `positions` is `[B or 1, 1]`, by default `num_past_tokens`. Returns
-        new logits `[B, 1, vocabulary]`, or None where steps of this size cannot be captured: the
-        model then computes the step itself, over the same rows.
+        `token_ids` is `[B, 1]`; `positions` is `[B or 1, 1]`, or `[3 or 4, B, 1]` for M-RoPE, by
+        default `num_past_tokens`. Returns new logits `[B, 1, vocabulary]`, or None where steps of
+        this size cannot be captured, the mask differs from the one before, or axes of M-RoPE from
+        each other: the model then computes the step itself, over the same rows. Waits for the
+        device's comparison of masks while the device computes.
         """
         graphs, num_tokens = self._graphs, num_past_tokens + 1
+        differs = [] if self._differs is None else [self._differs]
+        if positions is not None and positions.ndim == 3:  # Text positions may come first.
+            differs.append((positions[-3:] != positions[-1]).any())
+            positions = positions[-1]
+        compared: torch.cuda.Event | None = None
+        if differs:
+            self._has_differed.copy_(torch.stack(differs).any(), non_blocking=True)
+            if self._has_differed.is_pinned():
+                compared = torch.cuda.current_stream(token_ids.device).record_event()
         self._core.note_stream()
         self._stepper.last_tokens[: self.batch_size].copy_(token_ids[:, 0])
         if positions is None:
@@ -457,9 +485,15 @@ class CapturedSteps:
         writes = [(row, num_past_tokens, num_tokens) for row in range(self.batch_size)]
         with self._core.submitting(writes):
             bucket = graphs.key(num_tokens, is_padded=self.is_padded)
-            if not graphs.run_recurring(bucket, integers, self._stepper.attending):
-                return None
-        return graphs.space.logits[:, None].clone()
+            with locks_of(self._model).proof:
+                if self._layers is not None and self._layers.are_in_place:
+                    return None  # For a call of `vmkv.generate` in another thread.
+                if not graphs.run_recurring(bucket, integers, self._stepper.attending):
+                    return None
+        if compared is not None:
+            compared.synchronize()
+        self._was_declined = bool(differs) and bool(self._has_differed.numpy()[()])
+        return None if self._was_declined else graphs.space.logits[:, None].clone()
 
     def close(self) -> None:
         """Wait for the device, and drop graphs and tensors. Idempotent."""
@@ -470,11 +504,6 @@ class CapturedSteps:
             torch.cuda.synchronize(self._core.device)
         self._graphs.close()
         self._stepper.close()
-        if self._padding is not None:
-            try:
-                self._padding.look()
-            except ConfigError as error:
-                _LOG.error("%s", error)
 
 
 def _addresses(model: Any) -> list[int]:

@@ -51,7 +51,7 @@ from . import compat
 from .capture import compiled_layers_of
 from .configuration import check_length, layer_windows
 from .group_step import read_left_pad
-from .proof import Proof, prove
+from .proof import Proof, locks_of, prove
 from .sampling import Group, Tokens, check_inputs, prepare
 from .store import CacheOptions, Signature, Store, StoreOwner
 
@@ -213,9 +213,11 @@ def _generate(
     outlives, backend = cache is not None, own.get("attention_backend")
     if cache is not None:
         backend = cache.store.options.attention_backend
-    proof = prove(model, backend)
-    check_length(model.config, tokens.max_tokens)
+    locks = locks_of(model)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(locks.calls)
+        proof = prove(model, backend)
+        check_length(model.config, tokens.max_tokens)
         if cache is None:
             cache = RaggedCache(model.config, max_batch_size=len(prompts), **own)
             stack.enter_context(cache)
@@ -227,7 +229,8 @@ def _generate(
             model, cores, len(prompts), attention_backend=backend, layers=layers, calls=proof.calls
         )
         stack.callback(stepper.close)
-        stack.enter_context(stepper.attending())
+        with locks.proof:  # No captured step of another thread uses the layers.
+            stack.enter_context(stepper.attending())
         # A single prompt can share nothing in a cache of its own.
         finds = prefix_caching and (outlives or len(prompts) > 1)
         last_logits: dict[int, torch.Tensor] = {}

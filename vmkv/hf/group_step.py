@@ -40,9 +40,6 @@ class LeftPadding:
         self.left_pad = left_pad if has_any else None
         self._starts = left_pad[:, None]
         self._expected = torch.empty((left_pad.shape[0], 0), dtype=dtype, device=device)
-        self._differs = torch.zeros((), dtype=torch.bool, device=device)
-        self._seen = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
-        self._seen_on_host = self._seen.numpy()
 
     @classmethod
     def read(cls, mask: torch.Tensor) -> LeftPadding | None:
@@ -52,30 +49,14 @@ class LeftPadding:
             is_left_padding, has_any, left_pad = read_left_pad(mask)
             return cls(left_pad, mask.dtype, has_any=has_any) if is_left_padding else None
 
-    def check(self, mask: torch.Tensor) -> None:
-        """Compare a later mask `[B, T]` without waiting, and raise if an earlier one differed.
-
-        The step of the differing mask, mostly the last one, has then attended to other tokens than
-        its mask says. Costs four small launches.
-        """
-        self.look()
+    def differs(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return whether a later mask `[B, T]` is another left padding, or none; never waits."""
         num_tokens = mask.shape[1]
         if num_tokens > self._expected.shape[1]:
             with torch.inference_mode(mode=False), torch.no_grad():
                 at = torch.arange(2 * num_tokens, device=mask.device)
                 self._expected = (at >= self._starts).to(mask.dtype)
-        self._differs.logical_or_(torch.ne(mask, self._expected[:, :num_tokens]).any())
-        self._seen.copy_(self._differs, non_blocking=True)
-
-    def look(self) -> None:
-        """Raise `ConfigError` if an earlier check has found a difference."""
-        if self._seen_on_host[()]:
-            raise ConfigError(
-                "the attention mask of a captured decode step was not the previous mask with one "
-                "more column of ones, as model.generate makes it, and was ignored: tokens since "
-                "then are wrong. Decode with such masks without capture_decoding, or pass more "
-                "than one token where the mask changes"
-            )
+        return torch.ne(mask, self._expected[:, :num_tokens]).any()
 
 
 # ---- device rows ---------------------------------------------------------------------------------

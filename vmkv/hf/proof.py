@@ -18,6 +18,7 @@ See Note [A model proves itself] in DESIGN.md.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from ..core.cache import Sequence as Row
 from ..core.cache import StateShape
 from ..errors import VMKVError
 from ..step import Piece, Stepper, attending_through
-from ..step.model_guard import PACKED, chosen_attention, eval_mode, refusing_waits
+from ..step.model_guard import PACKED, chosen_attention, eval_mode, hooks_of, refusing_waits
 from ..step.piece import cut_at_chunks, packing_order
 from ..step.row_attention import AttentionCalls, LayerCall, autocast_dtype
 from ..step.states import StateLayer, StateProbe, splitting, state_modules, tensors_of, with_tensors
@@ -81,6 +82,28 @@ _proven: weakref.WeakKeyDictionary[
 ] = weakref.WeakKeyDictionary()
 
 
+class Locks(NamedTuple):
+    """Locks of one model.
+
+    `calls` has calls of `vmkv.generate` run in turn. `proof`, taken inside it, is of what changes
+    the model for a short time: proofs and captured steps.
+    """
+
+    calls: threading.RLock
+    proof: threading.RLock
+
+
+# By embeddings, which wrappers of a model share.
+_locks: weakref.WeakKeyDictionary[Any, Locks] = weakref.WeakKeyDictionary()
+
+
+def locks_of(model: Any) -> Locks:
+    """Return the locks of a model, the same for all who ask."""
+    return _locks.setdefault(
+        model.get_input_embeddings(), Locks(threading.RLock(), threading.RLock())
+    )
+
+
 def prove(model: Any, attention_backend: str | None = None) -> Proof:
     """Refuse a model whose packed passes and plain pass compute different results.
 
@@ -91,6 +114,11 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
     Cost: a plain pass over 112 tokens, two packed passes in a cache of seven short rows, and two
     passes over two tokens; after that torch's unused memory is returned to the device.
     """
+    with locks_of(model).proof:
+        return _prove(model, attention_backend)
+
+
+def _prove(model: Any, attention_backend: str | None) -> Proof:
     weight = model.get_input_embeddings().weight
     served_as = (weight.device, weight.dtype, autocast_dtype(weight.device), attention_backend)
     try:
@@ -116,9 +144,7 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
 
 def _made_of(model: Any, windows: Mapping[int, int | None]) -> tuple[object, ...]:
     """Return the subject of a proof: layers, modules, hooks of modules, a wrapped `forward`."""
-    modules = [
-        (id(each), *each._forward_pre_hooks, *each._forward_hooks) for each in model.modules()
-    ]
+    modules = [(id(each), *hooks_of(each)) for each in model.modules()]
     return (id(vars(model).get("forward")), *windows.items(), *modules)
 
 
@@ -405,10 +431,13 @@ def _before_layers(
     model: Any, look: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> Iterator[None]:
     """Call `look` with the hidden states before each layer; its result replaces them."""
+    thread = threading.get_ident()
 
     def hook(
         layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if thread != threading.get_ident():
+            return None
         hidden = args[0] if args else kwargs.get("hidden_states")
         instead = None
         if isinstance(hidden, torch.Tensor) and hidden.ndim > 2:

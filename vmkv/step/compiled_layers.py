@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -65,6 +66,7 @@ class CompiledLayers:
         self._following = early_norms.prepare(layers, self._last)
         self._handed: early_norms.Handed | None = None
         self._has_sums = graph_passes.GROUP in vars(model)
+        self._thread: int | None = None  # The only one whose layers run compiled.
         self._step_in()
 
     def _step_in(self) -> None:
@@ -77,9 +79,15 @@ class CompiledLayers:
             if getattr(vars(module).get("forward"), "func", None) == self._run:
                 del vars(module)["forward"]
 
+    @property
+    def are_in_place(self) -> bool:
+        """Whether layers run compiled now."""
+        return any("forward" in vars(each) for each in self._compiled)
+
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which layers that stand aside run compiled."""
+        """Context in which layers that stand aside run compiled in this thread."""
+        self._thread = threading.get_ident()
         self._step_in()
         try:
             yield
@@ -128,6 +136,8 @@ class CompiledLayers:
         return [module for module, *_ in unchanged]
 
     def _run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._thread not in (None, threading.get_ident()):
+            return type(layer).forward(layer, *args, **kwargs)
         hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         before, self._handed = self._handed, None
         # This layer's norm, if the previous layer computed it.

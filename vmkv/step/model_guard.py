@@ -44,12 +44,20 @@ PACKED = "vmkv"
 """Attention implementation of packed steps whose layers are not compiled."""
 
 
+#: The private name: configurations intercept look-ups of the property, over 1 us each.
+_ATTENTION = "_attn_implementation_internal"
+
+
 class _Users:
-    """The users of one configuration, and its attention implementation before them."""
+    """The users of one configuration, and its attention implementation before them.
+
+    `names` has the implementation of each user in order, and the thread that alone sees it, or
+    None.
+    """
 
     def __init__(self) -> None:
         self.chosen = ""
-        self.names: dict[object, str] = {}  # Implementation by user, in order.
+        self.names: dict[object, tuple[str, int | None]] = {}
 
 
 #: Users by the id of the configuration: models may share a configuration.
@@ -67,8 +75,8 @@ def chosen_attention(model: Any) -> str:
     """Return the attention implementation of the model without users of this module."""
     config = text_config(model)
     users = _USERS.get(id(config))
-    now = str(config._attn_implementation)
-    return users.chosen if users is not None and now == _last(users) else now
+    now = vars(config)[_ATTENTION]
+    return str(users.chosen if users is not None and now == _last(users) else now)
 
 
 def has_users(model: Any) -> bool:
@@ -77,13 +85,47 @@ def has_users(model: Any) -> bool:
 
 
 def _last(users: _Users) -> str | None:
-    return next(reversed(users.names.values()), None)
+    return next(reversed(users.names.values()), (None, None))[0]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def seen_attention(config: Any) -> Any:
+    """Return a configuration's attention implementation without users of other threads.
+
+    A compiler, which cannot trace threads, calls it and takes the answer for a constant.
+    """
+    with _LOCK:
+        now, users = vars(config).get(_ATTENTION), _USERS.get(id(config))
+        if users is None or now != _last(users):  # Set by other code.
+            return now
+        me = threading.get_ident()
+        own = [name for name, thread in users.names.values() if thread in (None, me)]
+        return own[-1] if own else users.chosen
+
+
+def _store_attention(config: Any, name: Any) -> None:
+    vars(config)[_ATTENTION] = name
+
+
+#: One object, so that compiled code stays valid; compilers trace a property, not what it calls.
+_BY_THREAD = property(lambda config: seen_attention(config), _store_attention)
+
+
+def _show_by_thread() -> None:
+    """Have configurations answer by `seen_attention` while a user is of one thread."""
+    from transformers import PretrainedConfig
+
+    is_wanted = any(thread for each in _USERS.values() for _, thread in each.names.values())
+    if is_wanted and _ATTENTION not in vars(PretrainedConfig):
+        setattr(PretrainedConfig, _ATTENTION, _BY_THREAD)
+    elif not is_wanted and _ATTENTION in vars(PretrainedConfig):
+        delattr(PretrainedConfig, _ATTENTION)
 
 
 def _set_attention(model: Any, name: str) -> None:
     """Set the decoder's implementation only; vision towers and the like keep theirs."""
     config = text_config(model)
-    if config._attn_implementation != name:
+    if vars(config)[_ATTENTION] != name:
         model.set_attn_implementation(name if config is model.config else {"text_config": name})
 
 
@@ -104,7 +146,7 @@ def refusing_waits() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attending_through(model: Any, name: str) -> Iterator[None]:
+def attending_through(model: Any, name: str, *, in_all_threads: bool = False) -> Iterator[None]:
     """Context in which the model attends through an implementation.
 
     Contexts may end in any order: the one entered last among the open ones counts, and after the
@@ -114,32 +156,33 @@ def attending_through(model: Any, name: str) -> Iterator[None]:
     Args:
         model: A transformers model.
         name: The implementation's name in transformers' registry.
+        in_all_threads: Whether forward passes of other threads do so too.
     """
     config, user = text_config(model), object()
     with _LOCK:
         users = _USERS.setdefault(id(config), _Users())
-        if config._attn_implementation != _last(users):
-            users.chosen = str(config._attn_implementation)
-        users.names[user] = name
+        if vars(config)[_ATTENTION] != _last(users):
+            users.chosen = str(vars(config)[_ATTENTION])
+        users.names[user] = name, None if in_all_threads else threading.get_ident()
+        _show_by_thread()
     try:
         with _LOCK:
             _set_attention(model, name)
         yield
     finally:
         with _LOCK:
-            is_untouched = config._attn_implementation == _last(users)
+            is_untouched = vars(config)[_ATTENTION] == _last(users)
             del users.names[user]
             if not users.names:
                 _USERS.pop(id(config), None)
             if is_untouched:
                 _set_attention(model, _last(users) or users.chosen)
+            _show_by_thread()
 
 
 # ---- model guard ---------------------------------------------------------------------------------
 
 _SAME_IN_BOTH_MODES = (torch.nn.Linear, SiblingLinear, torch.nn.Embedding)
-#: The private name: configurations intercept look-ups of the property, which take over 1 us.
-_ATTENTION = "_attn_implementation_internal"
 _is_training = operator.itemgetter("training")
 
 
@@ -149,7 +192,7 @@ class ModelGuard:
     def __init__(self, model: torch.nn.Module, attention: str):
         self._model = model
         self._attention = attention
-        self._config = vars(text_config(model))
+        self._config = text_config(model)
         self._modes = [
             vars(each)
             for each in model.modules()
@@ -171,7 +214,7 @@ class ModelGuard:
         `is_fixed` includes the parameters' memory, for captured and compiled steps.
         """
         if (
-            self._config.get(_ATTENTION, self._attention) != self._attention
+            seen_attention(self._config) != self._attention
             or any(map(_is_training, self._modes))
             or self._kinds_now() != self._kinds
             or (is_fixed and self._addresses_now() != self._addresses)
@@ -184,7 +227,7 @@ class ModelGuard:
 
     def change(self) -> str | None:
         """Describe the change found among all modules and parameters, or None."""
-        now = self._config.get(_ATTENTION, self._attention)
+        now = seen_attention(self._config)
         if now != self._attention:
             return (
                 f"the model's attention implementation is {now!r} now, and steps need "
@@ -223,6 +266,8 @@ _MOVED = (
 _OF_TRAINING = {"gradient_checkpointing", "_require_grads_hooks", *vars(torch.nn.Module())}
 #: Made by transformers and peft with gradient checkpointing; it changes no value.
 _GRADIENT_HOOK = "make_inputs_require_grads"
+#: Modules whose hooks act in passes that ask for them: `output_hidden_states`, and the proof's.
+_IDLE_HOOKS = ("transformers.utils.output_capturing", "vmkv.hf.proof")
 _PLAIN = (bool, int, float, str)
 
 
@@ -243,12 +288,7 @@ def settings_of(model: torch.nn.Module) -> list[object]:
         (
             id(module),
             id(vars(module).get("forward")),
-            *(
-                number
-                for number, hook in module._forward_hooks.items()
-                if getattr(hook, "__name__", "") != _GRADIENT_HOOK
-            ),
-            *module._forward_pre_hooks,
+            *hooks_of(module),
             *(
                 (name, repr(value))
                 for name, value in vars(module).items()
@@ -262,6 +302,17 @@ def settings_of(model: torch.nn.Module) -> list[object]:
 def _config_of(module: torch.nn.Module) -> Any:
     config = vars(module).get("config")
     return config if hasattr(config, "__dict__") else None
+
+
+def hooks_of(module: torch.nn.Module) -> list[int]:
+    """Return the numbers of a module's forward hooks, without those that change no step."""
+    return [
+        number
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        for number, hook in list(hooks.items())
+        if getattr(hook, "__module__", "") not in _IDLE_HOOKS
+        and getattr(hook, "__name__", "") != _GRADIENT_HOOK
+    ]
 
 
 def _is_plain(value: object) -> bool:

@@ -524,10 +524,13 @@ def _rows_attention(
 
 
 @contextlib.contextmanager
-def attending(model: Any, attention: RowAttention) -> Iterator[None]:
+def attending(
+    model: Any, attention: RowAttention, *, in_all_threads: bool = False
+) -> Iterator[None]:
     """Context in which the model's layers attend through `attention`.
 
-    Raises `ConfigError` if another stepper has the model, or no layer has a `layer_idx`.
+    `in_all_threads` as in `attending_through`. Raises `ConfigError` if another stepper has the
+    model, or no layer has a `layer_idx`.
     """
     check_free(model)
     layers = list(numbered_layers(model))
@@ -539,7 +542,7 @@ def attending(model: Any, attention: RowAttention) -> Iterator[None]:
     try:
         for module, layer in layers:
             setattr(module, _PLACE, torch.tensor([number, layer]))
-        with attending_through(model, IMPLEMENTATION):
+        with attending_through(model, IMPLEMENTATION, in_all_threads=in_all_threads):
             yield
     finally:
         _SERVING.pop(number, None)

@@ -31,7 +31,7 @@ from .cache_argument import cache_argument
 from .compiled_layers import CompiledLayers
 from .graphs import BatchGraphs, DecodeGraphs, GraphSpace, Scratch
 from .mixed_graphs import MixedGraphs
-from .model_guard import PACKED, ModelGuard, attending_through, has_users
+from .model_guard import PACKED, ModelGuard, attending_through, has_users, hooks_of
 from .piece import HeadInParts, Piece, StepLogits, cut_at_chunks, pack, packing_order
 from .row_attention import AttentionCalls, PackedPast, RowAttention, StepParts, row_capacities
 from .state_plan import PackedSequences
@@ -137,22 +137,25 @@ class Stepper:
             self._undo = undo.pop_all()
 
     @contextlib.contextmanager
-    def attending(self) -> Iterator[None]:
+    def attending(self, *, in_all_threads: bool = False) -> Iterator[None]:
         """Context in which the model attends over this stepper's rows, by the given `layers`.
 
-        `ConfigError` if another stepper runs the layers.
+        `in_all_threads` as in `attending_through`. `ConfigError` if another stepper runs the
+        layers.
         """
         if self._shared is None:
             its = self._states
             split = contextlib.nullcontext() if its is None else splitting(self.model, its.layers)
-            with attending_through(self.model, PACKED), split:
+            everywhere = {"in_all_threads": in_all_threads}
+            with attending_through(self.model, PACKED, **everywhere), split:
                 yield
         else:
             with row_attention.attending(self.model, self.attention), self._shared.in_place():
                 yield
 
     def _attend_by_operator(self) -> None:
-        self._serving.enter_context(row_attention.attending(self.model, self.attention))
+        attending = row_attention.attending(self.model, self.attention, in_all_threads=True)
+        self._serving.enter_context(attending)
         if self._states is not None:
             self._serving.enter_context(self._states.rules.in_place())
 
@@ -164,7 +167,7 @@ class Stepper:
         unchanged.
         """
         if not self.uses_operator:
-            self._serving.enter_context(self.attending())
+            self._serving.enter_context(self.attending(in_all_threads=True))
             return
         self._attend_by_operator()
         if self._layers is not None:
@@ -565,8 +568,8 @@ def _packed_states(
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
-    """Whether a module has forward hooks."""
-    return any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+    """Whether a module has forward hooks that a captured step would leave out."""
+    return any(map(hooks_of, model.modules()))
 
 
 def _other_calls(called: Sequence[int], proven: Sequence[int]) -> str:
