@@ -390,6 +390,7 @@ def _mask_of_transformers(model: Any, ids: torch.Tensor, cache: Any, **overlay: 
         "inputs_embeds": embeddings,
         "attention_mask": torch.ones_like(ids),
         "past_key_values": cache,
+        "cache": cache,
         "position_ids": None,
         "cache_position": torch.arange(ids.shape[1]),
     }
