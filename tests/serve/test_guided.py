@@ -394,7 +394,7 @@ def test_a_grammar_that_becomes_too_much_work_ends_its_request_only(
     few = llguidance.LLParserLimits(step_max_items=60, verbose_errors=False)
     engine = engine_of(max_num_seqs=9)
     handles = [engine.add(*request) for request in mixed_requests()]
-    with mock.patch("vmkv.serve.guided.limits", return_value=few):
+    with mock.patch("vmkv.serve.grammar_trial.limits", return_value=few):
         # Each letter adds to the parses of all before.
         ambiguous = 'start: s\ns: s s | s s s | "a"'
         bad = engine.add("A", guided(grammar=ambiguous, min_tokens=150))
@@ -664,7 +664,7 @@ def test_a_grammar_whose_lexer_failed_is_compiled_anew(monkeypatch: pytest.Monke
     import llguidance
 
     few = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=20)
-    monkeypatch.setattr("vmkv.serve.guided.limits", lambda: few)
+    monkeypatch.setattr("vmkv.serve.grammar_trial.limits", lambda: few)
     grammars = Grammars(tiny_tokenizer(), len(tiny_tokenizer()), {END}, is_pinned=False)
     grammars._num_threads = 1
     form = {"regex": "[a-c]*a[a-c]{12}b"}

@@ -40,9 +40,6 @@ _TOO_MUCH = (
     f"it takes more than {TRIAL_S:g} s of processor time to compile, or to begin an answer, or "
     f"more than {_TRIAL_BYTES // MiB} MiB: send a smaller or less ambiguous one"
 )
-#: Makes the arguments of `LLTokenizer`; the tokenizer's text apart, for it is large.
-VocabularyOf = Callable[[], "tuple[str, dict[str, Any]]"]
-_BYTES: tuple[str, dict[str, Any]] = ("byte", {})
 
 
 def limits() -> llguidance.LLParserLimits:
@@ -54,35 +51,33 @@ def limits() -> llguidance.LLParserLimits:
 
 
 def compiled(
-    vocabulary: llguidance.LLTokenizer,
-    grammar: str,
-    unforced: str,
-    limits: llguidance.LLParserLimits,
+    vocabulary: llguidance.LLTokenizer, grammar: str, unforced: str
 ) -> llguidance.LLMatcher | str:
     """Compile `unforced`; returns the error's text for what is wrong, in terms of `grammar`."""
     from llguidance import LLMatcher
 
-    matcher = LLMatcher(vocabulary, unforced, log_level=0, limits=limits)
+    matcher = LLMatcher(vocabulary, unforced, log_level=0, limits=limits())
     # The first mask shows a grammar without an output, and is kept with the lexer's states.
     if not matcher.is_error():
         matcher.compute_bitmask()
         return "no output satisfies the grammar" if matcher.is_error() else matcher
-    told = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)  # In the caller's words.
+    told = LLMatcher(vocabulary, grammar, log_level=0, limits=limits())  # In the caller's words.
     return str(told.get_error() or matcher.get_error())
 
 
 class GrammarTrials:
     """Trials for one vocabulary, by default of bytes. From any thread, one trial at a time.
 
-    The process starts with the first trial, is restarted if it has ended, and ends with this
-    one, however that ends. `verdicts` are the reasons of the last refusals, empty for none, by what
-    was asked.
+    `vocabulary_of` returns the arguments of `LLTokenizer`: its text, which is large, and the
+    others. The process starts with the first trial, is restarted if it has ended, and ends with
+    this one, however that ends. `verdicts` are the reasons of the last refusals, empty for none, by
+    what was asked.
     """
 
-    def __init__(self, vocabulary_of: VocabularyOf = lambda: _BYTES):
+    def __init__(self, vocabulary_of: Callable[[], Any] = lambda: ("byte", {})):
         self._vocabulary_of = vocabulary_of
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None
         self._is_closed = False
         self.verdicts: OrderedDict[Any, str] = OrderedDict()
 
@@ -109,8 +104,6 @@ class GrammarTrials:
 
     def _ask(self, line: bytes) -> str | None:
         process = self._process = self._process or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
         process.stdin.write(line)
         process.stdin.flush()
         poll = select.poll()
@@ -123,10 +116,10 @@ class GrammarTrials:
         told: str | None = json.loads(answer)
         return told
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> Any:
         # A plain program: a process of multiprocessing would run the caller's main module.
         program = f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as it; it.run()"
-        process = subprocess.Popen(
+        process: Any = subprocess.Popen(
             [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -136,7 +129,6 @@ class GrammarTrials:
         weakref.finalize(self, _kill, process)
         text, options = self._vocabulary_of()
         data = text.encode()
-        assert process.stdin is not None
         process.stdin.write(json.dumps([len(data), options]).encode() + b"\n" + data)
         return process
 
@@ -146,7 +138,7 @@ class GrammarTrials:
             _kill(process)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: Any) -> None:
     """End a process and its trial. Idempotent."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
@@ -154,7 +146,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             with contextlib.suppress(BrokenPipeError):
-                pipe.close()  # type: ignore[union-attr]
+                pipe.close()
 
 
 # ---- the other process ---------------------------------------------------------------------------
@@ -192,7 +184,7 @@ def _tried(vocabulary: llguidance.LLTokenizer, grammar: str, unforced: str) -> s
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
     if is_error:
         return str(messages[0])
-    matcher = compiled(vocabulary, grammar, unforced, limits())
+    matcher = compiled(vocabulary, grammar, unforced)
     signal.setitimer(signal.ITIMER_PROF, TRIAL_S)
     if isinstance(matcher, str):
         return ""  # The engine says so.

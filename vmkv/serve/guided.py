@@ -24,7 +24,7 @@ import torch
 
 from ..errors import ConfigError, one_line
 from ..units import KiB, div_ceil
-from .grammar_trial import GrammarTrials, compiled, limits
+from .grammar_trial import GrammarTrials, compiled
 from .params import StructuredOutputs
 from .request import Request
 
@@ -231,7 +231,7 @@ class Grammars:
                 "structured_outputs need a fast tokenizer, of the package tokenizers, and the "
                 f"engine has {what}"
             )
-        found = compiled(self._convert(), grammar, _unforced(asked, grammar), limits())
+        found = compiled(self._convert(), grammar, _unforced(asked, grammar))
         if isinstance(found, str):
             raise _refused(found)
         return found
