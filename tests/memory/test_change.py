@@ -198,7 +198,7 @@ def test_change_pins_the_mappings_that_it_reads(pool: ExtentPool) -> None:
     with Change(pool, rows, reads=read) as made:
         assert [1, 1, 1] == [mapping.num_pins for mapping in read + again]
         for row in (0, 1):
-            with pytest.raises(InternalError, match="reads"):
+            with pytest.raises(InternalError, match="is pinned"):
                 table.retire_back(row, 0, pool.reclaimer.new_fence())
         made.map(0)
     assert [0, 0, 0] == [mapping.num_pins for mapping in read + again]

@@ -94,7 +94,7 @@ def size_classes(num_pages: int, largest_class: int) -> list[int]:
 
 @dataclass(slots=True)
 class Mapping:
-    """An extent at a place in a row. A mapping with `num_pins > 0` is being read and stays."""
+    """An extent at a place in a row. A mapping with `num_pins > 0` is in use and stays."""
 
     first_page: int
     extent: Extent
@@ -291,7 +291,7 @@ class PageTable:
     def _retire(self, row: int, mappings: Sequence[Mapping], fence: Fence) -> None:
         for mapping in mappings:
             if mapping.num_pins:
-                raise InternalError(f"row {row}: a change reads {mapping}, which was to be retired")
+                raise InternalError(f"row {row}: {mapping} is pinned, and was to be retired")
         retired = self.retired(row, mappings)
         if self.pool.submitted is not None:
             self.pool.submitted.check_retired(retired)
