@@ -35,6 +35,7 @@ ONE = _FORM.replace(
     "{{ raise_exception('at the beginning') }}{% endif %}",
 )
 NONE = _FORM.replace("CHECK", "{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}")
+CHANGING = _FORM.replace("CHECK", "").replace("m.content", "m.content | replace('/think', '')")
 KNOWING = _FORM.replace("CHECK", "{# developer #}")
 
 
@@ -61,6 +62,7 @@ LATE = [system("A"), system("B"), USER, system("C"), ASSISTANT, system("D", "dev
         (DROPPING, LATE, "<system>A\n\nB<user>hi\n\nC<assistant>yes<user>D\n\nhi"),
         (NONE, LATE, "<user>A\n\nB\n\nhi\n\nC<assistant>yes<user>D\n\nhi"),
         (NONE, [USER, ASSISTANT, system("A"), system("B")], "<user>hi<assistant>yes<user>A\n\nB"),
+        (CHANGING, [system("A/think"), USER], "<system>A<user>hi"),
         (KNOWING, [system("A", "developer"), USER], "<developer>A<user>hi"),
     ],
 )

@@ -179,8 +179,11 @@ class Prompts:
                 "messages",
             )
         extra = extra if is_mistral else extra | {"chat_template": self._chat_template}
-        found, errors = [], []
+        found: list[Any] = []
+        errors: list[Exception] = []
         for num_systems in (None, 1, 0):
+            if found and not num_systems:
+                break
             try:
                 try:
                     text, systems = self._apply(chat, extra, num_systems, as_text=is_mistral)
@@ -204,7 +207,7 @@ class Prompts:
     def _apply(
         self, chat: ChatBody, options: dict[str, Any], num_systems: int | None, *, as_text: bool
     ) -> tuple[Any, list[str]]:
-        """Return the template's text, and the system messages that it must contain.
+        """Return the template's text, and the late system messages that it must contain.
 
         At most `num_systems` of them stay messages: many templates take one at the beginning only,
         or none, and others drop what they do not know.
@@ -212,7 +215,8 @@ class Prompts:
         own = getattr(self._tokenizer, "chat_template", "")
         knows = "developer" in str(options.get("chat_template") or own)
         messages = chat.conversation(arguments_as_text=as_text, knows_developer=knows)
-        systems = [each["content"].strip() for each in messages if each["role"] in SYSTEMS]
+        # The first one may be changed, as by templates that take options from it.
+        systems = [each["content"].strip() for each in messages[1:] if each["role"] in SYSTEMS]
         rendered = self._tokenizer.apply_chat_template(
             messages if num_systems is None else _folded(messages, num_systems),
             tools=chat.template_tools,
