@@ -731,3 +731,27 @@ def test_steps_are_captured_again_after_a_parameter_is_replaced(
     expected = generate(model, inputs, dynamic_cache(model.config))
     assert expected.tolist() == generate(model, inputs, cache).tolist()
     assert known.is_closed
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_batch_may_grow_beyond_the_reserved_rows(name: str, new_cache: NewCache) -> None:
+    """By copies of a live batch, and after a reset; captured steps follow the rows."""
+    model, logits = copy.deepcopy(tiny_model(name)), []
+    plain, cache = dynamic_cache(model.config), new_cache(model.config)
+    with vmkv.capture_decoding(model) as capture:
+        for each in (plain, cache):
+            _step(model, each, _tokens(20, 90))
+            _step(model, each, _tokens(1, 90), position_ids=torch.full((90, 1), 20))
+            each.batch_repeat_interleave(3)
+            logits.append(
+                _step(model, each, _tokens(1, 270), position_ids=torch.full((270, 1), 21))
+            )
+        torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+        assert 2 == capture.num_steps
+        cache.reset()
+        found = _step(model, cache, _tokens(5, 600))
+    torch.testing.assert_close(
+        _step(model, dynamic_cache(model.config), _tokens(5, 600)), found, atol=1e-4, rtol=1e-4
+    )
+    for core in cache._store.cores:
+        core.check()

@@ -60,7 +60,8 @@ class CacheOptions:
     Attributes:
         max_tokens: The longest sequence. Only addresses are reserved for it, which are free; by
             default twice the length that the model was trained for, at least 32k.
-        max_batch_size: The largest batch, beams included; by default 256 or the first batch.
+        max_batch_size: The largest batch, beams included; by default rows are reserved for 256 or
+            the first batch, and for more when a larger one comes.
         budget_bytes: Physical memory at most, per device; by default all that is free.
         backend: `"host"`, `"cuda:0"`, a backend, or None to follow the model's tensors.
         pool: Physical memory to share with other caches; excludes backend and budget_bytes.
@@ -192,6 +193,7 @@ class Store:
         self.signatures: dict[int, Signature] = {}  #: Of bound layers.
         self._seen: set[int] = set()  # Layers whose shape is known rather than guessed.
         self._has_gaps = False
+        self._min_rows = 0  # Of copies.
         self.num_layouts = 0
         self.num_batches = 0
         #: Steps that read the rows, closed before these are.
@@ -208,6 +210,7 @@ class Store:
         bound.
         """
         self.check_open()
+        self._make_room(keys.shape[0])
         signature = Signature.of(keys, values)
         if self.signatures.get(index) != signature:
             self._bind_alike(index, signature, keys.shape[0])
@@ -375,10 +378,25 @@ class Store:
         An error leaves its own device and later ones unchanged.
         """
         self.check_open()
+        self._make_room(len(sources))
         self.num_batches += 1
         self._forget_steps()
         for rows in self.rows.values():
             rows.take_over(sources)
+
+    def _make_room(self, batch_size: int) -> None:
+        """Have rows for a batch that no option bounds, if need be by a move to other addresses."""
+        has_rows = all([batch_size <= core.max_sequences for core in self.cores])
+        if has_rows or self.options.max_batch_size is not None:
+            return
+        self._min_rows = batch_size
+        twin = copy.deepcopy(self)
+        self._end_readers()
+        for before, core in zip(self.cores, twin.cores, strict=True):
+            core.keep_resident(before.overread_tokens)
+            before.close()
+        self.rows, self.cores, self.places = twin.rows, twin.cores, twin.places
+        self.num_layouts = twin.num_layouts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
         """Return a store of the same layers, in the same pools, whose rows are forks of these."""
@@ -393,7 +411,7 @@ class Store:
                 core = KVCache(
                     rows.core.pool,
                     max_tokens=rows.core.max_tokens,
-                    max_sequences=rows.core.max_sequences,
+                    max_sequences=max(rows.core.max_sequences, self._min_rows),
                     layers_per_group=rows.core.layers_per_group,
                 )
                 core.keeps_past = self.keeps_past
