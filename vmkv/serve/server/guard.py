@@ -48,9 +48,11 @@ def read_api_keys(file: Path | None, variable: str | None) -> list[str]:
     """Collect keys from a file, one per line, and from an environment variable's value.
 
     Skips empty lines and lines that begin with `#`. Raises `ConfigError` if the file cannot be
-    read, or holds no key, which would admit everybody.
+    read, or holds no key, or if the variable is set and blank, which would admit everybody.
     """
-    keys = [variable.strip()] if variable and variable.strip() else []
+    if variable is not None and not variable.strip():
+        raise ConfigError("the variable with an API key is blank; fill it in, or unset it")
+    keys = [] if variable is None else [variable.strip()]
     if file is None:
         return keys
     try:
