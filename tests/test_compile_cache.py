@@ -63,6 +63,35 @@ def test_a_folder_that_cannot_be_written_is_no_error(
         assert not path.exists()
 
 
+@pytest.mark.parametrize("how", ["writable", "owned", "linked"])
+def test_a_folder_that_others_may_write_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Nothing is read from it, and neither a compiler nor Python is sent there."""
+    if how != "writable" and os.geteuid():
+        pytest.skip("only root can give files to another user")
+    kept.write("name", b"contents")
+    if how == "writable":
+        folder.chmod(0o770)
+    elif how == "owned":
+        os.chown(folder, 54321, -1)
+    else:
+        monkeypatch.setenv("VMKV_CACHE_DIR", str(folder.with_name("link")))
+        folder.with_name("link").symlink_to(folder)
+        assert b"contents" == kept.read("name")
+        os.chown(folder.with_name("link"), 54321, -1, follow_symlinks=False)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    kept.write("other", b"contents")
+    with kept.compiler_folder():
+        assert kept.read("name") is None
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert ["name"] == [each.name for each in folder.iterdir()]
+    before = sys.pycache_prefix
+    monkeypatch.setattr("importlib.util.cache_from_source", lambda _: "/nowhere")
+    kept.choose_bytecode_folder()
+    assert before == sys.pycache_prefix
+
+
 def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("VMKV_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -5,7 +5,8 @@ by the digest of everything that its contents depend on, and begins with the dig
 So a damaged file is not used, and is written again. Files are replaced in one step; servers that
 start together write the same. If the folder cannot be written, each start compiles again.
 
-Contents are trusted like the code of vmkv: the folder is readable and writable by its owner only.
+Contents are trusted like the code of vmkv: the folder is readable and writable by its owner only,
+and one that another user may write is not used.
 See Note [Kept results cannot change an answer].
 """
 
@@ -32,11 +33,28 @@ _DISTRIBUTIONS = ("torch", "triton", "transformers", "cuda-bindings", "flash-att
 
 
 def folder() -> Path:
-    """Return the folder of kept results; it need not exist."""
-    stated = os.environ.get("VMKV_CACHE_DIR")
-    if stated:
-        return Path(stated)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vmkv"
+    """Return the folder of kept results; it need not exist.
+
+    Raises `PermissionError` if another user, but for root, owns it or a link to it, or may write
+    it: what is in it is run.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = Path(os.environ.get("VMKV_CACHE_DIR") or cache / "vmkv")
+    with contextlib.suppress(FileNotFoundError):
+        its = path.lstat(), path.stat()
+        if not {0, os.geteuid()}.issuperset(each.st_uid for each in its) or its[1].st_mode & 0o022:
+            _warn(path)
+            raise PermissionError(f"others may write {path}")
+    return path
+
+
+@functools.cache
+def _warn(path: Path) -> None:
+    _LOG.warning(
+        "others may write %s: nothing is kept there, so each start compiles again; run chmod 700, "
+        "or name another folder in VMKV_CACHE_DIR",
+        path,
+    )
 
 
 @functools.cache
@@ -97,8 +115,9 @@ def choose_compiler_folder() -> None:
     Call it before the compiler is imported, which chooses one in /tmp. It names files by everything
     that they depend on.
     """
-    path = folder() / f"compiled-{metadata.version('torch')}"
-    os.environ.setdefault(_COMPILER_VARIABLE, str(path))
+    with contextlib.suppress(OSError):
+        path = folder() / f"compiled-{metadata.version('torch')}"
+        os.environ.setdefault(_COMPILER_VARIABLE, str(path))
 
 
 def choose_bytecode_folder() -> None:
@@ -124,9 +143,11 @@ def choose_bytecode_folder() -> None:
 def compiler_folder() -> Iterator[None]:
     """Context for compiling: the chosen folder is checked before, and noted after it."""
     choose_compiler_folder()
-    path = Path(os.environ[_COMPILER_VARIABLE])
-    is_ours = path.parent == folder()
-    with kept_folder(path.name) if is_ours else contextlib.nullcontext():
+    path, noting = Path(os.environ.get(_COMPILER_VARIABLE, "")), contextlib.ExitStack()
+    with noting:
+        with contextlib.suppress(OSError):
+            if path.parent == folder():
+                noting.enter_context(kept_folder(path.name))
         yield
 
 

@@ -19,6 +19,7 @@ from vmkv.cli.doctor import Finding, attention_summary, environment, examine
 from vmkv.cli.main import main, make_parser
 from vmkv.cli.serve import server_options
 from vmkv.releases import LAST_TESTED
+from vmkv.serve.options import ServerOptions
 from vmkv.serve.server.guard import read_api_keys
 
 
@@ -154,7 +155,13 @@ def test_api_keys_are_read_from_a_file_or_the_environment(tmp_path: Path) -> Non
     file.write_text("# users\nalpha\n\n beta \n")
     assert ["alpha", "beta"] == read_api_keys(file, None)
     assert ["env", "alpha", "beta"] == read_api_keys(file, "env\n")
-    assert [] == read_api_keys(None, " ")
+    assert [] == read_api_keys(None, None)
+    for blank in "", " \n":
+        with pytest.raises(ConfigError, match="variable with an API key is blank"):
+            read_api_keys(file, blank)
+    for options in {"api_keys": ["a", " "]}, {"protects_everything": True}:
+        with pytest.raises(ConfigError, match="API key"):
+            ServerOptions("m", 64, **options)
     # As written by an editor on Windows: a byte-order mark, carriage returns, umlauts.
     file.write_bytes(b"\xef\xbb\xbffirst\r\n  # an indented comment\r\n\tschl\xc3\xbcssel\r\n")
     assert ["first", "schlüssel"] == read_api_keys(file, None)

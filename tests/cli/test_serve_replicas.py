@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +26,12 @@ REPLICAS = ["--replicas", "2", "--device", "cpu", "--port", "0"]
 @pytest.mark.slow
 def test_replicas_serve_and_end_on_sigterm(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
+    psutil = pytest.importorskip("psutil")
     options = [*REPLICAS, "--served-model-name", "tiny", "--memory", "0.0625"]
+    env = {**os.environ, "HOME": str(tmp_path)}
     with (tmp_path / "log").open("w") as log:
         child = subprocess.Popen(
-            [*COMMAND, str(model), *options], stdout=subprocess.PIPE, stderr=log, text=True
+            [*COMMAND, str(model), *options], stdout=subprocess.PIPE, stderr=log, text=True, env=env
         )
     try:
         assert child.stdout is not None
@@ -38,6 +42,11 @@ def test_replicas_serve_and_end_on_sigterm(model: Path, tmp_path: Path) -> None:
         body = {"model": "tiny", "prompt": "A row", "max_tokens": 4, "ignore_eos": True}
         answer = httpx.post(f"{found.group(0)}/v1/completions", json=body, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 4
+        processes = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
+        its = [each for process in processes for each in process.net_connections("inet")]
+        heard = {each.laddr.ip.removeprefix("::ffff:") for each in its if each.status == "LISTEN"}
+        assert {"127.0.0.1"} == heard
+        assert 0o600 == stat.S_IMODE((tmp_path / ".ray" / "auth_token").stat().st_mode)
         child.send_signal(signal.SIGTERM)
         assert 0 == child.wait(60), (tmp_path / "log").read_text()
     finally:

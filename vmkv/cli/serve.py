@@ -391,6 +391,9 @@ def _running(
     if arguments.replicas:
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
+        if "RAY_ADDRESS" not in os.environ:
+            # Ray listens on this machine's loopback alone, as by default on other systems.
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         from ..serve.replicas.deployment import running_replicas
 
         on_gpus = _device(arguments.device) == "cuda"

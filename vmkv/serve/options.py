@@ -191,7 +191,11 @@ class ServerOptions:
         sampling_defaults: Parameters of `SamplingParams` for requests that leave them out; of
             `max_tokens`, as many as fit, and at most 16 for completions.
         can_sleep: Whether the server has vLLM's routes /sleep, /wake_up and /is_sleeping. Every
-            client that may send requests may call them.
+            client that may send requests may call them, except pages of other origins than
+            `cors_origins`; with several keys none may cancel requests by it.
+
+    Raises:
+        ConfigError: A key is blank, or there is none for `protects_everything`.
     """
 
     model_name: str
@@ -205,3 +209,9 @@ class ServerOptions:
     share_prefixes: bool = False
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     can_sleep: bool = False
+
+    def __post_init__(self) -> None:
+        if not all(map(str.strip, self.api_keys)):
+            raise ConfigError("an API key is blank, which would admit everybody: leave it out")
+        if self.protects_everything and not self.api_keys:
+            raise ConfigError("--protect-all (protects_everything) needs an API key: give one")

@@ -81,6 +81,25 @@ def test_without_sleep_mode_there_are_no_routes(server: Running) -> None:
     assert 404 == httpx.get(f"{server.url}/is_sleeping").status_code
 
 
+def test_sleep_is_not_for_pages_of_others(sleepy: Running) -> None:
+    """A browser sends such a request without asking; the server's own pages may send it."""
+    ask(sleepy, "/wake_up")
+    for origin, status in ("https://evil.example", 403), ("null", 403), (sleepy.url, 200):
+        headers = {"Origin": origin}
+        assert status == httpx.post(f"{sleepy.url}/sleep", headers=headers).status_code
+        assert (status == 200) == is_sleeping(sleepy)
+    page = {"Origin": "https://evil.example"}
+    assert 403 == httpx.post(f"{sleepy.url}/wake_up", headers=page).status_code
+    assert is_sleeping(sleepy)
+    options = {"can_sleep": True, "api_keys": ["a", "b"], "cors_origins": ["https://ours.example"]}
+    with running(model=tiny_llama(), **options) as server:
+        ours = {"Authorization": "Bearer b", "Origin": "https://ours.example"}
+        answer = httpx.post(f"{server.url}/sleep?mode=%61bort", headers=ours)
+        assert (403, "mode") == (answer.status_code, answer.json()["error"]["param"])
+        assert not server.engine.is_sleeping
+        assert 200 == httpx.post(f"{server.url}/sleep", headers=ours, timeout=60).status_code
+
+
 def test_routes_need_a_key(sleepy: Running) -> None:
     with running(model=tiny_llama(), can_sleep=True, api_keys=["k"]) as server:
         assert 401 == ask(server, "/sleep").status_code

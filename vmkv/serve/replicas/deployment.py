@@ -16,11 +16,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
 from fastapi import FastAPI
 from ray import serve
+from ray.serve._private import replica as ray_replica
 from ray.serve.config import RequestRouterConfig
 
 from ...errors import ConfigError, one_line
@@ -55,7 +57,16 @@ class _Replica(EngineReplica):
     """An `EngineReplica` with the name that Ray gives it."""
 
     def __init__(self, make: MakeEngine, silence_max_s: float = SILENCE_MAX_S):
+        if os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == "0":
+            # `vmkv serve` has set it: a cluster on loopback, where Ray Serve would have each
+            # replica listen to other deployments on all interfaces.
+            ray_replica.add_port_to_grpc_server = _listen_on_loopback
         super().__init__(make, serve.get_replica_context().replica_id.unique_id, silence_max_s)
+
+
+def _listen_on_loopback(server: Any, _: str) -> int:
+    port: int = server.add_insecure_port("127.0.0.1:0")
+    return port
 
 
 def engine_deployment(routing: Routing | None = None, **options: Any) -> serve.Deployment:
@@ -142,10 +153,15 @@ def running_replicas(
             "object_store_memory": _OBJECT_STORE_BYTES,
             "include_dashboard": False,
         }
+    before = os.umask(0o077)  # Ray's token runs code of its holder.
     try:
+        with contextlib.suppress(OSError):
+            (Path.home() / ".ray" / "auth_token").chmod(0o600)
         ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"Ray cannot be started: {one_line(error)}") from error
+    finally:
+        os.umask(before)
     try:
         num_gpus = int(ray.cluster_resources().get("GPU", 0))
         if on_gpus and num_gpus < num_replicas:

@@ -43,6 +43,10 @@ _OPEN = frozenset(
 )
 
 
+#: Paths that change a model for all clients by a POST without a body, which any page could send.
+_FOR_ALL = frozenset({"/sleep", "/wake_up"})
+
+
 # ---- keys ----------------------------------------------------------------------------------------
 
 
@@ -50,9 +54,11 @@ def read_api_keys(file: Path | None, variable: str | None) -> list[str]:
     """Collect keys from a file, one per line, and from an environment variable's value.
 
     Skips empty lines and lines that begin with `#`. Raises `ConfigError` if the file cannot be
-    read, or holds no key, which would admit everybody.
+    read, or holds no key, or if the variable is set and blank, which would admit everybody.
     """
-    keys = [variable.strip()] if variable and variable.strip() else []
+    if variable is not None and not variable.strip():
+        raise ConfigError("the variable with an API key is blank; fill it in, or unset it")
+    keys = [] if variable is None else [variable.strip()]
     if file is None:
         return keys
     try:
@@ -119,6 +125,7 @@ class Guard:
         self._service = service
         self._keys = ApiKeys(options.api_keys, share_prefixes=options.share_prefixes)
         # Health probes have no key in any case.
+        self._origins = {None, *options.cors_origins}
         self._open = {"/health", "/ping"} if options.protects_everything else _OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,10 +173,13 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         """Raise the error that a request's head causes; store its key's digest."""
-        path = scope["path"]
+        path, headers = scope["path"], Headers(scope=scope)
+        origin = headers.get("origin")
+        is_own = origin is not None and origin.partition("://")[2] == headers.get("host")
+        if path in _FOR_ALL and not is_own and self._origins.isdisjoint({origin, "*"}):
+            raise ApiError(403, f"pages of {origin} may not call {path}, but for --cors-origin")
         if path not in self._open:
             # As bytes: headers are decoded as Latin-1, and keys are UTF-8.
-            headers = Headers(scope=scope)
             by_anthropic = f"Bearer {headers.get('x-api-key', '')}"
             given = headers.get("authorization", by_anthropic).encode("latin-1")
             digest = scope["state"]["api_key"] = self._keys.digest_of(given)

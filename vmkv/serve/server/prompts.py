@@ -59,7 +59,9 @@ class Prompts:
     """Tokenises prompts and chats, in threads.
 
     Uses copies of the tokenizer, since tokenizers are not thread-safe. A prompt has at most
-    `max_tokens` tokens; `chat_template` replaces the tokenizer's own.
+    `max_tokens` tokens; `chat_template` replaces the tokenizer's own. Control tokens that a
+    client's text spells out become real ones, as with vLLM: who passes on texts of others removes
+    them.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int, chat_template: str | None = None):

@@ -119,6 +119,7 @@ class Service:
             ("route", "status"),
             registry=self._http_metrics,
         )
+        self._has_tenants = len({*options.api_keys}) > 1
         self.is_draining = False
         self.gate = Gate(limits.max_concurrent, limits.max_queued)
         # /tokenize has its own gate, so that it does not wait for completions.
@@ -244,8 +245,8 @@ class Service:
     ) -> Response:
         """Move the weights to host memory, once running requests have finished.
 
-        With `mode=abort` they are cancelled instead. Later requests wake the model. `level` must be
-        1.
+        With `mode=abort` they are cancelled instead, which needs the server's only key. Later
+        requests wake the model. `level` must be 1.
         """
         if level != "1":
             raise invalid(
@@ -255,6 +256,9 @@ class Service:
             )
         if mode not in ("abort", "wait"):
             raise invalid(f"mode={shown(mode)} is neither abort nor wait", "mode")
+        if mode == "abort" and self._has_tenants:
+            message = "mode=abort would cancel requests of this server's other keys: use mode=wait"
+            raise ApiError(403, message, param="mode")
         await self._asked(model).sleep(aborts=mode == "abort")
         return Response()
 
