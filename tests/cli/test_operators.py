@@ -19,8 +19,9 @@ import transformers
 from vmkv import phases
 from vmkv.cli import progress
 from vmkv.cli.main import make_parser
-from vmkv.cli.models import load_config, load_model
+from vmkv.cli.models import load_config
 from vmkv.cli.serve import _chosen, server_options
+from vmkv.hf.compat import load_model
 from vmkv.options import EngineOptions
 
 Complaint = Callable[..., str]

@@ -346,7 +346,8 @@ def _names_of_options() -> Iterator[None]:
     """Have errors name options as the command line does."""
     rows = (*_ENGINE, ("kv_dtype", None, "", ""))
     names = {dest: (*flags, f"--{dest.replace('_', '-')}")[0] for dest, _, _, _, *flags in rows}
-    pattern = re.compile(rf"\b({'|'.join(each for each in names if '_' in each)})\b")
+    names["tokenizer="] = "--tokenizer"
+    pattern = re.compile(rf"\b({'|'.join(each for each in names if '_' in each)})\b|\btokenizer=")
     try:
         yield
     except VMKVError as error:
@@ -460,9 +461,10 @@ def _check_engine(arguments: argparse.Namespace) -> int:
 
     Returns the tokens of the longest request that is wanted.
     """
+    from ..hf.compat import check_device
     from ..serve.memory_view import make_store
     from ..serve.scheduler import Scheduler
-    from .models import check_device, check_servable, load_config, longest_request
+    from .models import check_servable, load_config, longest_request
 
     # The most common error first.
     config = load_config(arguments.model, **types.source_of(arguments))
@@ -504,10 +506,10 @@ def _check_memory(arguments: argparse.Namespace, config: Any) -> None:
 @contextlib.contextmanager
 def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator[Engine]:
     """Make the engine, in its own process."""
+    from ..hf.compat import load_model
     from ..serve.observer import Observers
     from ..serve.sampler import is_out_of_memory
     from ..serve.trace import ChromeTrace
-    from .models import load_model
 
     _set_logging(arguments)
     device = _device(arguments.device)
@@ -553,7 +555,7 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
 
 
 def _tokenizer(arguments: argparse.Namespace) -> Any:
-    from .models import load_tokenizer
+    from ..hf.compat import load_tokenizer
 
     name = arguments.tokenizer or arguments.model
     with phase("loading the tokenizer"):
