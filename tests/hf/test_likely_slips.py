@@ -46,6 +46,20 @@ def test_what_is_no_model_is_refused(call: Callable[[Any], Any], given: Any) -> 
         call(given)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"memory_fraction": 2.0}, "memory_fraction=2.0 is a share"),
+        ({"memory_fraction": 0.0}, "memory_fraction=0.0 is a share"),
+        ({"budget_bytes": 1 << 50}, "^budget_bytes of 1024 TiB is beyond the "),
+        ({"host_budget_bytes": 1 << 50}, "host_budget_bytes of 1024 TiB is beyond the "),
+    ],
+)
+def test_more_memory_than_there_is_is_refused(model: Any, options: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        vmkv.Engine(model, **{**_OPTIONS, **options})
+
+
 def test_a_ragged_cache_in_model_generate_is_refused(model: Any) -> None:
     """By `generate` and by the model itself; the error names the right cache."""
     ids = torch.tensor([[5, 6, 7]])

@@ -506,6 +506,7 @@ def _check_memory(arguments: argparse.Namespace, config: Any) -> None:
 @contextlib.contextmanager
 def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator[Engine]:
     """Make the engine, in its own process."""
+    from ..core.cache.device_memory import check_budgets
     from ..hf.compat import load_model
     from ..serve.observer import Observers
     from ..serve.sampler import is_out_of_memory
@@ -535,6 +536,7 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
             )
             engine = stack.enter_context(parallel_engine)
         else:
+            check_budgets(device, arguments.budget_bytes, arguments.host_budget_bytes)
             with phase("loading weights"):
                 source = types.source_of(arguments)
                 model = load_model(arguments.model, device=device, dtype=arguments.dtype, **source)
