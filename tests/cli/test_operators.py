@@ -107,6 +107,9 @@ def test_the_help_shows_defaults_that_exist(capsys: pytest.CaptureFixture[str]) 
     ("options", "words"),
     [
         (["{model}", "--bogus"], "unrecognized arguments"),
+        (["{model}", "--api-key-file", "/nowhere/keys"], "--api-key-file /nowhere/keys"),
+        (["{model}", "--chat-template", "/nowhere/jinja"], "chat template /nowhere/jinja"),
+        (["{model}", "--response-template", "qwen"], "'qwen' is none of harmony, "),
         (["/nowhere/model"], "there is no file or folder"),
         (["{model}", "--port", "{port}"], "is another server running"),
     ],

@@ -183,6 +183,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     _check_combination(arguments)
     for each in arguments.models:
         check_folder(each)
+    options_for = [server_options(_part_of(arguments, each, None)) for each in arguments.models]
     from ..serve.start import (
         ending_in_order,
         holding_signals,
@@ -214,10 +215,12 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         with holding_signals(), imports, without_collections():
             from ..serve.metrics import BrokerMetrics
             from ..serve.server import create_app_for, run_server
+            from ..serve.server.reply_format import ReplyFormat
 
         _set_logging(arguments)
-        options_for = [server_options(each) for each in parts]
-        with holding_signals(), phase("checking options"):
+        with holding_signals():
+            if (template := options_for[0].keywords["response_template"]) is not None:
+                ReplyFormat(template)  # Raises for what is no response template.
             longest = [_check_engine(each) for each in parts]
         every = zip(parts, started, longest, options_for, strict=True)
         served = [_serve(stack, *its) for its in every]
@@ -589,11 +592,12 @@ def make_engine(
     return Engine(model, tokenizer=tokenizer, observer=observer, **options)
 
 
-def server_options(arguments: argparse.Namespace) -> Callable[..., ServerOptions]:
-    """Make a function from a request's token limit to server options; raises `ConfigError`."""
-    from ..serve.server.guard import read_api_keys
-    from ..serve.server.prompts import read_template
-    from ..serve.server.reply_format import read_response_template
+def server_options(arguments: argparse.Namespace) -> functools.partial[ServerOptions]:
+    """Make a function from a request's token limit to server options; reads the files they name.
+
+    Raises `ConfigError`. Needs no torch.
+    """
+    from ..serve.files import read_api_keys, read_response_template, read_template
 
     file, name = arguments.chat_template, arguments.response_template
     from_file = read_api_keys(arguments.api_key_file, os.environ.get(_API_KEY_VARIABLE))

@@ -9,9 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import jinja2
-
-from ...errors import ConfigError
 from ..guided import check_grammar
 from ..params import StructuredOutputs
 from .errors import ApiError, invalid
@@ -196,14 +193,3 @@ class Prompts:
             "prompt",
             "context_length_exceeded",
         )
-
-
-def read_template(path: str) -> str:
-    """Read and parse a chat template; raises `ConfigError` if it cannot."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        jinja2.Environment().parse(text)
-    except (OSError, UnicodeDecodeError, jinja2.TemplateError) as error:
-        raise ConfigError(f"chat template {path}: {error}") from error
-    return text
