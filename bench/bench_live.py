@@ -368,8 +368,8 @@ def serve_alone(engine: Engine, load: Load) -> list[Timing]:
 def engine_rows(server: str, folder: Path, loads: Iterable[Load], *, smoke: bool) -> Iterator[Row]:
     """The engine that `vmkv serve` would make: its latencies and its steps."""
     from vmkv.cli.main import make_parser
-    from vmkv.cli.models import load_model
     from vmkv.cli.serve import make_engine
+    from vmkv.hf.compat import load_model
 
     command = command_of(VMKV, folder, 0, smoke=smoke)[3:]  # Without `python -m vmkv.cli`.
     if server == QUARTER and not smoke:

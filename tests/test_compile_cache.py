@@ -70,7 +70,7 @@ def test_a_folder_that_others_may_write_is_not_used(
     """Nothing is read from it, and neither a compiler nor Python is sent there."""
     if how != "writable" and os.geteuid():
         pytest.skip("only root can give files to another user")
-    kept.write("name", b"contents")
+    compile_cache.write("name", b"contents")
     if how == "writable":
         folder.chmod(0o770)
     elif how == "owned":
@@ -78,17 +78,17 @@ def test_a_folder_that_others_may_write_is_not_used(
     else:
         monkeypatch.setenv("VMKV_CACHE_DIR", str(folder.with_name("link")))
         folder.with_name("link").symlink_to(folder)
-        assert b"contents" == kept.read("name")
+        assert b"contents" == compile_cache.read("name")
         os.chown(folder.with_name("link"), 54321, -1, follow_symlinks=False)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    kept.write("other", b"contents")
-    with kept.compiler_folder():
-        assert kept.read("name") is None
+    compile_cache.write("other", b"contents")
+    with compile_cache.compiler_folder():
+        assert compile_cache.read("name") is None
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
     assert ["name"] == [each.name for each in folder.iterdir()]
     before = sys.pycache_prefix
     monkeypatch.setattr("importlib.util.cache_from_source", lambda _: "/nowhere")
-    kept.choose_bytecode_folder()
+    compile_cache.choose_bytecode_folder()
     assert before == sys.pycache_prefix
 
 

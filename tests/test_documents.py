@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import shutil
+import subprocess
+import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,9 +91,29 @@ def test_commands_and_options_in_documents_exist() -> None:
         for option in action.option_strings
     }
     written = "".join(path.read_text() for path in (*GUIDES, ROOT / "CHANGELOG.md"))
-    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", written)) <= options
+    of_pip = {"--no-build-isolation"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", written)) <= options | of_pip
     shown = re.findall(r"^    (?:\S*/)?vmkv (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert {"serve", "plan", "doctor"} <= set(shown) <= set(commands.choices)
+
+
+def test_the_source_distribution_has_its_tests(tmp_path: Path) -> None:
+    """And what these read: helpers, documents, examples, benches and their records."""
+    pytest.importorskip("setuptools")
+    left_out = shutil.ignore_patterns(
+        ".*", "*.so", "*.egg-info", "build", "dist", "out", "__pycache__"
+    )
+    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=left_out)
+    script = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", script], cwd=tree, check=True, capture_output=True)
+    (packed,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(packed) as archive:
+        names = {each.partition("/")[2] for each in archive.getnames()}
+    wanted = {path.name for path in (*DOCUMENTS, ROOT / "Makefile")}
+    for folder in ("bench", "examples", "tests", "vmkv"):
+        files = [path for path in (tree / folder).rglob("*") if path.is_file()]
+        wanted |= {str(path.relative_to(tree)) for path in files}
+    assert set() == wanted - names
 
 
 def test_hints_install_without_a_checkout() -> None:

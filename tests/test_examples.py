@@ -5,6 +5,8 @@ Each runs in its own process, as a reader would run it. Not covered: how long th
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 import re
 import runpy
@@ -15,8 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+import torch
 import transformers
 from helpers import warm_python
+from helpers.serving import save_tiny_model, tiny_llama
+
+import vmkv
 
 ROOT = Path(__file__).parents[1]
 
@@ -289,3 +295,42 @@ def test_readme_block_runs(block, tmp_path):
     script.write_text(block)
     done = start_script(str(script), cwd=tmp_path)  # Unclosed caches may warn here.
     assert done.returncode == 0, done.stderr
+
+
+def table_calls() -> list[str]:
+    """The calls of the README's table of wants, without those of the shell or with `(...)`."""
+    path = ROOT / "README.md"
+    text = path.read_text() if path.exists() else ""
+    table = text.partition("\n| want | call |\n")[2].partition("\n\n")[0]
+    spans = [each for row in table.splitlines()[1:] for each in re.findall("`(.+?)`", row)]
+    return [each for each in spans if "(" in each.replace("(...)", "") or "import" in each]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Nothing is closed.
+def test_calls_of_the_readmes_table_can_be_pasted(tmp_path, monkeypatch):
+    """On the host backend, after `import vmkv` alone."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("TQDM_DISABLE", "1"), ("VMKV_POOL", str(tmp_path / "no pool"))):
+        monkeypatch.setenv(name, value)
+    model, folder = tiny_llama(), save_tiny_model(tmp_path / "model")
+    pool = vmkv.ExtentPool(vmkv.open_backend("host"), 32 << 20, host_budget_bytes=8 << 20)
+    rows = vmkv.KVCache(pool, max_tokens=64, max_sequences=4)
+    rows.add_layers(range(2), num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    engine = vmkv.Engine(model, pool=pool, enable_sleep_mode=True)
+    known = {"vmkv": vmkv, "copy": copy, "model": model, "prompts": [[5, 6, 7]], "f": int}
+    known |= {"engine": engine, "pool": pool, "cache": rows, "num_bytes": 4096, "path": "saved"}
+    calls = table_calls()
+    assert len(calls) > 20
+    for call in calls:
+        with contextlib.closing(rows.open()) as sequence:
+            sequence.append(10)
+            names = {**known, "sequence": sequence, "model": tiny_llama()}
+            if "copy" in call:
+                names["cache"] = vmkv.VMKVCache(model.config)
+            if "cache=cache" in call:
+                names["cache"] = vmkv.RaggedCache(model.config)
+            call = call.replace('"MODEL"', repr(str(folder))).replace("cuda:0", "host")
+            exec(call.replace(" << 30", " << 20"), names)  # A few MiB instead of GiB.
+    for each in (engine, rows, pool):
+        each.close()

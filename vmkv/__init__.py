@@ -15,16 +15,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import attention as attention
-    from . import core as core
-    from . import errors as errors
-    from . import guests as guests
-    from . import hf as hf
-    from . import serve as serve
-    from . import testing as testing
-    from . import trl as trl
-    from . import units as units
-    from . import viz as viz
+    from . import attention, core, errors, guests, hf, serve, testing, trl, units, viz
     from .core.backend import Backend as Backend
     from .core.backend import BackendUsage as BackendUsage
     from .core.backend import HostBackend as HostBackend
@@ -76,8 +67,8 @@ _HOMES = {
     "serve.request": "RequestOutput joined",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = ["attention", "core", "errors", "guests", "hf", "serve"]
-_MODULES += ["testing", "trl", "units", "viz"]
+_MODULES = ["attention", "core", "errors", "guests", "hf", "serve", "testing", "trl"]
+_MODULES += ["units", "viz"]
 
 __all__ = sorted(_HOME_OF)
 __version__ = "0.1.0"

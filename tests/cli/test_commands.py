@@ -19,8 +19,8 @@ from vmkv.cli.doctor import Finding, attention_summary, environment, examine
 from vmkv.cli.main import main, make_parser
 from vmkv.cli.serve import server_options
 from vmkv.releases import LAST_TESTED
+from vmkv.serve.files import read_api_keys
 from vmkv.serve.options import ServerOptions
-from vmkv.serve.server.guard import read_api_keys
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -93,7 +93,7 @@ def test_doctor_and_plan_without_torch() -> None:
     line = [sys.executable, "-c", script]
     child = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
     assert (1, 1) == (child.returncode, child.stderr.count("\n")), child.stderr
-    assert "the package torch is not installed" in child.stderr
+    assert "the package torch is missing: pip install 'vmkv[serve]'" in child.stderr
     assert "host               -   needs torch" in child.stdout
     assert "vmkv cannot run here" in child.stdout
 

@@ -18,8 +18,9 @@ import transformers
 
 from vmkv.cli import progress
 from vmkv.cli.main import make_parser
-from vmkv.cli.models import load_config, load_model
+from vmkv.cli.models import load_config
 from vmkv.cli.serve import _chosen, server_options
+from vmkv.hf.compat import load_model
 from vmkv.serve.options import EngineOptions
 from vmkv.step import phases
 
@@ -106,6 +107,9 @@ def test_the_help_shows_defaults_that_exist(capsys: pytest.CaptureFixture[str]) 
     ("options", "words"),
     [
         (["{model}", "--bogus"], "unrecognized arguments"),
+        (["{model}", "--api-key-file", "/nowhere/keys"], "--api-key-file /nowhere/keys"),
+        (["{model}", "--chat-template", "/nowhere/jinja"], "chat template /nowhere/jinja"),
+        (["{model}", "--response-template", "qwen"], "'qwen' is none of harmony, "),
         (["/nowhere/model"], "there is no file or folder"),
         (["{model}", "--port", "{port}"], "is another server running"),
     ],

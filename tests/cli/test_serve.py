@@ -97,7 +97,6 @@ def test_the_start_is_shown_and_memory_that_shortens_requests(model: Path, tmp_p
         said = child.stderr.read()
     for line in (
         r"\[ *[\d.]+ s\] importing torch and transformers\n",
-        r"\[ *[\d.]+ s\] checking options\n",
         r"\[ *[\d.]+ s\] loading weights\n",
         r"the engine is ready: .*loading the tokenizer [\d.]+ s",
         r"the engine is ready: .*loading weights [\d.]+ s",

@@ -36,6 +36,7 @@ WRONG = [
     (["--chat-template", "/nowhere"], "/nowhere"),
     (["--generation-config", "/nowhere"], "/nowhere"),
     (["--response-template", "qwen"], "'qwen' is none of harmony, "),
+    (["--response-template", "{scales}"], "no valid response template"),
     (["--api-key-file", "/nowhere"], "/nowhere"),
     (["--sleep-keeps-prefixes", "--swap", "1"], "needs --sleep-after"),
     (["--sleep-keeps-prefixes", "--sleep-after", "9"], "--swap"),

@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 from helpers.generate_play import alone
 from helpers.random_engine import HYBRIDS, RandomPlay
 from helpers.tiny_models import tiny_model
-
 from vmkv import BackendUsage, Engine, ExtentPool, HostBackend, OutOfPagesError, SamplingParams
 from vmkv.core.memory import Broker, Extent, PoolMember, asking_broker
 from vmkv.serve.request import FinishReason, RequestHandle

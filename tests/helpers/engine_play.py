@@ -14,12 +14,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+
 from helpers.device import Device
 from helpers.pool_play import PAGE, UNDERREAD_TOKENS, Guest, PoolPlay, add_layers, cost_model, noted
 from helpers.scheduler_books import check_scheduler
 from helpers.stamp_runner import VOCABULARY, Mishap, StampRunner, answer
 from helpers.stamped_rows import STATES, History, StampedRows
-
 from vmkv import ExtentPool, KVCache, SamplingParams
 from vmkv import Sequence as Sequence_
 from vmkv.core.cache import grow_ahead, make_ready

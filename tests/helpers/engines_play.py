@@ -16,7 +16,6 @@ from helpers.pool_play import PoolPlay
 from helpers.random_engine import RandomPlay
 from helpers.scheduler_books import check_scheduler
 from helpers.stamp_runner import VOCABULARY, answer
-
 from vmkv import KVCache, SamplingParams
 from vmkv.errors import ConfigError
 from vmkv.serve.engine import Engine

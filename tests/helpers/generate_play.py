@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from helpers.pool_play import PoolPlay, cost_model
-from helpers.tiny_models import tiny_model
 
 import vmkv
+from helpers.pool_play import PoolPlay, cost_model
+from helpers.tiny_models import tiny_model
 from vmkv import KVCache, OutOfPagesError, RaggedCache
 
 _SAID_MAX = 40

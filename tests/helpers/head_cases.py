@@ -9,10 +9,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+
 from helpers import tiny_models
 from helpers.rank_cases import GREEDY, PROMPTS, ROOMY, alone, engine_on, said
 from helpers.tiny_models import tiny_model
-
 from vmkv import Engine, SamplingParams
 from vmkv.serve.parallel import TensorParallel
 from vmkv.serve.parallel.localise import DividedHead, GatheredLinear, head_of

@@ -15,7 +15,6 @@ from helpers.engine_play import EnginePlay, Shape, engine_options
 from helpers.generate_play import alone
 from helpers.pool_play import cost_model
 from helpers.tiny_models import tiny_model
-
 from vmkv import SamplingParams
 from vmkv.serve.engine import Engine
 from vmkv.serve.runner import RunnerOptions

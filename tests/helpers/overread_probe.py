@@ -14,8 +14,8 @@ import json
 import sys
 
 import torch
-from helpers.vm_range import MappedUpTo
 
+from helpers.vm_range import MappedUpTo
 from vmkv.attention import AttentionBatch, Call, append, get
 
 LENGTHS = range(1, 401)

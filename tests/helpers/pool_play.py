@@ -13,7 +13,6 @@ from helpers.device import Device, IllegalAccessError
 from helpers.evictor import Evictor
 from helpers.small_cache import small_constants
 from helpers.stamped_rows import DTYPE, History, StampedRows
-
 from vmkv import BackendUsage, ExtentPool, KVCache, OutOfPagesError, Sequence
 from vmkv.core.backend import MemoryLocation
 from vmkv.core.cache.cost import CostModel

@@ -6,8 +6,9 @@ import copy
 from typing import Any
 
 import torch
-from helpers.tiny_models import SERVED_LATELY, VOCABULARY
 from transformers.generation.streamers import BaseStreamer
+
+from helpers.tiny_models import SERVED_LATELY, VOCABULARY
 
 FAMILIES = (
     *("llama", "mistral", "gemma2", "gemma3", "qwen3", "gpt_oss", "mixtral", "phi3"),

@@ -15,7 +15,6 @@ from helpers.engine_play import MISHAPS, EnginePlay, Shape, wait_for_host
 from helpers.model_play import ModelPlay, ModelShape
 from helpers.stamp_runner import VOCABULARY
 from helpers.tiny_models import SERVED_LATELY, unsupported_because
-
 from vmkv import SamplingParams
 
 

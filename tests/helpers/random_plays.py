@@ -16,7 +16,6 @@ from helpers.random_engine import (
 )
 from helpers.random_generate import RandomGenerate
 from helpers.shared_model_play import RandomSharedModel
-
 from vmkv.errors import CapacityError, ConfigError
 
 PLAYS: dict[str, type[RandomPlay]] = {

@@ -20,12 +20,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
+
+import vmkv
 from helpers import tiny_models
 from helpers.hybrids import hybrid
 from helpers.serving import tiny_llama, tiny_tokenizer
 from helpers.tiny_models import kernel_model, tiny_model
-
-import vmkv
 from vmkv import (
     Backend,
     BackendUsage,

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from helpers.random_engine import RandomPlay
-from helpers.tiny_models import VOCABULARY, tiny_model
 
 import vmkv
+from helpers.random_engine import RandomPlay
+from helpers.tiny_models import VOCABULARY, tiny_model
 from vmkv import Engine, SamplingParams, VMKVCache
 from vmkv.errors import ConfigError
 from vmkv.serve.request import RequestHandle

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from helpers.device import Place
 from helpers.stamped_rows import Claim, History, StampedRows, mixed
-
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import StepResult
 from vmkv.step import Piece

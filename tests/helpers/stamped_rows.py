@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
-from helpers.device import Device
 
+from helpers.device import Device
 from vmkv import KVCache
 from vmkv.core.backend import Access
 from vmkv.core.cache import LayerGroup, StateGroup, StateShape

@@ -23,21 +23,41 @@ def model() -> Any:
     return tiny_model("llama")
 
 
-@pytest.mark.parametrize("given", ["gpt2", Path("gpt2"), tiny_config("llama"), None])
+def _engine(given: Any) -> Any:
+    return vmkv.Engine(given, **_OPTIONS)
+
+
+@pytest.mark.parametrize("given", ["/no/gpt2", Path("/no/gpt2"), tiny_config("llama"), None])
 @pytest.mark.parametrize(
     "call",
     [
-        lambda given: vmkv.Engine(given, **_OPTIONS),
+        _engine,
         lambda given: vmkv.generate(given, [[1, 2]], **_OPTIONS),
         lambda given: vmkv.capture_decoding(given),
     ],
     ids=["Engine", "generate", "capture_decoding"],
 )
 def test_what_is_no_model_is_refused(call: Callable[[Any], Any], given: Any) -> None:
-    """The error names its type and how to get a model."""
+    """The error names its type and how to get a model; an engine loads one by its name."""
     expected = f"model is a {type(given).__name__}, not a model.*from_pretrained"
+    if isinstance(given, str | Path) and call is _engine:
+        expected = "cannot load /no/gpt2: "
     with pytest.raises(ConfigError, match=expected):
         call(given)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"memory_fraction": 2.0}, "memory_fraction=2.0 is a share"),
+        ({"memory_fraction": 0.0}, "memory_fraction=0.0 is a share"),
+        ({"budget_bytes": 1 << 50}, "^budget_bytes of 1024 TiB is beyond the "),
+        ({"host_budget_bytes": 1 << 50}, "host_budget_bytes of 1024 TiB is beyond the "),
+    ],
+)
+def test_more_memory_than_there_is_is_refused(model: Any, options: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        vmkv.Engine(model, **{**_OPTIONS, **options})
 
 
 def test_a_ragged_cache_in_model_generate_is_refused(model: Any) -> None:

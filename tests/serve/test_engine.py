@@ -7,13 +7,14 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.reference_backend import ReferenceBackend
 from helpers.requests import prompts as random_prompts
 from helpers.requests import reference as said_alone
-from helpers.serving import tiny_tokenizer
+from helpers.serving import save_tiny_model, tiny_llama, tiny_tokenizer
 from helpers.tiny_models import SERVED_LATELY, VOCABULARY, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -546,3 +547,19 @@ def test_a_refused_engine_leaves_the_model_unchanged(make_engine: MakeEngine) ->
     with pytest.raises(ConfigError, match="budget"):
         make_engine(model, budget_bytes=4 * KiB)
     assert before == model.config._attn_implementation
+
+
+def test_a_folder_is_loaded_with_its_tokenizer(tmp_path: Path) -> None:
+    """Text in, text out, as from the model itself; an error names what cannot be loaded."""
+    folder, texts, model = save_tiny_model(tmp_path / "model"), ["A row of", "Two"], tiny_llama()
+    wanted = []
+    for text in texts:
+        ids = tiny_tokenizer()(text, return_tensors="pt").input_ids
+        said = model.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :]
+        wanted.append(tiny_tokenizer().decode(said, skip_special_tokens=True))
+    with Engine(folder, budget_bytes=1024 * KiB) as engine:
+        assert wanted == [each.text for each in engine.generate(texts, GREEDY)]
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=rf"no tokenizer for {folder}: .*; pass tokenizer="):
+        Engine(str(folder))

@@ -104,12 +104,10 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """Parse; an unknown option that resembles one of this command is an error here."""
         parsed, unknown = super().parse_known_args(args, namespace)
-        for each in unknown:
-            flag = each.partition("=")[0]
-            if flag.startswith("-"):
-                near = difflib.get_close_matches(flag, self._option_string_actions, 1)
-                if near:
-                    self.error(f"there is no option {shown(flag)}; did you mean {near[0]}?")
+        names = [each.strip("-") for each in self._option_string_actions]
+        for flag in [each.partition("=")[0] for each in unknown if each.startswith("-")]:
+            for near in difflib.get_close_matches(flag.strip("-"), names, 1):
+                self.error(f"there is no option {shown(flag)}; did you mean --{near}?")
         return parsed, unknown
 
 

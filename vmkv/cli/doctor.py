@@ -100,9 +100,8 @@ def examine() -> Iterator[Finding]:
     try:
         importlib.import_module("torch")
     except (ImportError, OSError) as error:
-        remedy = "pip install --force-reinstall torch" if _version("torch") else ""
-        lacking = Finding("device", "host", False, f"needs torch: {one_line(error)}", remedy)
-        return itertools.chain([lacking], _packages())
+        why, remedy = f"needs torch: {one_line(error)}", "pip install --force-reinstall torch"
+        return itertools.chain([Finding("device", "host", False, why, remedy)], _packages())
     return itertools.chain(_devices(), _attention(), _packages())
 
 

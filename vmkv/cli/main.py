@@ -60,7 +60,7 @@ def main(
     except ModuleNotFoundError as error:
         if (error.name or "vmkv").partition(".")[0] == "vmkv":
             raise  # Ours.
-        err.write(f"vmkv: the package {error.name} is not installed; see `vmkv doctor`\n")
+        err.write(f"vmkv: the package {error.name} is missing: pip install 'vmkv[serve]'\n")
         return FAILED
     except (VMKVError, OSError, MemoryError) as error:
         err.write(f"vmkv: {one_line(error)}\n")

@@ -1,17 +1,15 @@
-"""Loads a model's configuration, weights and tokenizer by its name or folder."""
+"""Loads a model's configuration and sampling defaults by its name or folder."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers.utils import cached_file
 
-from ..errors import CapacityError, ConfigError, one_line
+from ..errors import ConfigError, one_line
 from ..hf import compat
 from ..hf.configuration import default_max_tokens, stated_max_tokens
 from .folders import check_folder
@@ -90,42 +88,6 @@ def longest_request(config: Any, max_tokens: int | None) -> int:
     return max_tokens or default_max_tokens(decoder, past_stated=False)
 
 
-def load_model(model: str, *, device: str, dtype: str | None, **source: Any) -> Any:
-    """Load a model with its weights onto a device, in eval mode.
-
-    `source` are options of `from_pretrained`. With accelerate, weights are read onto the device
-    without a copy in host memory. A CUDA device becomes the current one.
-
-    Raises:
-        ConfigError: It is not a causal language model with all its weights, or there is no such
-            device.
-        CapacityError: Its weights do not fit the device.
-    """
-    check_device(device)
-    if device.startswith("cuda"):  # Kernels are chosen and timed on the current device.
-        torch.cuda.set_device(torch.device(device).index or 0)
-    if importlib.util.find_spec("accelerate") is not None:
-        source["device_map"] = {"": device}
-    loaded = compat.load_causal_lm(model, dtype, **source)
-    try:
-        return loaded.to(device)
-    except torch.OutOfMemoryError as error:
-        raise CapacityError(
-            f"the weights of {model} do not fit {device}: {one_line(error)}"
-        ) from error
-
-
-def check_device(device: str) -> None:
-    """Check that this machine has a device; raises `ConfigError` otherwise."""
-    if not device.startswith("cuda"):
-        return
-    index = torch.device(device).index or 0
-    if not torch.cuda.is_available():
-        raise ConfigError("torch sees no CUDA device here; run `vmkv doctor`, or pass --device cpu")
-    if index >= torch.cuda.device_count():
-        raise ConfigError(f"there is no device cuda:{index}; there are {torch.cuda.device_count()}")
-
-
 def load_sampling_defaults(
     model: str, source: str, *, revision: str | None = None
 ) -> dict[str, Any]:
@@ -154,15 +116,3 @@ def load_sampling_defaults(
     if path is None and source != "auto":
         raise ConfigError(f"--generation-config {source} has no {_GENERATION_CONFIG}")
     return defaults
-
-
-def load_tokenizer(name: str, **source: Any) -> Any:
-    """Load a model's tokenizer, with options of `from_pretrained`; `ConfigError` if it has none."""
-    try:
-        source.setdefault("trust_remote_code", False)
-        return transformers.AutoTokenizer.from_pretrained(name, **source)
-    except Exception as error:  # a folder or the Hub may hold anything
-        raise ConfigError(
-            f"no tokenizer for {name}: {one_line(error)}; pass --tokenizer with a folder that has "
-            "one"
-        ) from error

@@ -201,6 +201,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     _check_combination(arguments)
     for each in arguments.models:
         check_folder(each)
+    options_for = [server_options(_part_of(arguments, each, None)) for each in arguments.models]
     from ..serve.start import (
         ending_in_order,
         holding_signals,
@@ -232,10 +233,12 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         with holding_signals(), imports, without_collections():
             from ..serve.metrics import BrokerMetrics
             from ..serve.server import create_app_for, run_server
+            from ..serve.server.reply_format import ReplyFormat
 
         _set_logging(arguments)
-        options_for = [server_options(each) for each in parts]
-        with holding_signals(), phase("checking options"):
+        with holding_signals():
+            if (template := options_for[0].keywords["response_template"]) is not None:
+                ReplyFormat(template)  # Raises for what is no response template.
             longest = [_check_engine(each) for each in parts]
         every = zip(parts, started, longest, options_for, strict=True)
         served = [_serve(stack, *its) for its in every]
@@ -364,7 +367,8 @@ def _names_of_options() -> Iterator[None]:
     """Have errors name options as the command line does."""
     rows = (*_ENGINE, ("kv_dtype", None, "", ""))
     names = {dest: (*flags, f"--{dest.replace('_', '-')}")[0] for dest, _, _, _, *flags in rows}
-    pattern = re.compile(rf"\b({'|'.join(each for each in names if '_' in each)})\b")
+    names["tokenizer="] = "--tokenizer"
+    pattern = re.compile(rf"\b({'|'.join(each for each in names if '_' in each)})\b|\btokenizer=")
     try:
         yield
     except VMKVError as error:
@@ -481,9 +485,10 @@ def _check_engine(arguments: argparse.Namespace) -> int:
 
     Returns the tokens of the longest request that is wanted.
     """
+    from ..hf.compat import check_device
     from ..serve.memory_view import make_store
     from ..serve.scheduler import Scheduler
-    from .models import check_device, check_servable, load_config, longest_request
+    from .models import check_servable, load_config, longest_request
 
     # The most common error first.
     config = load_config(arguments.model, **types.source_of(arguments))
@@ -525,10 +530,11 @@ def _check_memory(arguments: argparse.Namespace, config: Any) -> None:
 @contextlib.contextmanager
 def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator[Engine]:
     """Make the engine, in its own process."""
+    from ..core.cache.device_memory import check_budgets
+    from ..hf.compat import load_model
     from ..serve.observer import Observers
     from ..serve.sampler import is_out_of_memory
     from ..serve.trace import ChromeTrace
-    from .models import load_model
 
     _set_logging(arguments)
     device = _device(arguments.device)
@@ -554,6 +560,7 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
             )
             engine = stack.enter_context(parallel_engine)
         else:
+            check_budgets(device, arguments.budget_bytes, arguments.host_budget_bytes)
             with phase("loading weights"):
                 source = types.source_of(arguments)
                 model = load_model(arguments.model, device=device, dtype=arguments.dtype, **source)
@@ -574,7 +581,7 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
 
 
 def _tokenizer(arguments: argparse.Namespace) -> Any:
-    from .models import load_tokenizer
+    from ..hf.compat import load_tokenizer
 
     name = arguments.tokenizer or arguments.model
     with phase("loading the tokenizer"):
@@ -606,11 +613,12 @@ def make_engine(
     return Engine(model, tokenizer=tokenizer, observer=observer, **options)
 
 
-def server_options(arguments: argparse.Namespace) -> Callable[..., ServerOptions]:
-    """Make a function from a request's token limit to server options; raises `ConfigError`."""
-    from ..serve.server.guard import read_api_keys
-    from ..serve.server.prompts import read_template
-    from ..serve.server.reply_format import read_response_template
+def server_options(arguments: argparse.Namespace) -> functools.partial[ServerOptions]:
+    """Make a function from a request's token limit to server options; reads the files they name.
+
+    Raises `ConfigError`. Needs no torch.
+    """
+    from ..serve.files import read_api_keys, read_response_template, read_template
 
     file, name = arguments.chat_template, arguments.response_template
     from_file = read_api_keys(arguments.api_key_file, os.environ.get(_API_KEY_VARIABLE))

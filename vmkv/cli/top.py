@@ -69,13 +69,8 @@ def scrape(address: str, *, timeout_s: float = TIMEOUT_S) -> Scrape:
 
     `timeout_s` limits the connection and each pause of the answer.
     """
-    try:
-        import httpx
-        from prometheus_client.parser import text_string_to_metric_families
-    except ImportError as error:
-        raise ConfigError(
-            f"reading metrics needs the package {error.name}: pip install 'vmkv[serve]'"
-        ) from error
+    import httpx
+    from prometheus_client.parser import text_string_to_metric_families
 
     url = address if "://" in address else f"http://{address}"
     url = url.removesuffix("/metrics").rstrip("/") + "/metrics"

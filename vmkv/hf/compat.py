@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 import operator
 import os
@@ -218,6 +219,67 @@ def load_causal_lm(name: str, dtype: str | None, **options: Any) -> Any:
             "language model?"
         )
     return model.eval()
+
+
+def given_or_loaded(model: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """Return a model and its tokenizer; both are loaded if `model` is a folder or a Hub name.
+
+    The weights go to the first GPU, or the CPU where torch sees none. A given tokenizer stays.
+    Raises as `load_model` and `load_tokenizer`, and as `check_model` for anything else.
+    """
+    if not isinstance(model, str | os.PathLike):
+        check_model(model)
+        return model, tokenizer
+    name, device = os.fspath(model), "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(name, device=device, dtype=None)
+    return model, load_tokenizer(name) if tokenizer is None else tokenizer
+
+
+def load_model(model: str, *, device: str, dtype: str | None, **source: Any) -> Any:
+    """Load a model with its weights onto a device, in eval mode.
+
+    `source` are options of `from_pretrained`. With accelerate, weights are read onto the device
+    without a copy in host memory. A CUDA device becomes the current one.
+
+    Raises:
+        ConfigError: It is not a causal language model with all its weights, or there is no such
+            device.
+        CapacityError: Its weights do not fit the device.
+    """
+    check_device(device)
+    if device.startswith("cuda"):  # Kernels are chosen and timed on the current device.
+        torch.cuda.set_device(torch.device(device).index or 0)
+    if importlib.util.find_spec("accelerate") is not None:
+        source["device_map"] = {"": device}
+    loaded = load_causal_lm(model, dtype, **source)
+    try:
+        return loaded.to(device)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"the weights of {model} do not fit {device}: {one_line(error)}"
+        ) from error
+
+
+def check_device(device: str) -> None:
+    """Check that this machine has a device; raises `ConfigError` otherwise."""
+    if not device.startswith("cuda"):
+        return
+    index = torch.device(device).index or 0
+    if not torch.cuda.is_available():
+        raise ConfigError("torch sees no CUDA device here; run `vmkv doctor`, or pass --device cpu")
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"there is no device cuda:{index}; there are {torch.cuda.device_count()}")
+
+
+def load_tokenizer(name: str, **source: Any) -> Any:
+    """Load a model's tokenizer, with options of `from_pretrained`; `ConfigError` if it has none."""
+    try:
+        source.setdefault("trust_remote_code", False)
+        return transformers.AutoTokenizer.from_pretrained(name, **source)
+    except Exception as error:  # a folder or the Hub may hold anything
+        raise ConfigError(
+            f"no tokenizer for {name}: {one_line(error)}; pass tokenizer=, of another folder"
+        ) from error
 
 
 @contextlib.contextmanager

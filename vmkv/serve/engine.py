@@ -1,11 +1,10 @@
 """The engine: requests of different lengths, continuously batched on one device.
 
-    engine = Engine(model, tokenizer=tokenizer)
+    engine = Engine("MODEL")  # or Engine(model, tokenizer=tokenizer)
     outputs = engine.generate(["Hello", "The capital of France is"], SamplingParams(max_tokens=32))
-
     handle = engine.add("Once upon a time", SamplingParams(max_tokens=256), priority=-1)
     for output in handle:                      # runs the engine as far as needed
-        print(output.outputs[0].text)
+        print(output.text)
 
 One thread at a time may use an engine; `AsyncEngine` gives it a thread of its own.
 """
@@ -28,7 +27,7 @@ from ..core.cache import KVCache
 from ..core.interrupts import uninterrupted
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ClosedError, ConfigError, DriverError, PausedError
-from ..hf.compat import check_model
+from ..hf.compat import given_or_loaded
 from ..hf.store import close_later, close_orphans
 from ..units import GiB, format_bytes
 from .guided import Grammars
@@ -53,7 +52,8 @@ class Engine:
     """Serves a transformers model, to one thread at a time; `AsyncEngine` serves many.
 
     Args:
-        model: A causal language model, in eval mode, on one device.
+        model: A causal language model, in eval mode, on one device; or its folder or Hub name, and
+            it is loaded with its tokenizer, onto the first GPU, or the CPU if there is none.
         tokenizer: The model's tokenizer, for prompts and outputs that are text.
         pool: Physical memory, with its own budget, shared with other caches and engines. Its
             engines preempt each other's requests in one order of arrival and priority. A request
@@ -70,10 +70,10 @@ class Engine:
         on_update: Called with each handle that has new output, its end included.
 
     Raises:
-        ConfigError: The model cannot be served, or an option is impossible.
+        ConfigError: The model cannot be loaded or served, or an option is impossible.
         TypeError: There is no such option.
         OutOfPagesError: The budget does not hold one token.
-        CapacityError: The device has no memory for `max_num_seqs` requests; lower it.
+        CapacityError: The weights, or `max_num_seqs` requests (lower it), do not fit the device.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Engine:
         **options: Any,
     ):
         self._is_closed = True
-        check_model(model)
+        model, tokenizer = given_or_loaded(model, tokenizer)
         self.options = given = EngineOptions(**options)
         self._scheduler = Scheduler(
             given.max_num_seqs,

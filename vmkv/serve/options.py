@@ -76,8 +76,8 @@ class EngineOptions:
             model's.
 
     Raises:
-        ConfigError: The watermark is negative, the time to sleep not positive, or there is no such
-            mode.
+        ConfigError: The fraction is not above 0 and up to 1, the watermark negative, the time to
+            sleep not positive, or there is no such mode.
     """
 
     max_num_seqs: int = 256
@@ -107,6 +107,10 @@ class EngineOptions:
     logprobs_mode: str = LOGPROBS_MODES[0]
 
     def __post_init__(self) -> None:
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise ConfigError(
+                f"memory_fraction={self.memory_fraction} is a share of the memory: above 0, up to 1"
+            )
         if self.watermark_bytes is not None and self.watermark_bytes < 0:
             raise ConfigError(
                 f"watermark_bytes={self.watermark_bytes} is negative; 0 keeps nothing, None "

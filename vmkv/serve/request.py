@@ -97,6 +97,11 @@ class RequestOutput:
     error: Exception | None = None
 
     @property
+    def text(self) -> str:
+        """Text of the first sample; empty without a tokenizer."""
+        return self.outputs[0].text
+
+    @property
     def is_finished(self) -> bool:
         """Whether every sample has ended."""
         return all(each.is_finished for each in self.outputs)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from helpers.scripted import script, scripted
 
+from vmkv.serve.files import read_response_template
 from vmkv.serve.server import reply_format
-from vmkv.serve.server.reply_format import read_response_template
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from vmkv.errors import ConfigError
+from vmkv.serve.files import known_templates, read_response_template
 from vmkv.serve.server import reply_format
 from vmkv.serve.server.reply import ForcedCalls, ReplyParser
-from vmkv.serve.server.reply_format import ReplyFormat, read_response_template
+from vmkv.serve.server.reply_format import ReplyFormat
 
 needs_parser = pytest.mark.skipif(
     not reply_format._CAN_PARSE, reason="this release of transformers has no ResponseParser"
@@ -422,13 +423,13 @@ def test_forced_calls_are_plain_json():
 
 
 @needs_parser
-def test_response_templates_are_checked_when_they_are_read(tmp_path):
+def test_response_templates_of_files_are_checked(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(read_response_template("hermes")))
     assert read_response_template("hermes") == read_response_template(str(path))
     path.write_text('{"fields": {}}')
     with pytest.raises(ConfigError, match="no valid response template"):
-        read_response_template(str(path))
+        ReplyFormat(read_response_template(str(path)))
     with pytest.raises(ConfigError, match="none of harmony, "):
         read_response_template("unknown")
 
@@ -463,7 +464,7 @@ def delimiters(form: ReplyFormat) -> list[str]:
 
 
 @needs_parser
-@pytest.mark.parametrize("name", [*reply_format._known(), OWN], ids=lambda it: str(it)[:11])
+@pytest.mark.parametrize("name", [*known_templates(), OWN], ids=lambda it: str(it)[:11])
 def test_delimiters_are_not_sought_at_each_place_of_white_space(name):
     """Else a search takes the square of its length, and an answer the cube."""
     form = ReplyFormat(read_response_template(name) if isinstance(name, str) else name)

@@ -16,6 +16,7 @@ from helpers.serving import tiny_tokenizer
 
 from vmkv.errors import ConfigError
 from vmkv.serve.detokenize import Detokenizer
+from vmkv.serve.files import read_response_template
 from vmkv.serve.guided import Grammars, check_grammar
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.server import reply_format, tools
@@ -549,7 +550,7 @@ def test_an_unknown_format_of_calls_is_refused_unless_calls_are_forced(server) -
 @needs_parser
 @pytest.mark.slow
 def test_an_option_names_the_format(run_server) -> None:
-    template = reply_format.read_response_template("qwen3")
+    template = read_response_template("qwen3")
     with run_server(response_template=template) as server:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
         assert 200 == server.post(body | {"max_tokens": 2}, CHAT_PATH).status_code
@@ -565,4 +566,4 @@ def test_releases_without_a_parser_name_the_one_that_is_needed(monkeypatch) -> N
     with pytest.raises(ApiError, match=r"transformers 5\.17"):
         replies.plan(ChatRequest.model_validate(body | {"tools": TOOLS}), SamplingParams())
     with pytest.raises(ConfigError, match=r"transformers 5\.17"):
-        reply_format.read_response_template("qwen3")
+        reply_format.ReplyFormat(read_response_template("qwen3"))

@@ -7,12 +7,14 @@ raises `torch.OutOfMemoryError`, so `call_with_room` frees pool memory and calls
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from ...errors import ConfigError
+from ...units import format_bytes
 from ..backend import Backend, open_backend
 from ..interrupts import uninterrupted
 from ..memory import ExtentPool, PoolMember
@@ -30,8 +32,8 @@ def open_pool(
     """Return the pool to build a cache on; a pool made here closes with its last user.
 
     Without `budget_bytes` the limit is the device's free memory, plus memory that torch's allocator
-    holds idle. Without `host_budget_bytes` there is no host memory for swapping. A shared pool
-    takes neither (`ConfigError`).
+    holds idle. Without `host_budget_bytes` there is no host memory for swapping. `ConfigError` for
+    either with a shared pool, or beyond the memory of the device.
     """
     if isinstance(memory, ExtentPool):
         if budget_bytes is not None or host_budget_bytes is not None:
@@ -81,7 +83,24 @@ def _opened(memory: str | Backend) -> Iterator[Backend]:
         raise
 
 
+def check_budgets(device: Any, budget_bytes: int | None, host_budget_bytes: int | None) -> None:
+    """Raise `ConfigError` for a budget beyond all memory of the device, or of the host.
+
+    `device` is a torch device, or its name.
+    """
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    is_cuda = torch.device(device).type == "cuda"
+    own_bytes = torch.cuda.get_device_properties(device).total_memory if is_cuda else host_bytes
+    asked = {"budget_bytes": (budget_bytes or 0, own_bytes)}
+    asked["host_budget_bytes"] = host_budget_bytes or 0, host_bytes
+    for name, (num_bytes, most_bytes) in asked.items():
+        if num_bytes > most_bytes:
+            has = f"{format_bytes(most_bytes)} of this machine: lower it"
+            raise ConfigError(f"{name} of {format_bytes(num_bytes)} is beyond the {has}")
+
+
 def _made(backend: Backend, budget_bytes: int, host_budget_bytes: int | None) -> ExtentPool:
+    check_budgets(torch_device(backend), budget_bytes, host_budget_bytes)
     return ExtentPool(
         backend,
         budget_bytes,

@@ -14,7 +14,6 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
@@ -22,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...errors import ConfigError, shown
+from ...errors import shown
 from ..options import Limits, ServerOptions
 from .errors import ApiError, api_error, draining
 
@@ -48,28 +47,6 @@ _FOR_ALL = frozenset({"/sleep", "/wake_up"})
 
 
 # ---- keys ----------------------------------------------------------------------------------------
-
-
-def read_api_keys(file: Path | None, variable: str | None) -> list[str]:
-    """Collect keys from a file, one per line, and from an environment variable's value.
-
-    Skips empty lines and lines that begin with `#`. Raises `ConfigError` if the file cannot be
-    read, or holds no key, or if the variable is set and blank, which would admit everybody.
-    """
-    if variable is not None and not variable.strip():
-        raise ConfigError("the variable with an API key is blank; fill it in, or unset it")
-    keys = [] if variable is None else [variable.strip()]
-    if file is None:
-        return keys
-    try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {file}: {error}") from error
-    stripped = [line.strip() for line in lines]
-    from_file = [line for line in stripped if line and not line.startswith("#")]
-    if not from_file:
-        raise ConfigError(f"--api-key-file {file} holds no key; write one per line")
-    return keys + from_file
 
 
 class ApiKeys:

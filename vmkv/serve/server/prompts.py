@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import jinja2
-
-from ...errors import ConfigError
 from ...units import div_ceil
 from ..grammar_trial import GrammarTrials
 from ..guided import is_fast, vocabulary_of
@@ -261,14 +258,3 @@ def _folded(messages: Sequence[dict[str, Any]], num_systems: int) -> list[dict[s
         is_open = is_part and (is_open or not joins)
         found.append(own)
     return found
-
-
-def read_template(path: str) -> str:
-    """Read and parse a chat template; raises `ConfigError` if it cannot."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        jinja2.Environment().parse(text)
-    except (OSError, UnicodeDecodeError, jinja2.TemplateError) as error:
-        raise ConfigError(f"chat template {path}: {error}") from error
-    return text

@@ -6,17 +6,16 @@ fits the chat template: all texts of its `match` occur there. The first that fit
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import regex
 
-from ...errors import ConfigError, one_line, shown
+from ...errors import ConfigError, one_line
+from ..files import known_templates
 from ..params import SamplingParams, StructuredOutputs
 from .errors import invalid
 from .reply import REASONING_FIELDS, CallPattern, ForcedCalls, NewParser, TemplateParser
@@ -136,34 +135,6 @@ def _name_and_arguments(function: Mapping[str, Any]) -> tuple[str, str]:
 # ---- choice --------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _known() -> dict[str, Any]:
-    path = Path(__file__).with_name("response_templates.json")
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
-
-
-def read_response_template(name: str) -> Mapping[str, Any]:
-    """Return a response template of vmkv by its name, or of a JSON file.
-
-    Raises:
-        ConfigError: There is no such name or file, or it is no response template.
-    """
-    known = _known().get(name)
-    if known is not None:
-        template = known["template"]
-    else:
-        try:
-            template = json.loads(Path(name).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"response template {shown(name)} is none of {', '.join(_known())}, and no JSON "
-                f"file: {one_line(error)}"
-            ) from error
-    ReplyFormat(template)
-    return template  # type: ignore[no-any-return]
-
-
 def _found(tokenizer: Any, chat_template: str | None) -> Mapping[str, Any] | None:
     """Return the response template for a tokenizer, if one is known."""
     own: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
@@ -174,7 +145,7 @@ def _found(tokenizer: Any, chat_template: str | None) -> Mapping[str, Any] | Non
         text = "".join(tokenizer.all_special_tokens)
     elif isinstance(text, dict):
         text = "".join(text.values())
-    for each in _known().values():
+    for each in known_templates().values():
         if all(part in text for part in each["match"]):
             return each["template"]  # type: ignore[no-any-return]
     return None
