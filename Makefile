@@ -67,7 +67,8 @@ replicas: $(VENV)/.ray
 ADAPTER_TESTS = tests/serve/test_paused.py::test_adapters_are_seen \
 	tests/serve/test_paused.py::test_adapters_that_are_merged_and_disabled_are_taken_out \
 	tests/serve/test_autocast.py::test_adapters_in_float32_are_served_under_autocast \
-	tests/step/test_joined_layers.py
+	tests/step/test_joined_layers.py \
+	tests/hf/test_ragged_generate.py::test_peft_adapters_are_used_or_refused
 rollouts:
 	@$(MAKE) --quiet .venv-rollouts/.ready VENV=.venv-rollouts EXTRAS=dev,trl \
 		|| { echo "TRL cannot be had: skipped"; exit 0; }; \

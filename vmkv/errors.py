@@ -48,10 +48,11 @@ class CapacityError(VMKVError, MemoryError):
     """Something is full. Not a defect; state is as it was before the call."""
 
 
-class OutOfPagesError(CapacityError):
+class OutOfPagesError(CapacityError, RuntimeError):
     """The pool cannot supply the pages an operation needs.
 
-    Close, trim or evict something (or raise the budget) and call again.
+    Close, trim or evict something (or raise the budget) and call again. Its type and message are
+    also those by which accelerate's `find_executable_batch_size` knows to try a smaller batch.
 
     Attributes:
         needed_bytes: Memory that the operation asked for.
@@ -60,7 +61,7 @@ class OutOfPagesError(CapacityError):
     """
 
     def __init__(self, message: str, *, needed_bytes: int, free_bytes: int, retired_bytes: int):
-        super().__init__(message)
+        super().__init__(f"{message}; the pool is out of memory.")
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
         self.retired_bytes = retired_bytes

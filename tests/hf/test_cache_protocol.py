@@ -971,3 +971,22 @@ def test_unclosed_cache_that_was_never_used_holds_nothing() -> None:
         gc.collect()
     assert BackendUsage() == backend.usage()
     backend.close()
+
+
+def test_a_prompt_after_decoding_is_told_once(
+    new_cache: NewCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It continues the cache's tokens, as a chat does; a copy and an emptied cache say nothing."""
+    cache = new_cache(tiny_config("llama"))
+    for num_tokens in (4, 1, 1):
+        _append(cache, num_tokens)
+    cache.reset()
+    for num_tokens in (4, 3, 1):
+        _append(cache, num_tokens)
+    with copy.deepcopy(cache) as twin:
+        _append(twin, 4)
+    assert not caplog.records
+    for num_tokens in (4, 1, 4, 1, 4):
+        _append(cache, num_tokens)
+    (record,) = caplog.records
+    assert "continue the 8 that" in record.getMessage()

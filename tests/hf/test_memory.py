@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import find_executable_batch_size
 from helpers.tiny_models import (
     VERSION,
     generate,
@@ -119,6 +120,20 @@ def test_recording_window_returns_memory_at_crop(new_cache: NewCache) -> None:
         resident_bytes.append(cache.stats().resident_bytes)
     assert max(resident_bytes[150:]) <= max(resident_bytes[:150])
     cache.check()
+
+
+def test_accelerate_reduces_a_batch_that_does_not_fit() -> None:
+    """The search of Trainer and lm-eval knows errors for want of memory by type and message."""
+    tried, config = [], tiny_config("llama")
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def run(batch_size: int) -> None:
+        tried.append(batch_size)
+        with VMKVCache(config, backend=HostBackend(PAGE_BYTES), budget_bytes=2 * MiB) as cache:
+            _append(cache, 1500, batch_size=batch_size)
+
+    run()
+    assert 8 == tried[0] > tried[-1]
 
 
 def test_loop_of_unclosed_copies_does_not_accumulate() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate import cpu_offload
 from helpers.ragged import FAMILIES, Collects, alone, random_prompts
 from helpers.tiny_models import left_padded_prompt, tiny_config, tiny_model
 from transformers import (
@@ -403,6 +404,54 @@ def test_max_num_batched_tokens_must_be_positive(most: int, pool: ExtentPool) ->
     _assert_refused(
         model, "max_num_batched_tokens", lambda: _generate(model, PROMPTS, pool, **options)
     )
+
+
+def test_offloaded_weights_are_refused() -> None:
+    """A VMKVCache serves such a model, also inside `capture_decoding`, which steps aside."""
+    model = copy.deepcopy(tiny_model("llama"))
+    prompt = torch.tensor(PROMPTS[:1])
+    expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    options = {"max_new_tokens": 4, "do_sample": False}
+    ragged = {**options, "custom_generate": vmkv.ragged_generate}
+    _assert_refused(model, "has offloaded", lambda: vmkv.generate(model, prompt, **options))
+    _assert_refused(model, "has offloaded", lambda: model.generate(prompt, **ragged))
+    with vmkv.VMKVCache(model.config, backend="host") as cache, vmkv.capture_decoding(model):
+        assert torch.equal(expected, model.generate(prompt, past_key_values=cache, **options))
+
+
+def test_peft_adapters_are_used_or_refused() -> None:
+    """Active ones are used; those that differ by prompt, or need other tokens, are refused."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(**options: Any) -> Any:
+        config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
+        return peft.get_peft_model(copy.deepcopy(tiny_model("llama")), config, "first").eval()
+
+    options = {"max_new_tokens": 4, "do_sample": False}
+    ragged = {**options, "custom_generate": vmkv.ragged_generate}
+    prompt = torch.tensor(PROMPTS[:1])
+    model = adapted()
+    model.add_adapter("second", peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
+    model.eval()
+    for name in ("first", "second"):
+        model.set_adapter(name)
+        expected = model.generate(input_ids=prompt, **options).tolist()
+        assert expected == vmkv.generate(model, prompt, **options)
+    _assert_refused(
+        model,
+        "set_adapter",
+        lambda: vmkv.generate(model, prompt, adapter_names=["first"], **options),
+    )
+    tuned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    tuned = peft.get_peft_model(copy.deepcopy(tiny_model("llama")), tuned).eval()
+    for each in (adapted(alora_invocation_tokens=[7]), tuned):
+        _assert_refused(
+            each, "no adapter", lambda each=each: vmkv.generate(each, prompt, **options)
+        )
+        _assert_refused(
+            each, "no adapter", lambda each=each: each.generate(input_ids=prompt, **ragged)
+        )
 
 
 def test_encoder_decoder_models_are_refused(pool: ExtentPool) -> None:

@@ -153,6 +153,34 @@ def test_generate_matches_eager_with_a_dynamic_cache(
     assert _expected(name, kind, strategy) == actual.tolist()
 
 
+class _Masks(TorchFunctionMode):
+    """Notes whether each call of SDPA has a mask, and whether it is causal without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[bool, bool]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.seen.append((args[3] is not None, args[5]))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["padded", "unpadded"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_pass_without_a_cache_needs_no_mask(name: str, kind: str) -> None:
+    """Unless tokens are hidden, by padding or by a window: SDPA then takes its faster kernels."""
+    inputs = INPUTS[kind]()
+    expected = tiny_model(name)(**inputs, use_cache=False).logits
+    with _Masks() as masks:
+        actual = tiny_model(name, "vmkv")(**inputs, use_cache=False).logits
+    needs_mask = (kind, name) != ("unpadded", "llama")
+    assert {(needs_mask, not needs_mask)} == {*masks.seen}
+    kept = inputs["attention_mask"].bool()
+    torch.testing.assert_close(expected[kept], actual[kept])
+
+
 @pytest.mark.parametrize("kind", ["padded", "unpadded"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
 def test_another_cache_matches_eager(name: str, kind: str) -> None:

@@ -120,6 +120,11 @@ class _Recipe:
         self._arguments = arguments
 
     @functools.cached_property
+    def skippable(self) -> torch.Tensor | None:
+        """The mask; None if it is causal only, for a pass without a past."""
+        return compat.explicit_mask(**self._arguments | {"allow_is_causal_skip": True})
+
+    @functools.cached_property
     def mask(self) -> torch.Tensor:
         """The mask `[B, 1, Tq, T]`, built once for all layers that share it."""
         # A skipped mask (None) would not tell which cached tokens the queries see.
@@ -209,7 +214,13 @@ def vmkv_mask(**arguments: Any) -> torch.Tensor | None:
 def attend_to_tensors(asked: LayerCall, *, causal: bool, dropout: float = 0.0) -> torch.Tensor:
     """Attend to the call's own keys: SDPA where possible; returns `[B, Tq, Hq, Dv]`."""
     query, key, value, bias = asked.query, asked.key, asked.value, asked.bias
-    mask = _explicit_mask(asked, causal)
+    recipe, is_plain = _recipe_of(asked.mask), bias is None and not asked.softcap
+    is_plain = is_plain and causal and asked.sinks is None
+    if recipe is not None and is_plain and query.shape[2] == key.shape[2] > 1:
+        mask = recipe.skippable  # The faster kernels of SDPA take no mask.
+        is_plain = mask is None
+    else:
+        mask, is_plain = _explicit_mask(asked, causal), False
     if bias is not None:
         if mask is None:
             mask = bias
@@ -220,7 +231,7 @@ def attend_to_tensors(asked: LayerCall, *, causal: bool, dropout: float = 0.0) -
     if not asked.softcap and asked.sinks is None:
         gqa = query.shape[1] > key.shape[1]
         out = functional.scaled_dot_product_attention(
-            query, key, value, mask, dropout, scale=asked.scale, enable_gqa=gqa
+            query, key, value, mask, dropout, is_plain, scale=asked.scale, enable_gqa=gqa
         )
     else:
         out = plain_attention(

@@ -80,7 +80,7 @@ def capture_decoding(
         could be captured, a proof (see `vmkv.generate`). A mask is read once per prompt, and later
         ones are compared with it while the device computes the step.
     """
-    compat.check_model(model)
+    compat.check_model(model, may_be_offloaded=True)
     capture = vars(model).get("forward")
     if isinstance(capture, CapturedDecoding):
         if (capture.layers is not None) != compile_layers:

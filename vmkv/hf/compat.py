@@ -57,12 +57,20 @@ _READ_NO_PROMPT = {
 }
 
 
-def check_model(model: object) -> None:
-    """Raise `ConfigError` unless `model` is a model: a name or a configuration is a likely slip."""
+def check_model(model: Any, *, may_be_offloaded: bool = False) -> None:
+    """Raise `ConfigError` unless `model` is a model: a name or a configuration is a likely slip.
+
+    Unless it `may_be_offloaded`, also if accelerate loads its weights for each pass.
+    """
     if not hasattr(model, "config"):
         raise ConfigError(
             f"model is a {type(model).__name__}, not a model: pass what "
             "AutoModelForCausalLM.from_pretrained returns"
+        )
+    if not may_be_offloaded and model.get_input_embeddings().weight.is_meta:
+        raise ConfigError(
+            "accelerate has offloaded this model's weights: load them whole, or use model.generate "
+            "with past_key_values=VMKVCache(model.config)"
         )
 
 

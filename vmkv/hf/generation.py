@@ -52,7 +52,7 @@ from .capture import compiled_layers_of
 from .configuration import check_length, layer_windows
 from .group_step import read_left_pad
 from .proof import Proof, locks_of, prove
-from .sampling import Group, Tokens, check_inputs, prepare
+from .sampling import Group, Tokens, check_adapters, check_inputs, prepare
 from .store import CacheOptions, Signature, Store, StoreOwner
 
 #: Tokens of one prefill pass: enough to fill a GPU, few enough that activations stay small.
@@ -115,12 +115,8 @@ def generate(
     rows = _checked(model, rows, cache, max_num_batched_tokens)
     mask = options.pop("attention_mask", None)
     groups = prepare(model, rows, options)
-    hidden = compat.hidden_token(groups[0].config)
-    if mask is None:
-        is_tensor = hasattr(prompts, "ndim")
-        texts = [_text(row, at, hidden, is_tensor=is_tensor) for at, row in enumerate(rows)]
-    else:
-        texts = _unmasked(rows, mask)
+    given = compat.hidden_token(groups[0].config), mask, not hasattr(prompts, "ndim")
+    texts = [_without_padding(row, at, *given) for at, row in enumerate(rows)]
     pad, longest = compat.pad_token(groups[0].config), groups[0].num_tokens
     input_ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
     input_ids = input_ids.to(model.get_input_embeddings().weight.device)
@@ -357,6 +353,7 @@ def _checked(
 ) -> list[list[int]]:
     """Check arguments that `generate` and `ragged_generate` have in common; return the prompts."""
     compat.check_model(model)
+    check_adapters(model)
     check_positive("max_num_batched_tokens", max_num_batched_tokens)
     if cache is not None and not isinstance(cache, RaggedCache):
         raise ConfigError(
@@ -380,35 +377,24 @@ def _as_list(prompt: Any, at: int) -> list[Any]:
     return list(ids)
 
 
-def _text(row: list[int], at: int, hidden: int | None, *, is_tensor: bool) -> list[int]:
-    """Return a prompt from its first token on that is not `hidden`.
+def _without_padding(
+    row: list[int], at: int, hidden: int | None, mask: Any, is_list: bool
+) -> list[int]:
+    """Return a prompt without its first tokens that are `hidden`, or that its row of `mask` hides.
 
-    In a tensor `model.generate` hides that token everywhere. In a list it may be text that another
-    call has generated, but not at the end, where it is padding.
+    In a list the hidden token may be text that another call has generated, but not at the end.
     """
-    num_hidden = next((n for n, token in enumerate(row) if token != hidden), 0)
-    rest = row[num_hidden:]
-    if rest != [hidden] and (hidden in rest if is_tensor else rest[-1] == hidden):
-        raise _not_left_padded(at)
-    return rest
-
-
-def _unmasked(rows: Sequence[list[int]], mask: Any) -> list[list[int]]:
-    """Return prompts without the tokens on their left that `mask`, one row for each, hides."""
-    kept = [list(map(bool, each)) for each in mask]
-    if list(map(len, kept)) != list(map(len, rows)):
-        raise ConfigError("attention_mask must have one value for each token of each prompt")
-    for at, each in enumerate(kept):
-        if each != sorted(each) or not each[-1]:
-            raise _not_left_padded(at)
-    return [row[len(row) - sum(each) :] for row, each in zip(rows, kept, strict=True)]
-
-
-def _not_left_padded(at: int) -> ConfigError:
-    return ConfigError(
-        f'prompt {at} is not padded on the left only: set the tokenizer\'s padding_side="left", or '
-        "pass an attention_mask of ones if its padding tokens are text"
-    )
+    kept = [token != hidden for token in row]
+    if mask is not None:
+        kept = [bool(each) for its in mask[at : at + 1] for each in its]
+    num_hidden = kept.index(True) if True in kept else 0
+    is_text = is_list and mask is None and (kept[-1] or len(row) == 1)
+    if len(kept) != len(row) or not (is_text or all(kept[num_hidden:])):
+        raise ConfigError(
+            f'prompt {at} is not padded on the left only: set the tokenizer\'s padding_side="left",'
+            " or pass an attention_mask, with ones where its padding token is text"
+        )
+    return row[num_hidden:]
 
 
 def _lengths(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[int]:

@@ -158,6 +158,14 @@ class VirtualLayer:
                     "encoder-decoder model, which needs two caches; pass "
                     f"VMKVCache.for_encoder_decoder(config) as {compat.CACHE_NAME}"
                 )
+            follows_decoding = (step.start, step.end) == (start - 1, start) and start > 1
+            if num_tokens > 1 and follows_decoding and not self._store.was_continued:
+                self._store.was_continued = True
+                _LOG.warning(
+                    "new tokens continue the %d that an earlier generate left in this cache; for "
+                    "another prompt make a new cache, or call reset() first",
+                    start,
+                )
             self._store.close_gaps()
         step, index = self._store.places[self._index]
         step.advance(self._batch_size, self._visible_from(start), start, start + num_tokens)

@@ -114,6 +114,7 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
     Cost: a plain pass over 112 tokens, two packed passes in a cache of seven short rows, and two
     passes over two tokens; after that torch's unused memory is returned to the device.
     """
+    compat.check_model(model)
     with locks_of(model).proof:
         return _prove(model, attention_backend)
 

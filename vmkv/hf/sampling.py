@@ -79,6 +79,8 @@ def prepare(
     given = [name for name in _OURS if options.get(name) is not None]
     if given:
         raise ConfigError(f"vmkv.generate makes {given[0]} from the prompts itself; leave it out")
+    if options.get("adapter_names") is not None:
+        raise ConfigError("ragged generation takes no adapter_names; use model.set_adapter(name)")
     if _effective(model, options, "token_healing"):
         raise ConfigError("ragged generation does not support token_healing; leave it out")
     _replace_stop_strings(model, options)
@@ -99,6 +101,16 @@ def prepare(
             most = first.max_tokens if has_limit else length + new_tokens
             groups.append(replace(first, rows=tuple(rows), num_tokens=length, max_tokens=most))
     return groups
+
+
+def check_adapters(model: Any) -> None:
+    """Refuse peft's adapters that add tokens to a prompt, or that begin within it (aLoRA)."""
+    # peft's own `generate` calls that of the model inside, with its method in place.
+    adapted = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", model)
+    configs = getattr(adapted, "peft_config", {}).values()
+    for name in ("is_prompt_learning", "alora_invocation_tokens"):
+        if any([getattr(each, name, None) for each in configs]):
+            raise ConfigError(f"ragged generation serves no adapter with {name}; use a VMKVCache")
 
 
 def check_inputs(inputs: Mapping[str, Any]) -> None:
@@ -178,8 +190,8 @@ def _prepare(
     options = dict(options)
     for name in ("negative_prompt_ids", "negative_prompt_attention_mask"):
         each = options.get(name)
-        if isinstance(each, torch.Tensor) and len(each) == len(prompts):
-            options[name] = each[list(rows)]
+        if isinstance(each, torch.Tensor) and len(each) in (1, len(prompts)):
+            options[name] = each.expand(len(prompts), -1)[list(rows)]
     allowed = options.get("prefix_allowed_tokens_fn")
     if allowed is not None:
         options["prefix_allowed_tokens_fn"] = lambda at, tokens: allowed(rows[at], tokens)

@@ -186,6 +186,7 @@ class Store:
         self._fp8_layers, self.kv_scales = layers_in_fp8(config, options, windows)
         self.is_closed = False
         self.keeps_past = False
+        self.was_continued = False  #: Whether tokens have been added in passes after decoding.
         self.rows: dict[torch.device, DeviceRows] = {}  #: The batch's rows.
         self.cores: list[KVCache] = []  #: The caches, one per device.
         #: Of bound layers, their group's step and their index in the group.
