@@ -24,9 +24,10 @@ fields of a route that `/openapi.json` names; the others are of some thirty kind
 they come from elsewhere. A gap is the time between two events of one stream, as its client sees it;
 the longest of a window is compared with that of its neighbour, and the median over the pairs is the
 figure. `/health` is asked every 50 ms, on a connection of its own each time; the figure is over all
-windows. A hang is a request that has not ended 90 s after it began, or a stream that breaks. Memory
-is the server's resident set after a window, with only honest clients connected. The machine has
-two cores, and others work on it: `load` is its load average after a window.
+windows. A hang is a request that has not ended 90 s after it began, or a stream that breaks or is
+silent for a minute. Memory is the server's resident set after a window, with only honest clients
+connected. The machine has two cores, and others work on it: `load` is its load average after a
+window.
 
 Not measured. A GPU, whose steps leave the interpreter alone for longer; a network; more requests
 than the server has places for (they get a 429); what a client may ask in earnest.
@@ -152,7 +153,7 @@ class Honest:
             connection = await self._target.connect()
             try:
                 await connection.send(request(body))
-                whole = await asyncio.wait_for(self._read(connection), END_S)
+                whole = await self._read(connection)
             except (OSError, asyncio.TimeoutError):
                 whole = False
             finally:
@@ -166,7 +167,7 @@ class Honest:
         ends = b'"finish_reason":"length"'
         has_ended = False
         while True:
-            line = await connection.reader.readline()
+            line = await asyncio.wait_for(connection.reader.readline(), END_S)
             if not line or line.startswith(b"data: [DONE]"):
                 return has_ended and bool(line)
             if line.startswith(b'data: {"id"'):

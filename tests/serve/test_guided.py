@@ -505,7 +505,7 @@ AMBIGUOUS = 'start: s\ns: s s s s | s s s | s s | "a" | "b"'
 @pytest.mark.parametrize("with_vocabulary", [False, True])
 def test_grammars_that_are_too_much_work_are_refused_by_a_trial(with_vocabulary: bool) -> None:
     """The process of trials survives them, and is started anew if somebody ends it."""
-    of = [lambda: vocabulary_of(tiny_tokenizer())] * with_vocabulary
+    of = vocabulary_of(tiny_tokenizer()) if with_vocabulary else ()
     with contextlib.closing(GrammarTrials(*of)) as trials:
         hanging = [StructuredOutputs(json=HANGING)]
         if with_vocabulary:  # Another vocabulary's error would hide what follows.

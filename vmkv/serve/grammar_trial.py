@@ -20,7 +20,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..units import MiB
@@ -68,14 +68,13 @@ def compiled(
 class GrammarTrials:
     """Trials for one vocabulary, by default of bytes. From any thread, one trial at a time.
 
-    `vocabulary_of` returns the arguments of `LLTokenizer`: its text, which is large, and the
-    others. The process starts with the first trial, is restarted if it has ended, and ends with
-    this one, however that ends. `verdicts` are the reasons of the last refusals, empty for none, by
-    what was asked.
+    `text` and `options` are the arguments of `LLTokenizer`. The process starts with the first
+    trial, is restarted if it has ended, and ends with this one, however that ends. `verdicts`
+    are the reasons of the last refusals, empty for none, by what was asked.
     """
 
-    def __init__(self, vocabulary_of: Callable[[], Any] = lambda: ("byte", {})):
-        self._vocabulary_of = vocabulary_of
+    def __init__(self, text: str = "byte", options: Mapping[str, Any] | None = None):
+        self._text, self._options = text, options or {}
         self._lock = threading.Lock()
         self._process: Any = None
         self._is_closed = False
@@ -127,9 +126,8 @@ class GrammarTrials:
             start_new_session=True,  # Ctrl+C is not for it.
         )
         weakref.finalize(self, _kill, process)
-        text, options = self._vocabulary_of()
-        data = text.encode()
-        process.stdin.write(json.dumps([len(data), options]).encode() + b"\n" + data)
+        data = self._text.encode()
+        process.stdin.write(json.dumps([len(data), self._options]).encode() + b"\n" + data)
         return process
 
     def _end(self) -> None:

@@ -7,7 +7,6 @@ import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...units import div_ceil
@@ -75,7 +74,8 @@ class Prompts:
             ThreadPoolExecutor(1, thread_name_prefix=f"vmkv-tokenizer-{name}")
             for name in ("short", "long", "grammar")
         ]
-        self._trials = GrammarTrials(*[partial(vocabulary_of, tokenizer)] * is_fast(tokenizer))
+        # Now, since it holds the interpreter.
+        self._trials = GrammarTrials(*(vocabulary_of(tokenizer) if is_fast(tokenizer) else ()))
 
     def check(self, prompt: Prompt) -> None:
         """Raise `ApiError` for a prompt that is surely too long or has an unknown token."""
