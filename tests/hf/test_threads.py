@@ -82,6 +82,14 @@ def test_a_plain_pass_is_not_changed_by_a_call_that_ends_or_begins(
     assert said == [vmkv.generate(model, [PROMPT], max_new_tokens=2)]
 
 
+def test_a_plain_pass_is_not_changed_by_an_engine_that_ends(model: Any) -> None:
+    """Between the pass's mask and its layers another thread closes the engine."""
+    wanted = plain_logits(model)
+    engine = vmkv.Engine(model, max_num_seqs=2, max_tokens=100, budget_bytes=8 << 20)
+    model.model.layers[0].register_forward_pre_hook(lambda *_: in_a_thread(engine.close))
+    torch.testing.assert_close(plain_logits(model), wanted)
+
+
 def test_a_plain_pass_beside_a_proof_is_not_changed(model: Any) -> None:
     """It has the shape of a packed pass, whose layers get other inputs; no hook hears it."""
     wanted, me = plain_logits(model, 51), threading.get_ident()

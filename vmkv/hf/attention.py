@@ -157,9 +157,16 @@ class _Carrier(torch.Tensor):
                 out = func(*args, **kwargs or {})
                 if out is args[0] or not isinstance(out, torch.Tensor):
                     return out
-            args, kwargs = tree_map_only(
-                cls, lambda its: its._vmkv_recipe.mask, (args, kwargs or {})
-            )
+            # Eager attention adds it, if an engine gave the model back in the middle of a pass.
+            adds = args and "add" in getattr(func, "__name__", "") and args[0].is_floating_point()
+
+            def real(its: _Carrier) -> torch.Tensor:
+                mask = its._vmkv_recipe.mask
+                if not adds or mask.dtype != torch.bool:
+                    return mask
+                return torch.where(mask, 0.0, torch.finfo(args[0].dtype).min).to(args[0].dtype)
+
+            args, kwargs = tree_map_only(cls, real, (args, kwargs or {}))
             return func(*args, **kwargs)
 
 

@@ -77,6 +77,9 @@ def generate(
 ) -> list[list[int]]:
     """Continue each prompt as `model.generate` would continue it alone.
 
+    Calls of several threads for one model run in turn, whole; forward passes of other threads are
+    as without vmkv.
+
     Args:
         model: A transformers causal language model.
         prompts: Token ids, one sequence each, of any lengths; or a left-padded tensor `[B, T]`.

@@ -146,8 +146,7 @@ class Stepper:
         if self._shared is None:
             its = self._states
             split = contextlib.nullcontext() if its is None else splitting(self.model, its.layers)
-            everywhere = {"in_all_threads": in_all_threads}
-            with attending_through(self.model, PACKED, **everywhere), split:
+            with attending_through(self.model, PACKED, in_all_threads=in_all_threads), split:
                 yield
         else:
             with row_attention.attending(self.model, self.attention), self._shared.in_place():
