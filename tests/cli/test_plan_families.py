@@ -27,14 +27,15 @@ LENGTHS = (5, 40)
 #: Families that are refused, with a part of the message. All others must be planned.
 REFUSED = {
     "blt": "cannot tell the layers",
+    "dory": "run without weights it fails",
     "deepseek_v4": "neither grows with every token nor stays",
     "falcon_mamba": "take no key-value cache",
     "gemma3n": "timm",
     "gemma4_assistant": "hidden_size_per_layer_input must be 0",
-    "gemma4_unified_assistant": "different than the set of layer types",
+    "gemma4_unified_assistant": "different than the set of layer types|take no key-value cache",
     "mamba": "take no key-value cache",
     "mamba2": "take no key-value cache",
-    "minimax": "uses cache of its own",
+    "minimax": "uses cache of its own|take no key-value cache",
     "musicgen": "has an encoder",
     "musicgen_melody": "has an encoder",
     "openai-gpt": "take no key-value cache",

@@ -16,9 +16,14 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
 def named_cache(code: Any) -> str | None:
-    """Return the parameter of a function or class that takes a cache; None if it names none."""
-    parameters = inspect.signature(code).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), None)
+    """Return the parameter of a function or class that takes a cache; None if it names none.
+
+    XLM's `cache` is a dictionary of its own.
+    """
+    found = {
+        name: str(each.annotation) for name, each in inspect.signature(code).parameters.items()
+    }
+    return next((name for name in CACHE_NAMES if "dict" not in found.get(name, "dict")), None)
 
 
 #: The name in the installed release.
