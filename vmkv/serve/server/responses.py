@@ -40,7 +40,7 @@ _KINDS = {
 class TextPart(items.TextPart):
     """A text in a message, a function's output or reasoning."""
 
-    needs: ClassVar = dict.fromkeys(_TEXTS, ("text",)) | {"refusal": ("refusal",)}
+    needs: ClassVar[Any] = dict.fromkeys(_TEXTS, ("text",)) | {"refusal": ("refusal",)}
 
 
 _Parts = Annotated[list[TextPart], Field(fail_fast=True)]
@@ -49,7 +49,7 @@ _Parts = Annotated[list[TextPart], Field(fail_fast=True)]
 class InputItem(items.TypedItem):
     """A message, a function call, its output, or reasoning."""
 
-    needs: ClassVar = {
+    needs: ClassVar[Any] = {
         "message": ("role", "content"),
         "function_call": ("call_id", "name", "arguments"),
         "function_call_output": ("call_id", "output"),
