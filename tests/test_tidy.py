@@ -69,6 +69,8 @@ def _in_code(text: str) -> Iterator[str]:
             }
             if node.name == "__del__" and not called <= {"getattr", "warnings.warn"}:
                 yield f"{node.lineno}: __del__ calls {sorted(called)}"
+        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "ClassVar":
+            yield f"{node.lineno}: a ClassVar without a type, which pydantic refuses on Python 3.10"
         elif isinstance(node, ast.ExceptHandler):
             name = node.type.id if isinstance(node.type, ast.Name) else None
             raises = any(isinstance(each, ast.Raise) for each in ast.walk(node))
@@ -107,6 +109,7 @@ def test_library_does_not_print_or_exit() -> None:
         (_in_text, "x = 1\n" * (FILE_LINES_MAX + 1)),
         (_in_code, "def f():\n" + "    x = 1\n" * FUNCTION_LINES_MAX),
         (_in_code, "class C:\n    def __del__(self): self.close()"),
+        (_in_code, "class C:\n    x: ClassVar = 1"),
         (_in_code, "try: f()\nexcept: pass"),
         (_in_code, "try: f()\nexcept Exception: pass"),
         (_in_code, "try: f()\nexcept BaseException:  # noqa: BLE001\n    pass"),

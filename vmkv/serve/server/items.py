@@ -66,7 +66,7 @@ class ItemsRequest(GenerationRequest):
 class FunctionTool(TypedItem):
     """A function that the model may call, or has to."""
 
-    needs: ClassVar = {"function": ("name",)}
+    needs: ClassVar[Any] = {"function": ("name",)}
 
     name: str | None = None
     namespace: str | None = None

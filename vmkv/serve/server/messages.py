@@ -38,7 +38,7 @@ _DELTAS = {
 class TextBlock(items.TextPart):
     """A text in the system's prompt or a tool's result, or the name of a tool that was found."""
 
-    needs: ClassVar = {"text": ("text",), "tool_reference": ("text",)}
+    needs: ClassVar[Any] = {"text": ("text",), "tool_reference": ("text",)}
 
     text: str | None = Field(None, validation_alias=AliasChoices("text", "tool_name"))
 
@@ -46,7 +46,7 @@ class TextBlock(items.TextPart):
 class Block(TypedItem):
     """A block of a message's content."""
 
-    needs: ClassVar = {
+    needs: ClassVar[Any] = {
         "text": ("text",),
         "tool_use": ("id", "name", "input"),
         "tool_result": ("tool_use_id",),
@@ -75,7 +75,7 @@ class Turn(Lenient):
 class Tool(items.FunctionTool):
     """A tool that the model may call."""
 
-    needs: ClassVar = {"custom": ("name",)}
+    needs: ClassVar[Any] = {"custom": ("name",)}
 
     type: str = "custom"
     parameters: dict[str, Any] = Field(alias="input_schema")
@@ -84,7 +84,7 @@ class Tool(items.FunctionTool):
 class ToolChoice(items.FunctionTool):
     """Whether the model may, must or must not call tools, or which one it has to."""
 
-    needs: ClassVar = {"auto": (), "any": (), "none": (), "tool": ("name",)}
+    needs: ClassVar[Any] = {"auto": (), "any": (), "none": (), "tool": ("name",)}
 
     disable_parallel_tool_use: bool | None = None
 
@@ -92,7 +92,7 @@ class ToolChoice(items.FunctionTool):
 class Thinking(TypedItem):
     """Whether the model thinks before it answers, for templates that know it."""
 
-    needs: ClassVar = dict.fromkeys(("enabled", "disabled", "adaptive", "between_tools"), ())
+    needs: ClassVar[Any] = dict.fromkeys(("enabled", "disabled", "adaptive", "between_tools"), ())
 
 
 class CountTokensRequest(items.ItemsRequest):

@@ -46,7 +46,7 @@ _KINDS = {
 class TextPart(items.TextPart):
     """A text in a message, a function's output or reasoning."""
 
-    needs: ClassVar = dict.fromkeys(_TEXTS, ("text",)) | {"refusal": ("refusal",)}
+    needs: ClassVar[Any] = dict.fromkeys(_TEXTS, ("text",)) | {"refusal": ("refusal",)}
 
 
 _Parts = Annotated[list[TextPart], Field(fail_fast=True)]
@@ -55,7 +55,7 @@ _Parts = Annotated[list[TextPart], Field(fail_fast=True)]
 class InputItem(items.TypedItem):
     """A message, a call of a tool, its output, or reasoning."""
 
-    needs: ClassVar = {
+    needs: ClassVar[Any] = {
         "message": ("role", "content"),
         "function_call": ("call_id", "name", "arguments"),
         "function_call_output": ("call_id", "output"),
