@@ -22,7 +22,7 @@ from vmkv.cli.models import load_config
 from vmkv.cli.serve import _chosen, server_options
 from vmkv.hf.compat import load_model
 from vmkv.serve.options import EngineOptions
-from vmkv.step import phases
+from vmkv import phases
 
 Complaint = Callable[..., str]
 TEXT = {

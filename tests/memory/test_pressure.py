@@ -211,9 +211,9 @@ def test_pinned_mappings_are_never_retired(make_pool: MakePool) -> None:
     mappings = list(rows.table.rows[0].mappings)
     with pinned(pool, mappings[1:2]):
         rows._retire(0, 2)
-        with pytest.raises(InternalError, match="reads"):
+        with pytest.raises(InternalError, match="is pinned"):
             rows._retire(0, 1)
-        with pytest.raises(InternalError, match="reads"):
+        with pytest.raises(InternalError, match="is pinned"):
             rows.table.retire_front(0, 2, pool.reclaimer.new_fence())
         assert mappings[:2] == list(rows.table.rows[0].mappings)
     rows._retire(0, 0)

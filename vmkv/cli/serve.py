@@ -119,9 +119,7 @@ def add_parser(commands: types.Commands) -> None:
     add("--dtype", choices=("auto", *types.DTYPES), help=text)
     flags, text = ("--tensor-parallel", "--tensor-parallel-size"), "GPUs that share the model"
     add(*flags, type=types.positive_int, default=1, help=text)
-    add(
-        "--chat-template", type=types.name, metavar="FILE", help="Jinja, instead of the tokenizer's"
-    )
+    add("--chat-template", type=types.name, metavar="FILE", help="Jinja template to use instead")
     text = "format of tool calls and reasoning: a JSON file, or qwen3, llama3, mistral …"
     add("--response-template", type=types.name, metavar="FILE|NAME", help=text)
     text = (
@@ -134,12 +132,7 @@ def add_parser(commands: types.Commands) -> None:
     add(*flags, choices=types.KV_DTYPES, default="auto", help=text)
     flags, dest = ("--no-prefix-caching", "--no-enable-prefix-caching"), "prefix_caching"
     add(*flags, dest=dest, action="store_false", help="compute common prefixes again")
-    add(
-        "--enable-prefix-caching",
-        dest=dest,
-        action="store_true",
-        help="the default, as vLLM has it",
-    )
+    add("--enable-prefix-caching", dest=dest, action="store_true", help="the default")
     text = "log-probabilities of the model's logits, or of the distribution that is sampled from"
     add("--logprobs-mode", choices=LOGPROBS_MODES, default=LOGPROBS_MODES[0], help=text)
     add("--deterministic", action="store_true", help="tokens do not depend on other requests")
@@ -163,17 +156,13 @@ def add_parser(commands: types.Commands) -> None:
     _add_all(add, Limits, _LIMITS)
     text = "seconds without a finished step after which a busy engine counts as hung"
     add("--silence-timeout", type=types.seconds, default=60, help=text)
-    add(
-        "--drain-timeout",
-        type=types.seconds,
-        default=300,
-        help="seconds to finish requests on SIGTERM",
-    )
+    text = "seconds to finish requests on SIGTERM"
+    add("--drain-timeout", type=types.seconds, default=300, help=text)
     add("--trace", type=types.name, metavar="FILE", help="write a trace in Chrome's format")
     flags, dest = ("--no-log-requests", "--no-enable-log-requests"), "log_requests"
     text = "do not log each request on stderr"
     add(*flags, "--disable-log-requests", dest=dest, action="store_false", help=text)
-    add("--enable-log-requests", dest=dest, action="store_true", help="the default, as vLLM has it")
+    add("--enable-log-requests", dest=dest, action="store_true", help="the default")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     its = {"max_num_mixed_tokens": _MAX_NUM_MIXED_TOKENS, "prefix_caching": True}
     parser.set_defaults(run=run, model=None, log_requests=True, **its)  # `_part_of` sets the model.
