@@ -16,13 +16,13 @@ import pytest
 import torch
 import transformers
 
+from vmkv import phases
 from vmkv.cli import progress
 from vmkv.cli.main import make_parser
 from vmkv.cli.models import load_config
 from vmkv.cli.serve import _chosen, server_options
 from vmkv.hf.compat import load_model
 from vmkv.serve.options import EngineOptions
-from vmkv import phases
 
 Complaint = Callable[..., str]
 TEXT = {
