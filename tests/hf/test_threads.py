@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import VOCABULARY, tiny_model
+from helpers.tiny_models import VERSION, VOCABULARY, tiny_model
 
 import vmkv
 from vmkv.hf.proof import prove
@@ -84,6 +84,8 @@ def test_a_plain_pass_is_not_changed_by_a_call_that_ends_or_begins(
 
 def test_a_plain_pass_is_not_changed_by_an_engine_that_ends(model: Any) -> None:
     """Between the pass's mask and its layers another thread closes the engine."""
+    if VERSION < (5, 0) and model.config._attn_implementation == "eager":
+        pytest.skip("eager attention of 4.57 takes another mask")
     wanted = plain_logits(model)
     engine = vmkv.Engine(model, max_num_seqs=2, max_tokens=100, budget_bytes=8 << 20)
     model.model.layers[0].register_forward_pre_hook(lambda *_: in_a_thread(engine.close))
