@@ -472,7 +472,7 @@ def test_steps_of_m_rope_are_captured_while_its_axes_are_alike(new_cache: NewCac
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "rope_parameters": rope,
+            "rope_scaling": rope,
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
