@@ -34,7 +34,7 @@ from ...units import format_bytes
 IDLE_S = 0.5
 #: Time for an answer, or for progress towards a lower budget; a member that exceeds it hangs.
 HANG_S = 5.0
-#: Least and largest weight of a member: sums and quotients of such are exact enough.
+#: Least and largest weight of a member, so that their sums and quotients stay finite.
 WEIGHT_MIN, WEIGHT_MAX = 0.001, 1000
 #: A member with nothing running waits so long for running requests of others to end.
 TURN_S = 10.0

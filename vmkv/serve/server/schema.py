@@ -425,7 +425,7 @@ T = TypeVar("T", bound=BaseModel)
 _PIECE_BYTES = 64 * 1024
 _NO_OBJECT = "the request needs a JSON object as its body, with Content-Type: application/json"
 _JSON = re.compile(r"application/(?:[\w.+-]+\+)?json *(?:;.*)?", re.IGNORECASE)
-#: What an infinite number has, as `1e999`, which no answer can repeat.
+#: Digits of a number that JSON reads as infinite, such as `1e999`: no answer can repeat it.
 _HUGE = re.compile(rb"\d[eE]\+?\d{3}|(?<!\d)\d{309}")
 #: Values that a list, an object or a key counts as, by its parsing time.
 _NESTED_WEIGHT = 8
