@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from json import dumps
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from ..errors import ConfigError, shown
 
@@ -19,6 +19,54 @@ _BIASES_MAX = 1024
 #: Largest integer on the device, int64; seeds are 64 bits, too.
 _INTEGER_MAX = 2**63 - 1
 _FLOAT_MAX = sys.float_info.max
+
+
+class Bounds(NamedTuple):
+    """Range of a number in `SamplingParams`; in the metadata of its field, as "bounds".
+
+    Attributes:
+        kind: int, or float for any finite number.
+        least: Smallest value, excluded if `is_open`.
+        most: Largest value.
+        is_optional: Whether None is accepted.
+    """
+
+    kind: type[int] | type[float]
+    least: float
+    most: float
+    is_open: bool = False
+    is_optional: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise `ConfigError` for a value outside, infinity or NaN."""
+        if value is None and self.is_optional:
+            return
+        kind, least, most, is_open, _ = self
+        is_number = isinstance(value, int | kind) and not isinstance(value, bool)
+        # Comparison is exact for large integers; a conversion would overflow.
+        is_finite = is_number and (kind is int or -_FLOAT_MAX <= value <= _FLOAT_MAX)
+        if is_finite and least <= value <= most and not (is_open and value == least):
+            return
+        if kind is float:
+            bound = "a finite number" + (f" above {least}" if is_open else f", at least {least}")
+            bound += "" if most == math.inf else f" and at most {most}"
+        elif most < _INTEGER_MAX:
+            bound = f"an integer, in [{least}, {most}]"
+        else:
+            is_large = is_number and value > most
+            bound = "an integer, of 64 bits" if is_large else f"an integer, at least {least}"
+        raise ConfigError(f"{name}={shown(value)} must be {bound}")
+
+
+_BIAS = Bounds(float, -100.0, 100.0)
+
+
+def _integer(default: int | None, least: int, most: int = _INTEGER_MAX, **more: bool) -> Any:
+    return field(default=default, metadata={"bounds": Bounds(int, least, most, **more)})
+
+
+def _number(default: float, least: float, most: float = math.inf, **more: bool) -> Any:
+    return field(default=default, metadata={"bounds": Bounds(float, least, most, **more)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,26 +165,26 @@ class SamplingParams:
         ConfigError: A value is outside its range.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    n: int = _integer(1, 1, _SAMPLES_MAX)
+    temperature: float = _number(1.0, 0.0)
+    top_k: int = _integer(0, 0)
+    top_p: float = _number(1.0, 0.0, 1.0, is_open=True)
+    min_p: float = _number(0.0, 0.0, 1.0)
+    repetition_penalty: float = _number(1.0, 0.0, is_open=True)
+    presence_penalty: float = _number(0.0, -2.0, 2.0)
+    frequency_penalty: float = _number(0.0, -2.0, 2.0)
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str | Sequence[int]] = ()
-    seed: int | None = None
+    seed: int | None = _integer(None, -_INTEGER_MAX, _INTEGER_MAX - _SAMPLES_MAX, is_optional=True)
     stop: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: int | None = _integer(16, 1, is_optional=True)
+    min_tokens: int = _integer(0, 0)
+    logprobs: int | None = _integer(None, 0, _LOGPROBS_MAX, is_optional=True)
+    prompt_logprobs: int | None = _integer(None, 0, _LOGPROBS_MAX, is_optional=True)
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None
@@ -149,7 +197,13 @@ class SamplingParams:
         for name in ("stop_token_ids", "logits_processors"):
             object.__setattr__(self, name, _tuple(name, getattr(self, name)))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
-        self._check_numbers()
+        for each in fields(self):
+            if "bounds" in each.metadata:
+                each.metadata["bounds"].check(each.name, getattr(self, each.name))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
+            )
         if not all(isinstance(each, str) and each for each in stop):
             raise ConfigError(f"stop={shown(self.stop)} must be non-empty texts")
         if stop and not self.detokenize:
@@ -181,7 +235,7 @@ class SamplingParams:
             )
         object.__setattr__(self, "logit_bias", dict(biases))
         for value in biases.values():
-            _check_number("logit_bias", value, -100.0, 100.0)
+            _BIAS.check("logit_bias", value)
         words = [
             each if isinstance(each, str) else _tuple("bad_words", each)
             for each in _tuple("bad_words", self.bad_words)
@@ -190,28 +244,6 @@ class SamplingParams:
         for word in words:
             if not (word.strip() if isinstance(word, str) else word and _are_tokens(word)):
                 raise ConfigError(f"bad_words={shown(word)} must be texts that are not blank")
-
-    def _check_numbers(self) -> None:
-        _check_integer("n", self.n, 1, _SAMPLES_MAX)
-        _check_integer("top_k", self.top_k, 0)
-        _check_integer("min_tokens", self.min_tokens, 0)
-        if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1)
-            if self.min_tokens > self.max_tokens:
-                raise ConfigError(
-                    f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
-                )
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), 0, _LOGPROBS_MAX)
-        if self.seed is not None:
-            _check_integer("seed", self.seed, -_INTEGER_MAX, _INTEGER_MAX - _SAMPLES_MAX)
-        _check_number("temperature", self.temperature, 0.0, math.inf)
-        _check_number("top_p", self.top_p, 0.0, 1.0, is_open=True)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, is_open=True)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
 
     @property
     def has_penalties(self) -> bool:
@@ -233,24 +265,3 @@ def _is_integer(value: object) -> TypeGuard[int]:
 
 def _are_tokens(values: Iterable[object]) -> bool:
     return all(_is_integer(each) and 0 <= each <= _INTEGER_MAX for each in values)
-
-
-def _check_integer(name: str, value: Any, least: int, most: int = _INTEGER_MAX) -> None:
-    if not _is_integer(value) or not least <= value <= most:
-        bound = f"at least {least}" if most == _INTEGER_MAX else f"in [{least}, {most}]"
-        if _is_integer(value) and value > most == _INTEGER_MAX:
-            bound = "of 64 bits"
-        raise ConfigError(f"{name}={shown(value)} must be an integer, {bound}")
-
-
-def _check_number(
-    name: str, value: Any, least: float, most: float, *, is_open: bool = False
-) -> None:
-    """Check for `[least, most]`, without `least` if `is_open`; infinity and NaN are rejected."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Comparison is exact for large integers; a conversion would overflow.
-    is_finite = is_number and -_FLOAT_MAX <= value <= _FLOAT_MAX
-    if not is_finite or not least <= value <= most or (is_open and value == least):
-        bound = "a finite number" + (f" above {least}" if is_open else f", at least {least}")
-        bound += "" if most == math.inf else f" and at most {most}"
-        raise ConfigError(f"{name}={shown(value)} must be {bound}")
