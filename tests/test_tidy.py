@@ -69,6 +69,13 @@ def _in_code(text: str) -> Iterator[str]:
             }
             if node.name == "__del__" and not called <= {"getattr", "warnings.warn"}:
                 yield f"{node.lineno}: __del__ calls {sorted(called)}"
+        elif isinstance(node, ast.ImportFrom):
+            for each in node.names:
+                # A class under another name is a second word for one thing; a module may be.
+                is_own = node.level or node.module == "collections.abc"
+                if is_own and each.asname not in (None, each.name, f"_{each.name}"):
+                    if node.module:
+                        yield f"{node.lineno}: {each.name} has a second name, {each.asname}"
         elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "ClassVar":
             yield f"{node.lineno}: a ClassVar without a type, which pydantic refuses on Python 3.10"
         elif isinstance(node, ast.ExceptHandler):
@@ -110,6 +117,8 @@ def test_library_does_not_print_or_exit() -> None:
         (_in_code, "def f():\n" + "    x = 1\n" * FUNCTION_LINES_MAX),
         (_in_code, "class C:\n    def __del__(self): self.close()"),
         (_in_code, "class C:\n    x: ClassVar = 1"),
+        (_in_code, "from .sequence import Sequence as Row"),
+        (_in_code, "from collections.abc import Sequence as Rows"),
         (_in_code, "try: f()\nexcept: pass"),
         (_in_code, "try: f()\nexcept Exception: pass"),
         (_in_code, "try: f()\nexcept BaseException:  # noqa: BLE001\n    pass"),
@@ -128,6 +137,7 @@ def test_untidy_sources_are_found(check: Callable[[str], Iterator[str]], source:
         "try: f()\nexcept Exception:  # noqa: BLE001  # Reported by the caller.\n    pass",
         "class C:\n    def __del__(self): warnings.warn('open')",
         "# TODO(name): a reason",
+        "from . import arguments as types\nfrom .pool import Pool as Pool",
     ],
 )
 def test_tidy_sources_pass(source: str) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import abc
 from collections.abc import Iterator
-from collections.abc import Sequence as List_
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -230,7 +230,7 @@ def _mapped(group: LayerGroup, row: int) -> list[_Place]:
 # ---- text -------------------------------------------------------------------------------------
 
 
-def _title(alike: List_[GroupMap]) -> str:
+def _title(alike: abc.Sequence[GroupMap]) -> str:
     """`layers 0-31: pages of 2 MiB, 16 tokens each`, for layer groups that are drawn once."""
     group = alike[0]
     each = f", {len(alike)} groups alike" if len(alike) > 1 else ""
@@ -242,7 +242,7 @@ def _title(alike: List_[GroupMap]) -> str:
     return f"layers {_ranges(layers)}{each}: {pages}, {tokens}"
 
 
-def _ranges(numbers: List_[int]) -> str:
+def _ranges(numbers: abc.Sequence[int]) -> str:
     """`0-3, 7` for 0, 1, 2, 3, 7."""
     runs = []
     for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
@@ -320,7 +320,7 @@ def draw(cache: KVCache | ModelCache | PageMap, path: str | Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _draw_group(axes: Axes, alike: List_[GroupMap]) -> None:
+def _draw_group(axes: Axes, alike: abc.Sequence[GroupMap]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     group = alike[0]

@@ -20,7 +20,7 @@ from vmkv import (
 from vmkv.core.backend import MemoryLocation
 from vmkv.core.backend.host import HostFence
 from vmkv.core.cache.cost import CostModel
-from vmkv.core.memory.page_table import Mapping
+from vmkv.core.memory.page_table import PageMapping
 from vmkv.errors import DriverError
 from vmkv.units import KiB, MiB
 
@@ -42,7 +42,7 @@ def _host_bytes(cache: KVCache) -> int:
     return cache.pool.stats(MemoryLocation.HOST).resident_bytes
 
 
-def _mappings(sequence: Sequence) -> list[Mapping]:
+def _mappings(sequence: Sequence) -> list[PageMapping]:
     groups = sequence.cache.groups
     return [each for group in groups for each in group.table.rows[sequence.row].mappings]
 

@@ -17,7 +17,7 @@ from helpers.device import Device
 from vmkv import KVCache
 from vmkv.core.backend import Access
 from vmkv.core.cache import LayerGroup, StateGroup, StateShape
-from vmkv.core.memory import Mapping
+from vmkv.core.memory import PageMapping
 
 #: As `vmkv.step.Piece.checkpoints`.
 Checkpoints = Sequence[tuple[int, int]]
@@ -270,7 +270,7 @@ class StampedRows:
                 )
 
 
-def _why_not_written(mapping: Mapping) -> str | None:
+def _why_not_written(mapping: PageMapping) -> str | None:
     """Reason why a row may not write a mapping; None if it may."""
     extent = mapping.extent
     if extent.num_live_mappings > 1:

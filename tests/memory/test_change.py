@@ -13,7 +13,7 @@ import pytest
 
 from vmkv import ExtentPool, HostBackend, InternalError, OutOfPagesError
 from vmkv.core.backend import Access, Op, UnmapOp
-from vmkv.core.memory import Change, Extent, Mapping, PageTable, RowChange, check_pool
+from vmkv.core.memory import Change, Extent, PageMapping, PageTable, RowChange, check_pool
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend, read_bytes, write_bytes
 from vmkv.units import KiB
@@ -28,7 +28,7 @@ class Exchange(NamedTuple):
     table: PageTable
     row: int
     first_page: int
-    old: Sequence[Mapping]
+    old: Sequence[PageMapping]
     new: Sequence[tuple[Extent, Access]]
 
 
@@ -36,7 +36,9 @@ def exchange(pool: ExtentPool, exchanges: Sequence[Exchange]) -> None:
     """Carry out exchanges as one change, whose fresh extents exist already."""
     rows, fresh = [], []
     for each in exchanges:
-        again = [Mapping(0, extent, access) for extent, access in each.new if access is Access.READ]
+        again = [
+            PageMapping(0, extent, access) for extent, access in each.new if access is Access.READ
+        ]
         own = [extent for extent, access in each.new if access is Access.READ_WRITE]
         classes = [extent.size_class for extent in own]
         fresh += own
@@ -83,11 +85,13 @@ def _reads(table: PageTable, row: int) -> list[int]:
     return found
 
 
-def _mappings(table: PageTable, row: int, start: int = 0, end: int | None = None) -> list[Mapping]:
+def _mappings(
+    table: PageTable, row: int, start: int = 0, end: int | None = None
+) -> list[PageMapping]:
     return list(table.rows[row].mappings)[start:end]
 
 
-def _read_only(mappings: Sequence[Mapping]) -> list[tuple[Extent, Access]]:
+def _read_only(mappings: Sequence[PageMapping]) -> list[tuple[Extent, Access]]:
     return [(mapping.extent, Access.READ) for mapping in mappings]
 
 

@@ -10,7 +10,7 @@ from vmkv import ExtentPool, HostBackend, InternalError
 from vmkv.core import _native
 from vmkv.core._native import count_references
 from vmkv.core.backend import Access, MemoryLocation
-from vmkv.core.memory import Mapping, PageTable, check_pool
+from vmkv.core.memory import PageMapping, PageTable, check_pool
 from vmkv.core.memory.page_table import placed
 from vmkv.units import Address, KiB
 
@@ -37,7 +37,7 @@ def pool() -> Iterator[ExtentPool]:
     backend.close()
 
 
-def _mapping(pool: ExtentPool, row: int = 0, at: int = 0) -> Mapping:
+def _mapping(pool: ExtentPool, row: int = 0, at: int = 0) -> PageMapping:
     return pool.page_tables[0].rows[row].mappings[at]
 
 

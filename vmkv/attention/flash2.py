@@ -23,7 +23,7 @@ from types import ModuleType
 import torch
 
 from ..errors import ConfigError
-from . import flash_common as hub
+from . import flash_common
 from .base import AttentionSpec, Call, flat
 from .flash_common import FlashBackend, why_not_flash, window_bounds, with_sinks
 
@@ -35,23 +35,23 @@ _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 @functools.cache
 def _load() -> ModuleType | str:
     """Return the interface module, or the reason why there is none."""
-    return hub.first_found(_package, _of_hub)
+    return flash_common.first_found(_package, _of_hub)
 
 
 def _of_hub() -> ModuleType | str:
-    module = hub.load(HUB_KERNEL, 4 if _TORCH >= (2, 10) else 3)
+    module = flash_common.load(HUB_KERNEL, 4 if _TORCH >= (2, 10) else 3)
     return module if isinstance(module, str) else module.flash_attn_interface
 
 
 def _package() -> ModuleType | str:
-    module = hub.package("flash_attn.flash_attn_interface", "flash-attn (2.7 or newer)")
+    module = flash_common.package("flash_attn.flash_attn_interface", "flash-attn (2.7 or newer)")
     if isinstance(module, str) or hasattr(module, "_flash_attn_varlen_forward"):
         return module
     return "package flash-attn is older than 2.7"
 
 
 def _interface() -> ModuleType:
-    return hub.usable("flash2", _load())
+    return flash_common.usable("flash2", _load())
 
 
 class Flash2Backend(FlashBackend):
@@ -63,7 +63,7 @@ class Flash2Backend(FlashBackend):
 
     def why_not(self, spec: AttentionSpec) -> str | None:
         """Check the limits of FlashAttention-2 and that the package can be imported."""
-        return why_not_flash(spec, 2) or hub.reason(_load())
+        return why_not_flash(spec, 2) or flash_common.reason(_load())
 
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the decode kernel for a uniform batch, the varlen kernel for a mixed one."""

@@ -37,8 +37,7 @@ import torch
 
 from ..core.cache.fp8 import FP8
 from ..errors import ConfigError
-from . import decode
-from . import flash_common as hub
+from . import decode, flash_common
 from .append import encoded
 from .base import AttentionSpec, Call
 from .flash_common import FlashBackend, why_not_flash, window_bounds, with_sinks
@@ -116,7 +115,7 @@ class Flash3Backend(FlashBackend):
         wide_keys = 128 < spec.k_dim <= 192 and 96 < spec.v_dim <= 128
         if not (same or latent or wide_keys):
             return f"it has no kernel for head sizes {spec.k_dim} and {spec.v_dim}"
-        return hub.reason(_load_for_fp8(spec.max_tokens) if spec.is_fp8 else _load())
+        return flash_common.reason(_load_for_fp8(spec.max_tokens) if spec.is_fp8 else _load())
 
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the kernel over rows cut to the batch's longest sequence."""
@@ -124,7 +123,9 @@ class Flash3Backend(FlashBackend):
             return decode.decode(call)
         query, keys, values, batch = call.query, call.keys, call.values, call.batch
         is_fp8 = keys.dtype == FP8
-        kernel = hub.usable("flash3", _load_for_fp8(batch.max_num_tokens) if is_fp8 else _load())
+        kernel = flash_common.usable(
+            "flash3", _load_for_fp8(batch.max_num_tokens) if is_fp8 else _load()
+        )
         dtype = query.dtype
         if is_fp8:
             query = encoded(query)
@@ -251,7 +252,7 @@ def _num_processors(device: torch.device) -> int:
 def _load() -> Kernel | str:
     """Return the first kernel found, or the reasons why there is none."""
     # The Hub last, because it may use the network.
-    return hub.first_found(package_kernel, library_kernel, hub_kernel)
+    return flash_common.first_found(package_kernel, library_kernel, hub_kernel)
 
 
 def _load_for_fp8(max_tokens: int | None) -> Kernel | str:
@@ -274,17 +275,17 @@ def _load_for_fp8(max_tokens: int | None) -> Kernel | str:
 
 @functools.cache
 def _fp8_package_kernel() -> Kernel | str:
-    return hub.first_found(package_kernel, hub_kernel)
+    return flash_common.first_found(package_kernel, hub_kernel)
 
 
 def package() -> ModuleType | str:
     """Return the package `flash_attn_interface`, or why there is none."""
-    return hub.package("flash_attn_interface")
+    return flash_common.package("flash_attn_interface")
 
 
 def of_hub() -> ModuleType | str:
     """Return the package from the Hugging Face Hub, or why there is none."""
-    return hub.load(*HUB_KERNEL)
+    return flash_common.load(*HUB_KERNEL)
 
 
 def package_kernel() -> Kernel | str:
@@ -367,7 +368,9 @@ def _load_packed() -> Kernel | None:
     has_arguments = _arguments().keys() >= {"out", "cu_seqlens_k", "max_seqlen_k"}
     if isinstance(package(), str) and not isinstance(library, str) and has_arguments:
         return library
-    module = hub.first_found(package, of_hub)  # The Hub last, because it may use the network.
+    module = flash_common.first_found(
+        package, of_hub
+    )  # The Hub last, because it may use the network.
     if isinstance(module, str):
         return None
     return _as_kernel(module.flash_attn_varlen_func, return_attn_probs=True)

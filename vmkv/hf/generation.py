@@ -32,14 +32,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
-from ..core.cache import KVCache
-from ..core.cache import Sequence as Row
+from ..core.cache import KVCache, Sequence
 from ..core.cache.geometry import check_positive
 from ..core.cache.prefix import BLOCK_TOKENS
 from ..core.memory import ExtentPool
@@ -63,7 +63,7 @@ _MIN_SAVED_TOKENS = 256
 
 def generate(
     model: Any,
-    prompts: Sequence[Sequence[int] | torch.Tensor],
+    prompts: abc.Sequence[abc.Sequence[int] | torch.Tensor],
     *,
     max_num_batched_tokens: int = _MAX_BATCHED_TOKENS,
     prefix_caching: bool = True,
@@ -199,7 +199,7 @@ def ragged_generate(
 @torch.no_grad()
 def _generate(
     model: Any,
-    prompts: Sequence[Sequence[int]],
+    prompts: abc.Sequence[abc.Sequence[int]],
     tokens: Tokens,
     cache: RaggedCache | None,
     *,
@@ -250,7 +250,7 @@ def _generate(
 
 
 def prefill_passes(
-    prompts: Sequence[Sequence[int]],
+    prompts: abc.Sequence[abc.Sequence[int]],
     max_num_batched_tokens: int,
     cache: RaggedCache,
     *,
@@ -293,7 +293,7 @@ def prefill_passes(
 
 
 def _leaders_worth_waiting_for(
-    prompts: Sequence[Sequence[int]], cache: RaggedCache
+    prompts: abc.Sequence[abc.Sequence[int]], cache: RaggedCache
 ) -> dict[int, tuple[int, int]]:
     """Return the leaders of prompts that save by waiting; none if they save too little together."""
     leaders, num_saved = {}, 0
@@ -305,7 +305,7 @@ def _leaders_worth_waiting_for(
     return leaders if num_saved >= _MIN_SAVED_TOKENS else {}
 
 
-def find_leaders(prompts: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
+def find_leaders(prompts: abc.Sequence[abc.Sequence[int]]) -> dict[int, tuple[int, int]]:
     """Return for each prompt the first one that begins most like it, and the tokens they share.
 
     Tokens are shared in whole blocks of 16, and short of a prompt's last token. Prompts that share
@@ -352,7 +352,7 @@ def _decode(
 
 
 def _checked(
-    model: Any, prompts: Sequence[list[Any]], cache: Any, max_num_batched_tokens: int
+    model: Any, prompts: abc.Sequence[list[Any]], cache: Any, max_num_batched_tokens: int
 ) -> list[list[int]]:
     """Check arguments that `generate` and `ragged_generate` have in common; return the prompts."""
     compat.check_model(model)
@@ -441,7 +441,7 @@ class RaggedCache(StoreOwner):
         self._own(Store(config, CacheOptions(**options), layer_windows(config), num_spare_rows=1))
         self.store = self._store  #: The memory of all sequences.
         # Per sequence, its part on each device.
-        self._sequences: dict[int, list[Row]] = {}
+        self._sequences: dict[int, list[Sequence]] = {}
         self._model: weakref.ref[Any] | None = None
         self._tenant: str | None = None
         self._is_serving = False
@@ -535,14 +535,16 @@ class RaggedCache(StoreOwner):
 
     # ---- sequences ------------------------------------------------------------------------
 
-    def find(self, prompt: Sequence[int]) -> int:
+    def find(self, prompt: abc.Sequence[int]) -> int:
         """Return how many tokens of `prompt` a sequence begun now would find; changes nothing.
 
         Cost: about 5 ns per token, and one look per row that holds the last one found.
         """
         return self.store.cores[0].find_prefix(prompt, self._tenant)
 
-    def begin(self, sequence_id: int, num_tokens: int, prompt: Sequence[int] | None = None) -> int:
+    def begin(
+        self, sequence_id: int, num_tokens: int, prompt: abc.Sequence[int] | None = None
+    ) -> int:
         """Begin a sequence of about `num_tokens`; returns how many of its tokens are cached.
 
         With `prompt`, it begins with the prefix of these tokens in the cache.
@@ -560,7 +562,7 @@ class RaggedCache(StoreOwner):
         """Return the row of a sequence on the first device."""
         return self._sequences[sequence_id][0].row
 
-    def run(self, stepper: Stepper, pieces: Sequence[Piece]) -> StepLogits:
+    def run(self, stepper: Stepper, pieces: abc.Sequence[Piece]) -> StepLogits:
         """Grow the sequences of `pieces`, whose numbers are the slots, and run them as one step.
 
         Raises:
@@ -578,7 +580,7 @@ class RaggedCache(StoreOwner):
                 stack.enter_context(core.submitting(zip(its, starts, ends, strict=True)))
             return stepper.run(pieces, rows[1:])
 
-    def record(self, sequence_id: int, token_ids: Sequence[int]) -> None:
+    def record(self, sequence_id: int, token_ids: abc.Sequence[int]) -> None:
         """Append token ids that a sequence's steps have computed, at most as many as it holds."""
         for sequence in self._sequences[sequence_id]:
             sequence.record(token_ids)
@@ -589,7 +591,9 @@ class RaggedCache(StoreOwner):
             sequence.close()
 
 
-def _open(core: KVCache, num_tokens: int, prompt: Sequence[int] | None, tenant: str | None) -> Row:
+def _open(
+    core: KVCache, num_tokens: int, prompt: abc.Sequence[int] | None, tenant: str | None
+) -> Sequence:
     """Open a sequence with the prefix of `prompt` in `core`; with none if there is no room."""
     if prompt is not None:
         # Sharing needs memory for a tail, or a second row; computing may need neither.
@@ -598,7 +602,7 @@ def _open(core: KVCache, num_tokens: int, prompt: Sequence[int] | None, tenant: 
     return core.open(num_tokens, tenant=tenant)
 
 
-def _cut_to_least(sequences: Sequence[Row]) -> int:
+def _cut_to_least(sequences: abc.Sequence[Sequence]) -> int:
     """Truncate the parts of a sequence on all devices to the shortest; returns its length."""
     least = min([each.num_tokens for each in sequences])
     if any([each.num_tokens > least for each in sequences]):

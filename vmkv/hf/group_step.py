@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Sequence_
+from collections import abc
 
 import torch
 
@@ -104,7 +104,7 @@ class DeviceRows:
             known = self.paddings[id(padding)] = (padding, is_left_padding, pad)
         return known[1:]
 
-    def take_over(self, sources: Sequence_[int]) -> None:
+    def take_over(self, sources: abc.Sequence[int]) -> None:
         """Make the batch the entries `sources` of the present one, in that order.
 
         New entries are forks; the others take over their source's contents without copying
@@ -173,8 +173,8 @@ class GroupStep:
     def forget(self) -> None:
         """Drop the tensors; the next update makes new ones."""
         self.start = self.end = self.batch_size = self.first = -1
-        self.keys: Sequence_[torch.Tensor] = ()
-        self.values: Sequence_[torch.Tensor] = ()
+        self.keys: abc.Sequence[torch.Tensor] = ()
+        self.values: abc.Sequence[torch.Tensor] = ()
         self._all_rows: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._batch: tuple[torch.Tensor | None, AttentionBatch] | None = None
 

@@ -20,13 +20,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.cache import Sequence as Row
-from ..core.cache import StateShape
+from ..core.cache import Sequence, StateShape
 from ..errors import VMKVError
 from ..step import Piece, Stepper, attending_through
 from ..step.model_guard import PACKED, chosen_attention, eval_mode, hooks_of, refusing_waits
@@ -266,7 +266,7 @@ def _packed_passes(
     return proof, differences
 
 
-def _never_waits(stepper: Stepper, rows: Sequence[Sequence[Row]]) -> bool:
+def _never_waits(stepper: Stepper, rows: abc.Sequence[abc.Sequence[Sequence]]) -> bool:
     """Whether a decode step runs while torch refuses to wait for the device."""
     if not stepper.can_capture:
         return False
@@ -283,7 +283,7 @@ def _never_waits(stepper: Stepper, rows: Sequence[Sequence[Row]]) -> bool:
 
 
 def _packed_pass(
-    model: Any, stepper: Stepper, pieces: Sequence[Piece], plain: _PlainPass, eps: float
+    model: Any, stepper: Stepper, pieces: abc.Sequence[Piece], plain: _PlainPass, eps: float
 ) -> list[_Difference]:
     """Run one packed pass; returns differences that rounding errors do not explain."""
     places = torch.cat(
@@ -355,7 +355,7 @@ def _differences(
     actual: torch.Tensor,
     expected: torch.Tensor,
     made: torch.Tensor,
-    kinds: Sequence[str],
+    kinds: abc.Sequence[str],
     eps: float,
 ) -> list[_Difference]:
     """Return the kinds of sequence whose tokens differ by more than rounding errors explain.

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..attention import get as get_attention_backend
+from ..attention import registry
 from ..attention.append import why_not_fp8
 from ..core.backend import Backend, open_backend
 from ..core.cache import CacheStats, KVCache
@@ -107,7 +107,7 @@ class CacheOptions:
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
         if self.attention_backend is not None:
-            get_attention_backend(self.attention_backend)  # Refuses an unknown name.
+            registry.get(self.attention_backend)  # Refuses an unknown name.
 
     @property
     def _broker(self) -> str | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,8 +17,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.backend import Backend, MemoryLocation
-from ..core.cache import KVCache, LayerGroup, begun_checkpoint, close_idle, grow_ahead, make_ready
-from ..core.cache import Sequence as CacheSequence
+from ..core.cache import (
+    KVCache,
+    LayerGroup,
+    Sequence,
+    begun_checkpoint,
+    close_idle,
+    grow_ahead,
+    make_ready,
+)
 from ..core.cache.device_memory import free_bytes, open_member_pool, open_pool
 from ..core.cache.growing import lacking_room, retire_surplus, surplus_bytes
 from ..core.cache.layer_group import UNDERREAD_TOKENS
@@ -205,11 +213,11 @@ class MemoryView:
         self._num_reserved_rows = given.max_num_seqs + 2
         self._requests = requests
         #: Ended sequences that are still open, and since which submission they are idle.
-        self.ending: list[tuple[CacheSequence, int | None]] = []
+        self.ending: list[tuple[Sequence, int | None]] = []
         self._num_steps = 0
         self._submitted_at = (0, 0)  # The last two submissions.
         self._fitting = (0, 0), 0
-        self._padding: list[CacheSequence] = []  # Without memory, from `sleep` to the next step.
+        self._padding: list[Sequence] = []  # Without memory, from `sleep` to the next step.
         self._num_padding = 0  # Sequences that padding writes to.
 
     def begin_serving(self) -> None:
@@ -446,7 +454,7 @@ class MemoryView:
         """Whether the request may begin with a cached prefix: not with `prompt_logprobs`."""
         return self._prefix_caching and request.params.prompt_logprobs is None
 
-    def _leader(self, request: Request) -> CacheSequence | None:
+    def _leader(self, request: Request) -> Sequence | None:
         """Live sequence of the sibling that has computed the whole prompt, for a fork; or None."""
         leader, num_prompt = request.leader, len(request.prompt_token_ids)
         if leader is None or not self._forks or leader.sequence is None or self.is_swapped(leader):
@@ -549,7 +557,7 @@ class MemoryView:
                 pages += self.cache.pages_to_fork(leader, num_shared)
         return pages
 
-    def lacking(self, wanted: Sequence[tuple[Request, int]]) -> dict[Request, int]:
+    def lacking(self, wanted: abc.Sequence[tuple[Request, int]]) -> dict[Request, int]:
         """Pages that sequences lack for `(request, num_tokens)` targets they cannot hold yet."""
         short = lacking_room(self.cache, [(each.sequence, to) for each, to in wanted])
         if not short:
@@ -557,7 +565,7 @@ class MemoryView:
         requests = {each.sequence: each for each, _ in wanted}
         return {requests[sequence]: self._pages_lacking(sequence, to) for sequence, to in short}
 
-    def _pages_lacking(self, sequence: CacheSequence, num_tokens: int) -> int:
+    def _pages_lacking(self, sequence: Sequence, num_tokens: int) -> int:
         num_pages = 0
         for group in self.cache.groups:
             end_tokens = num_tokens + self.cache.overread_tokens

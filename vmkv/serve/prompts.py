@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError, shown
-from ..hf import compat as vocabulary
+from ..hf import compat
 from .params import SamplingParams
 
 
@@ -42,7 +42,7 @@ def packed_prompt(
     Slices of it are no copies, and prefixes are compared as bytes. `ConfigError` as `token_ids_of`,
     or for a token outside the vocabulary.
     """
-    tokens = vocabulary.check_tokens(token_ids_of(prompt, tokenizer), vocab_size)
+    tokens = compat.check_tokens(token_ids_of(prompt, tokenizer), vocab_size)
     return memoryview(array("q", tokens).tobytes()).cast("q")
 
 
@@ -164,4 +164,4 @@ def vocabulary_sizes(model: Any) -> tuple[int, int]:
         raise ConfigError(
             f"{type(model).__name__} has no language model head; load it with AutoModelForCausalLM"
         )
-    return vocabulary.num_logits(model), vocabulary.num_embeddings(model)
+    return compat.num_logits(model), compat.num_embeddings(model)

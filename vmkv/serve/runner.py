@@ -18,7 +18,7 @@ import torch
 
 from ..core.cache import KVCache
 from ..errors import ClosedError, ConfigError, VMKVError
-from ..hf import compat as vocabulary
+from ..hf import compat
 from ..step import Piece, Stepper
 from ..step.model_guard import places_of, settings_of, unmerge_disabled
 from ..step.piece import HeadInParts, StepLogits
@@ -239,7 +239,7 @@ class ModelRunner:
         self._is_cuda = self._device.type == "cuda"
         self._is_closed = False
         self.graph_bytes = 0
-        vocab_size = vocabulary.num_logits(model)
+        vocab_size = compat.num_logits(model)
         self.sampler = Sampler(given.max_num_seqs, vocab_size, self._device)
         self._histories: dict[int, _History] = {}  # By slot, where it has logits processors.
         self._wanted_logprobs: dict[int, int] = {}  # By slot, where it wants some.

@@ -22,7 +22,8 @@ import stat
 import struct
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ from .row_space import RowSpace
 from .swap import Swapped
 
 if TYPE_CHECKING:
-    from .sequence import Sequence as Row
+    from .sequence import Sequence
 
 _FORMAT, _VERSION = "vmkv sequence", "3"
 _TOKEN_IDS, _DIGEST = "token_ids", "sha256"
@@ -102,7 +103,7 @@ def describe_groups(space: RowSpace) -> list[dict[str, Any]]:
 
 
 def check_fits(
-    space: RowSpace, theirs: Sequence[Mapping[str, Any]], num_tokens: int, where: str
+    space: RowSpace, theirs: abc.Sequence[Mapping[str, Any]], num_tokens: int, where: str
 ) -> None:
     """Raise `ConfigError`, naming the difference, unless the cache has these groups and length."""
     mine = describe_groups(space)
@@ -193,7 +194,7 @@ def _device_buffer(space: RowSpace) -> torch.Tensor:
 # ---- saving --------------------------------------------------------------------------------------
 
 
-def save(sequence: Row, swapped: Swapped | None, path: str | os.PathLike[str]) -> None:
+def save(sequence: Sequence, swapped: Swapped | None, path: str | os.PathLike[str]) -> None:
     """Implement `Sequence.save`; `swapped` is the sequence's host copy. Its row is pinned."""
     space, row, num_tokens = sequence.cache, sequence.row, sequence.num_tokens
     with space.pool.lock:
@@ -224,7 +225,7 @@ def save(sequence: Row, swapped: Swapped | None, path: str | os.PathLike[str]) -
 
 
 def _header(
-    description: Mapping[str, Any], num_ids: int, shapes: Mapping[str, Sequence[int]]
+    description: Mapping[str, Any], num_ids: int, shapes: Mapping[str, abc.Sequence[int]]
 ) -> bytes:
     """Return the beginning of a file; the library writes only tensors that are whole in memory."""
     metadata = {"format": _FORMAT, "version": _VERSION, "sequence": json.dumps(description)}
@@ -244,7 +245,7 @@ def _header(
 
 
 def _shapes(
-    space: RowSpace, num_tokens: int, first_tokens: Sequence[int]
+    space: RowSpace, num_tokens: int, first_tokens: abc.Sequence[int]
 ) -> dict[str, tuple[int, int]]:
     """Shapes of the layer groups' tensors, by their names in the file."""
     shapes = {}
@@ -284,7 +285,7 @@ def _ranges(
 
 def load(
     space: RowSpace, path: str | os.PathLike[str], tenant: str | None
-) -> tuple[int, int, Sequence[int]]:
+) -> tuple[int, int, abc.Sequence[int]]:
     """Implement `KVCache.load`; returns the row, live now, its token count and its known tokens."""
     space.check_open()
     where = os.fspath(path)

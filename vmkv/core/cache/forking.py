@@ -18,8 +18,8 @@ Note [Beams part slowly].
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable, Container, Iterable, Iterator, Set
-from collections.abc import Sequence as List_
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +30,7 @@ from ...errors import CapacityError, ConfigError, OutOfPagesError
 from ...units import Address
 from ..backend import Access, CopyOp
 from ..interrupts import uninterrupted
-from ..memory import Change, Mapping, RowChange, asking_broker, make_writable, size_classes
+from ..memory import Change, PageMapping, RowChange, asking_broker, make_writable, size_classes
 from .layer_group import LayerGroup
 from .prefix import BLOCK_TOKENS, Where
 from .row_space import RowSpace
@@ -139,10 +139,10 @@ def _check_alike(origin: RowSpace, space: RowSpace, num_tokens: int) -> None:
 class _Plan(NamedTuple):
     """The changes of a fork: row changes per group, mappings that copies read, copies of tails."""
 
-    changes: List_[RowChange]
+    changes: abc.Sequence[RowChange]
     aliased_bytes: int
-    reads: List_[Mapping]
-    copies: List_[CopyOp]
+    reads: abc.Sequence[PageMapping]
+    copies: abc.Sequence[CopyOp]
 
 
 def pages_to_fork(space: RowSpace, sequence: Sequence, num_tokens: int) -> int:
@@ -160,7 +160,7 @@ def _plan(
     origin: RowSpace, space: RowSpace, rows: tuple[int, int], num_tokens: int, tenant: object
 ) -> _Plan:
     changes: list[RowChange] = []
-    reads: list[Mapping] = []
+    reads: list[PageMapping] = []
     copies: list[CopyOp] = []
     aliased_bytes = 0
     target_row = rows[1]
@@ -196,7 +196,7 @@ def _plan(
 
 def _aliased(
     space: RowSpace, source: LayerGroup, row: int, first_page: int, num_tokens: int
-) -> list[Mapping]:
+) -> list[PageMapping]:
     """Return the mappings of `row`, from `first_page` on, that a fork at `num_tokens` shares."""
     aliased = source.whole_mappings(row, first_page, num_tokens)
     # Small extents at the end are cheaper to copy, together with the tail.
@@ -247,7 +247,7 @@ def unshare(
 
 
 def _replace(
-    group: LayerGroup, row: int, shared: Mapping, num_tokens: int, tenant: object, stream: int
+    group: LayerGroup, row: int, shared: PageMapping, num_tokens: int, tenant: object, stream: int
 ) -> int:
     """Replace `shared` by a copy of its tokens up to `num_tokens`; returns the bytes copied."""
     pool, table, first_page = group.pool, group.table, shared.first_page
@@ -264,7 +264,7 @@ def _replace(
 # ---- reorder -------------------------------------------------------------------------------------
 
 
-def reorder(space: RowSpace, sequences: List_[Sequence], sources: List_[int]) -> None:
+def reorder(space: RowSpace, sequences: abc.Sequence[Sequence], sources: abc.Sequence[int]) -> None:
     """Let each sequence continue from another one and its recorded tokens, as in beam search.
 
     Args:
@@ -286,7 +286,7 @@ def reorder(space: RowSpace, sequences: List_[Sequence], sources: List_[int]) ->
 
 
 @uninterrupted
-def _reorder(space: RowSpace, beams: List_[Sequence], sources: List_[int]) -> None:
+def _reorder(space: RowSpace, beams: abc.Sequence[Sequence], sources: abc.Sequence[int]) -> None:
     space.check_open()
     space.check_stateless("reorder")
     _check_beams(space, beams, sources)
@@ -327,7 +327,9 @@ def _reorder(space: RowSpace, beams: List_[Sequence], sources: List_[int]) -> No
     space.sharing.copied_bytes += sum(move.copied_bytes for move in moves)
 
 
-def _check_beams(space: RowSpace, beams: List_[Sequence], sources: List_[int]) -> None:
+def _check_beams(
+    space: RowSpace, beams: abc.Sequence[Sequence], sources: abc.Sequence[int]
+) -> None:
     for beam in beams:
         if beam.cache is not space:
             raise ConfigError(f"{beam} is of another cache")
@@ -356,7 +358,7 @@ class _Move(NamedTuple):
     source: int
     target: int
     change: RowChange | None
-    readonly: List_[Mapping]
+    readonly: abc.Sequence[PageMapping]
     copy_first_page: int
     copied_bytes: int
 
@@ -364,20 +366,20 @@ class _Move(NamedTuple):
         return self.group.table.page_address(row, self.copy_first_page)
 
     @property
-    def reads(self) -> list[Mapping]:
+    def reads(self) -> list[PageMapping]:
         table = self.group.table
         return table.overlapping(self.source, self.copy_first_page, table.row_pages)
 
 
 #: The first page at which a target differs from its source, its mappings from there on, and those
 #: of the source, from there on, that the target maps as well.
-_Difference = tuple[int, list[Mapping], list[Mapping]]
+_Difference = tuple[int, list[PageMapping], list[PageMapping]]
 
 
 def _reorder_moves(
     space: RowSpace,
     group: LayerGroup,
-    rows: List_[tuple[int, int]],
+    rows: abc.Sequence[tuple[int, int]],
     num_tokens: int,
     tenants: dict[int, str | None],
 ) -> list[_Move]:
@@ -450,7 +452,7 @@ def _plan_move(
 
 
 def _through_buffer(
-    space: RowSpace, moves: List_[_Move], stream: int
+    space: RowSpace, moves: abc.Sequence[_Move], stream: int
 ) -> tuple[list[CopyOp], torch.Tensor | None]:
     """Save bytes that copies overwrite before reading them; returns the copies and the buffer."""
     targets = {move.target for move in moves}

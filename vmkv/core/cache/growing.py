@@ -7,8 +7,8 @@ passed in a step are retired in the next.
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as List_
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import ConfigError, OutOfAddressSpaceError, OutOfPagesError, SequenceFullError
 from ..interrupts import uninterrupted
-from ..memory import Change, Extent, RowChange, Scrub, asking_broker, size_classes
-from ..memory import Mapping as Placed
+from ..memory import Change, Extent, PageMapping, RowChange, Scrub, asking_broker, size_classes
 from .forking import choose_row, unshare
 from .layer_group import LayerGroup
 from .prefix import BLOCK_TOKENS
@@ -76,7 +75,7 @@ def grow(space: RowSpace, wanted: Iterable[tuple[Sequence, int]]) -> None:
 
 
 def lacking_room(
-    space: RowSpace, targets: List_[tuple[Sequence, int]]
+    space: RowSpace, targets: abc.Sequence[tuple[Sequence, int]]
 ) -> list[tuple[Sequence, int]]:
     """Return those of `targets` beyond their sequence's `writable_tokens`."""
     rooms = space.writable_tokens(map(itemgetter(0), targets))
@@ -85,7 +84,9 @@ def lacking_room(
 
 @uninterrupted
 def _map_and_lengthen(
-    space: RowSpace, short: Iterable[tuple[Sequence, int]], wanted: List_[tuple[Sequence, int]]
+    space: RowSpace,
+    short: Iterable[tuple[Sequence, int]],
+    wanted: abc.Sequence[tuple[Sequence, int]],
 ) -> None:
     """Unshare and map memory for `short`; surplus beyond `wanted` may be retired for it."""
     longest = _longest(short)
@@ -107,7 +108,7 @@ def _map_and_lengthen(
     _lengthen(space, wanted)
 
 
-def _lengthen(space: RowSpace, targets: List_[tuple[Sequence, int]]) -> None:
+def _lengthen(space: RowSpace, targets: abc.Sequence[tuple[Sequence, int]]) -> None:
     for group in () if space.keeps_past else space.groups:
         if group.window_tokens is not None:
             retire_behind_windows(space, [sequence for sequence, _ in targets])
@@ -254,7 +255,7 @@ def keep_resident(space: RowSpace, overread_tokens: int) -> None:
 
 
 def map_rows(
-    space: RowSpace, targets: List_[Target], groups: List_[LayerGroup] | None = None
+    space: RowSpace, targets: abc.Sequence[Target], groups: abc.Sequence[LayerGroup] | None = None
 ) -> None:
     """Map the missing pages of `targets`, each another row, in `groups` (default: all).
 
@@ -270,7 +271,9 @@ def map_rows(
 
 
 def _map(
-    space: RowSpace, changes: List_[RowChange], acquire: Callable[[List_[int]], list[Extent]]
+    space: RowSpace,
+    changes: abc.Sequence[RowChange],
+    acquire: Callable[[abc.Sequence[int]], list[Extent]],
 ) -> None:
     if changes:
         stream = space.current_stream()
@@ -283,7 +286,7 @@ def _map(
 def _plan(
     space: RowSpace,
     targets: Iterable[Target],
-    groups: List_[LayerGroup] | None = None,
+    groups: abc.Sequence[LayerGroup] | None = None,
     *,
     exactly: bool = False,
 ) -> list[RowChange]:
@@ -324,7 +327,7 @@ def retire_surplus(space: RowSpace, wanted: Mapping[Sequence, int] | None = None
 
 def surplus_bytes(space: RowSpace) -> int:
     """Bytes that `retire_surplus` would retire. Cost: proportional to the live rows."""
-    idle: list[Placed] = []
+    idle: list[PageMapping] = []
     books = [group.books for group in space.groups if not group.is_fixed]
     for sequence, num_tokens in _needed(space, {}):
         for rows, token_bytes, page_bytes, _ in books:

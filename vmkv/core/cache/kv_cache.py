@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence as List_
+from collections import abc
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -57,7 +57,7 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
     """
 
     @property
-    def sequences(self) -> List_[Sequence]:
+    def sequences(self) -> abc.Sequence[Sequence]:
         """The open sequences, swapped out or not."""
         return list(self.live.values())
 
@@ -83,7 +83,7 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
         num_tokens: int = 0,
         *,
         row: int | None = None,
-        prompt: List_[int] | torch.Tensor | None = None,
+        prompt: abc.Sequence[int] | torch.Tensor | None = None,
         tenant: str | None = None,
     ) -> Sequence:
         """Begin a sequence: empty, or with the tokens of its prompt that the cache still holds.
@@ -125,7 +125,7 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
         return Sequence(self, row, num_tokens, source.tenant)
 
     def _restored(
-        self, row: int, num_tokens: int, token_ids: List_[int], tenant: str | None
+        self, row: int, num_tokens: int, token_ids: abc.Sequence[int], tenant: str | None
     ) -> Sequence:
         sequence = Sequence(self, row, num_tokens, tenant)
         sequence.num_cached_tokens = num_tokens

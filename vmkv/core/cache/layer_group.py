@@ -18,7 +18,7 @@ from ...errors import InternalError
 from ...units import div_ceil
 from .. import _native
 from ..backend import Access, Backend, Fence
-from ..memory import ExtentPool, Mapping, PageTable, WriteRange
+from ..memory import ExtentPool, PageMapping, PageTable, WriteRange
 from .fp8 import LayerScales, Scales
 from .geometry import Geometry, growth_quantum_class, largest_class_for_window, pages_to_map
 
@@ -265,7 +265,7 @@ class LayerGroup:
                     return self.token_at(mapping.first_page)
         return self.resident_tokens(row)
 
-    def whole_mappings(self, row: int, first_page: int, num_tokens: int) -> list[Mapping]:
+    def whole_mappings(self, row: int, first_page: int, num_tokens: int) -> list[PageMapping]:
         """Mappings of `row` from a page on that hold nothing but tokens before `num_tokens`."""
         end_page = self.geometry.whole_pages_below(num_tokens)
         found = self.table.overlapping(row, first_page, end_page)
@@ -286,7 +286,7 @@ class LayerGroup:
         """The first token that starts in `page` of a row, or after it."""
         return div_ceil(page * self.geometry.page_bytes, self.geometry.token_bytes)
 
-    def to_give(self, row: int) -> list[tuple[int, Mapping]]:
+    def to_give(self, row: int) -> list[tuple[int, PageMapping]]:
         """List the mappings of `row`, each with its first token, to which giving it up cuts it."""
         page_bytes, token_bytes = self.geometry.page_bytes, self.geometry.token_bytes
         # `token_at`, inlined: a plan under memory pressure looks at dozens of extents of many rows.

@@ -26,7 +26,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -43,7 +44,7 @@ from .growing import Target, map_rows
 from .row_space import RowSpace
 
 if TYPE_CHECKING:
-    from .sequence import Sequence as Row
+    from .sequence import Sequence
 
 _LOG = logging.getLogger(__name__)
 _MAGIC, _VERSION = b"vmkv", 2
@@ -95,7 +96,7 @@ class _Channel:
         """Wait until the other end calls `ask`."""
         self._receive(1)
 
-    def send_descriptors(self, fds: Sequence[int]) -> None:
+    def send_descriptors(self, fds: abc.Sequence[int]) -> None:
         """Send a batch; the caller keeps the descriptors and may close them at once."""
         self._call(socket.send_fds, self._connection, [b"+"], fds)
 
@@ -153,7 +154,7 @@ class _GroupOffer:
     """Extents of a layer group, gapless from `first_page` on; they hold `first_token` and later."""
 
     first_page: int
-    sizes_bytes: Sequence[int]
+    sizes_bytes: abc.Sequence[int]
     first_token: int
 
 
@@ -163,10 +164,10 @@ class _Offer:
 
     backend: str
     page_bytes: int
-    layout: Sequence[dict[str, Any]]
+    layout: abc.Sequence[dict[str, Any]]
     num_tokens: int
-    token_ids: Sequence[int]
-    groups: Sequence[_GroupOffer]
+    token_ids: abc.Sequence[int]
+    groups: abc.Sequence[_GroupOffer]
 
 
 def _whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[_Offer, list[Extent]]:
@@ -264,7 +265,11 @@ class PrefixExporter(AbstractContextManager["PrefixExporter"]):
     """
 
     def __init__(
-        self, sequence: Row, socket_path: str | os.PathLike[str], num_tokens: int, timeout_s: float
+        self,
+        sequence: Sequence,
+        socket_path: str | os.PathLike[str],
+        num_tokens: int,
+        timeout_s: float,
     ):
         sequence.check_open()
         space, row = sequence.cache, sequence.row
@@ -419,7 +424,7 @@ class PrefixExporter(AbstractContextManager["PrefixExporter"]):
 
 def import_prefix(
     space: RowSpace, socket_path: str | os.PathLike[str], tenant: str | None, timeout_s: float
-) -> tuple[int, int, Sequence[int]]:
+) -> tuple[int, int, abc.Sequence[int]]:
     """Implement `KVCache.import_prefix`; returns the row, live now, its length and known tokens."""
     space.check_open()
     where = os.fspath(socket_path)
@@ -463,7 +468,7 @@ def _receive(pool: ExtentPool, channel: _Channel, offer: _Offer, extents: list[E
 
 
 def _fill(
-    space: RowSpace, row: int, offer: _Offer, extents: Sequence[Extent], tenant: str | None
+    space: RowSpace, row: int, offer: _Offer, extents: abc.Sequence[Extent], tenant: str | None
 ) -> None:
     """Map the extents at the start of the row, and over-read pages after them."""
     supply = iter(extents)

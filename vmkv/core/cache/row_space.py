@@ -9,8 +9,8 @@ See DESIGN.md, Note [How far a row may be written].
 from __future__ import annotations
 
 from bisect import insort
+from collections import abc
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from collections.abc import Sequence as List_
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -123,10 +123,10 @@ class Rows:
 # ---- victims -------------------------------------------------------------------------------------
 
 #: Evictable extents with their first tokens, in the order of eviction.
-Gives = List_[tuple[int, Extent]]
+Gives = abc.Sequence[tuple[int, Extent]]
 
 
-def ends_of(groups: List_[LayerGroup], row: int) -> Gives:
+def ends_of(groups: abc.Sequence[LayerGroup], row: int) -> Gives:
     """List the extents that a row can give up, last token first, but none up to a pinned one."""
     found = [each for group in groups for each in group.to_give(row)]
     pinned_token = max([first for first, mapping in found if mapping.num_pins], default=-1)
@@ -135,14 +135,14 @@ def ends_of(groups: List_[LayerGroup], row: int) -> Gives:
     return ends
 
 
-def own_bytes(groups: List_[LayerGroup], row: int) -> int | None:
+def own_bytes(groups: abc.Sequence[LayerGroup], row: int) -> int | None:
     """Bytes of a parked row, pinned extents included, if nothing in it is shared; else None."""
     if any([group.table.rows[row].shared_end_page for group in groups]):
         return None
     return sum([group.resident_bytes(row) for group in groups])
 
 
-def check_own_bytes(groups: List_[LayerGroup], row: int) -> None:
+def check_own_bytes(groups: abc.Sequence[LayerGroup], row: int) -> None:
     """Raise `InternalError` if `own_bytes` of a parked row differs from a count of its extents."""
     told = own_bytes(groups, row)
     mapped = [mapping.extent for group in groups for _, mapping in group.to_give(row)]

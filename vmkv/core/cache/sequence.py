@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import abc
 from collections.abc import Iterator
-from collections.abc import Sequence as List_
 from contextlib import contextmanager
 from functools import partial
 
@@ -139,7 +139,7 @@ class Sequence:
         return Sequence(self.cache, fork(self.cache, self, num_tokens), num_tokens, self.tenant)
 
     @uninterrupted
-    def record(self, token_ids: List_[int]) -> None:
+    def record(self, token_ids: abc.Sequence[int]) -> None:
         """Record ids of appended and computed tokens, so that other sequences share them.
 
         `token_ids` follow the `num_recorded` ids recorded before. Raises `ConfigError` for more ids

@@ -23,8 +23,7 @@ import torch
 from ...errors import InternalError
 from ...units import align_up
 from ..backend import Fence
-from ..memory import Change, ExtentPool, RowChange, size_classes
-from ..memory import Mapping as Placed
+from ..memory import Change, ExtentPool, PageMapping, RowChange, size_classes
 from .geometry import StateGeometry
 from .layer_group import LayerGroup, bytes_over
 
@@ -227,7 +226,7 @@ class StateGroup(LayerGroup):
         """Return True: `RowSpace.keeps` looks for a state after `num_tokens`."""
         return True
 
-    def to_give(self, row: int) -> list[tuple[int, Placed]]:
+    def to_give(self, row: int) -> list[tuple[int, PageMapping]]:
         """List the mappings of states at rest, each with the tokens to cut the row to."""
         return [
             (max(0, length - 1), mapping)

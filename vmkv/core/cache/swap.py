@@ -14,8 +14,8 @@ See DESIGN.md, Note [Swapping keeps addresses].
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Iterator
-from collections.abc import Sequence as List_
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +23,16 @@ from ...errors import ConfigError
 from ...units import Address
 from ..backend import MemoryLocation
 from ..interrupts import uninterrupted
-from ..memory import Change, Extent, HostCopy, Mapping, PageTable, RowChange, Victim, size_classes
+from ..memory import (
+    Change,
+    Extent,
+    HostCopy,
+    PageMapping,
+    PageTable,
+    RowChange,
+    Victim,
+    size_classes,
+)
 from ..memory.host_copy import copied_to_host
 from .growing import Target, map_rows
 from .layer_group import LayerGroup
@@ -55,7 +64,7 @@ class Swapped:
     """
 
     row: int
-    extents: List_[SwappedExtent]
+    extents: abc.Sequence[SwappedExtent]
     staging: PageTable
 
     @property
@@ -83,7 +92,7 @@ class Swapped:
             firsts.setdefault(id(each.group), each)
         return list(firsts.values())
 
-    def mappings(self) -> list[Mapping]:
+    def mappings(self) -> list[PageMapping]:
         """Device mappings of the row from the first moved page of each group on."""
         return [
             mapping
@@ -242,7 +251,7 @@ class MovedPrefixes(NamedTuple):
     """Parked rows whose contents are in host memory; `space` is not used until they are back."""
 
     space: RowSpace
-    rows: List_[int]
+    rows: abc.Sequence[int]
     copy: HostCopy
 
     @uninterrupted
@@ -277,7 +286,7 @@ def move_prefixes(space: RowSpace) -> None:
     waits for the fence and gives the memory back. Raises as `HostCopy`; the chosen rows are then as
     before.
     """
-    pool, chosen = space.pool, dict[int, List_[tuple[PageTable, int]]]()
+    pool, chosen = space.pool, dict[int, abc.Sequence[tuple[PageTable, int]]]()
     host = pool.stats(MemoryLocation.HOST)
     left_bytes = host.budget_bytes - host.resident_bytes - host.retired_bytes
     space.note_stream()

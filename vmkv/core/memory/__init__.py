@@ -20,7 +20,7 @@ from .invariants import check_pool as check_pool
 from .member import PoolMember as PoolMember
 from .member import asking_broker as asking_broker
 from .page_table import Extent as Extent
-from .page_table import Mapping as Mapping
+from .page_table import PageMapping as PageMapping
 from .page_table import PageTable as PageTable
 from .page_table import RetiredMapping as RetiredMapping
 from .page_table import placed as placed

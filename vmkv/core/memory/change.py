@@ -19,7 +19,7 @@ from ...errors import DriverError, InternalError
 from ...units import Address
 from .._native import count_references
 from ..backend import Access, CopyOp, Op
-from .page_table import Extent, Mapping, PageTable, RetiredMapping, placed
+from .page_table import Extent, PageMapping, PageTable, RetiredMapping, placed
 from .pool import ExtentPool
 
 # ---- access --------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ def protect(pool: ExtentPool, extents: Iterable[Extent]) -> None:
     """
     shared = set(map(id, extents))
     ops: list[Op] = []
-    writable: list[Mapping] = []
+    writable: list[PageMapping] = []
     # Iterate over copies, because other threads may be making tables, or growing rows.
     for table in list(pool.page_tables):
         for row, pages in enumerate(table.rows):
@@ -51,7 +51,7 @@ def protect(pool: ExtentPool, extents: Iterable[Extent]) -> None:
         pool.backend.execute(ops)
 
 
-def make_writable(table: PageTable, row: int, mappings: Sequence[Mapping]) -> None:
+def make_writable(table: PageTable, row: int, mappings: Sequence[PageMapping]) -> None:
     """Make unshared mappings writable; after a DriverError the books still say read-only."""
     readonly = [mapping for mapping in mappings if mapping.access is Access.READ]
     table.pool.backend.execute(table.ops_to_set_access(row, readonly, Access.READ_WRITE))
@@ -95,9 +95,9 @@ class RowChange(NamedTuple):
     first_page: int
     classes: Sequence[int] = ()
     tenant: object = None
-    again: Sequence[Mapping] = ()
+    again: Sequence[PageMapping] = ()
     source: tuple[PageTable, int] | None = None
-    old: Sequence[Mapping] = ()
+    old: Sequence[PageMapping] = ()
     kept_bytes: int = 0
 
     @property
@@ -114,8 +114,8 @@ class _Part(NamedTuple):
     """A row's change, its new mappings, and the new mappings whose extents are not shared."""
 
     row: RowChange
-    new: list[Mapping]
-    fresh: list[Mapping]
+    new: list[PageMapping]
+    fresh: list[PageMapping]
 
     def prepare(self, at: Address, stream: int) -> None:
         """Scrub the fresh extents, which are mapped at address `at`, where required."""
@@ -135,7 +135,7 @@ class Change:
 
     pool: ExtentPool
     rows: Sequence[RowChange]
-    reads: Iterable[Mapping] = ()
+    reads: Iterable[PageMapping] = ()
     acquire: Callable[[Sequence[int]], list[Extent]] | None = None
     _parts: list[_Part] = field(default_factory=list, init=False)
     _is_mapped: bool = field(default=False, init=False)
@@ -290,7 +290,7 @@ def _restore(
 
 
 @contextmanager
-def pinned(pool: ExtentPool, mappings: Iterable[Mapping]) -> Iterator[None]:
+def pinned(pool: ExtentPool, mappings: Iterable[PageMapping]) -> Iterator[None]:
     """Keep `mappings` from being evicted for the length of a block that reads their addresses."""
     with pool.lock:
         its = list(mappings)

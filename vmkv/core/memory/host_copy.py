@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ...units import Address
 from ..backend import Access, CopyOp, Fence, MemoryLocation, Op
 from ..interrupts import uninterrupted
-from .page_table import Extent, Mapping, PageTable
+from .page_table import Extent, PageMapping, PageTable
 from .pool import ExtentPool
 
 
@@ -26,7 +26,7 @@ class _Moved(NamedTuple):
 
     table: PageTable
     row: int
-    mappings: Sequence[Mapping]
+    mappings: Sequence[PageMapping]
     shared_end_page: int
 
 
@@ -145,13 +145,13 @@ class HostCopy:
 
     def _map(self, new: dict[Extent, Extent]) -> None:
         ops: list[Op] = []
-        made: list[list[Mapping]] = []
+        made: list[list[PageMapping]] = []
         for table, row, mappings, _ in self._rows:
-            its: list[Mapping] = []
+            its: list[PageMapping] = []
             for page, old in ((each.first_page, each.extent) for each in mappings):
                 is_first = self._places[old] == table.page_address(row, page)
                 access = Access.READ_WRITE if is_first else Access.READ
-                its.append(Mapping(page, new[old], access))
+                its.append(PageMapping(page, new[old], access))
             made.append(its)
             ops += table.ops_to_map(row, its)
         self._pool.backend.execute(ops)

@@ -93,7 +93,7 @@ def size_classes(num_pages: int, largest_class: int) -> list[int]:
 
 
 @dataclass(slots=True)
-class Mapping:
+class PageMapping:
     """An extent at a place in a row. A mapping with `num_pins > 0` is in use and stays."""
 
     first_page: int
@@ -121,11 +121,11 @@ class RetiredMapping(NamedTuple):
 
 def placed(
     first_page: int, extents: Iterable[Extent], access: Access = Access.READ_WRITE
-) -> list[Mapping]:
+) -> list[PageMapping]:
     """Make mappings of `extents`, one after the other from `first_page` on."""
     mappings = []
     for extent in extents:
-        mappings.append(Mapping(first_page, extent, access))
+        mappings.append(PageMapping(first_page, extent, access))
         first_page += extent.num_pages
     return mappings
 
@@ -137,7 +137,7 @@ class RowPages:
     No page from `shared_end_page` on is shared or read-only; the bound may be too high.
     """
 
-    mappings: deque[Mapping] = field(default_factory=deque)
+    mappings: deque[PageMapping] = field(default_factory=deque)
     shared_end_page: int = 0
 
     @property
@@ -158,7 +158,7 @@ class RowPages:
         """Number of mapped pages."""
         return self.end_page - self.first_page
 
-    def note_shared(self, mapping: Mapping) -> None:
+    def note_shared(self, mapping: PageMapping) -> None:
         """Raise `shared_end_page` for `mapping`, which is mapped elsewhere as well."""
         self.shared_end_page = max(self.shared_end_page, mapping.end_page)
 
@@ -191,7 +191,7 @@ class PageTable:
         """Address of `page` of `row`."""
         return Address(self.address + row * self.row_bytes + page * self.page_bytes)
 
-    def overlapping(self, row: int, first_page: int, end_page: int) -> list[Mapping]:
+    def overlapping(self, row: int, first_page: int, end_page: int) -> list[PageMapping]:
         """Mappings of `row` that intersect `[first_page, end_page)`, in order."""
         pages = self.rows[row]
         mappings = pages.mappings
@@ -227,7 +227,7 @@ class PageTable:
         self.pool.backend.execute(self.ops_to_map(row, mappings))
         self.note_mapped(row, mappings)
 
-    def ops_to_map(self, row: int, mappings: Sequence[Mapping]) -> list[Op]:
+    def ops_to_map(self, row: int, mappings: Sequence[PageMapping]) -> list[Op]:
         """Driver operations that map `mappings`, and then grant access, once per run of it."""
         ops: list[Op] = []
         for each in mappings:
@@ -237,7 +237,7 @@ class PageTable:
         return ops
 
     def ops_to_set_access(
-        self, row: int, mappings: Iterable[Mapping], access: Access | None = None
+        self, row: int, mappings: Iterable[PageMapping], access: Access | None = None
     ) -> list[AccessOp]:
         """Driver operations that grant `access`, or each mapping's own, one per contiguous run."""
         ops: list[AccessOp] = []
@@ -253,7 +253,9 @@ class PageTable:
             end = address + num_bytes
         return ops
 
-    def note_mapped(self, row: int, new: list[Mapping], old: Sequence[Mapping] = ()) -> None:
+    def note_mapped(
+        self, row: int, new: list[PageMapping], old: Sequence[PageMapping] = ()
+    ) -> None:
         """Book that `new` mappings were made at the end of `row`, or in place of `old` ones."""
         pages = self.rows[row]
         if old:
@@ -288,7 +290,7 @@ class PageTable:
             pages.mappings.pop()
         pages.shared_end_page = min(pages.shared_end_page, pages.end_page)
 
-    def _retire(self, row: int, mappings: Sequence[Mapping], fence: Fence) -> None:
+    def _retire(self, row: int, mappings: Sequence[PageMapping], fence: Fence) -> None:
         for mapping in mappings:
             if mapping.num_pins:
                 raise InternalError(f"row {row}: {mapping} is pinned, and was to be retired")
@@ -298,7 +300,7 @@ class PageTable:
         if retired:
             self.pool.reclaimer.retire(retired, fence)
 
-    def retired(self, row: int, mappings: Iterable[Mapping]) -> list[RetiredMapping]:
+    def retired(self, row: int, mappings: Iterable[PageMapping]) -> list[RetiredMapping]:
         """The reclaimer's records of mappings of `row`."""
         address = self.page_address
         return [RetiredMapping(address(row, each.first_page), each.extent) for each in mappings]
