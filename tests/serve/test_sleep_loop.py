@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers.hosted import hosted
 from helpers.requests import PATIENCE_S, check_said, last, prompts, reference, run
-from helpers.serving import Watch
+from helpers.serving import Watch, tiny_llama, tiny_tokenizer
 
 from vmkv import ClosedError, ConfigError, HostBackend
 from vmkv.errors import CapacityError, DriverError, OutOfPagesError
@@ -24,6 +24,7 @@ from vmkv.serve.engine_loop import (
     Cancel,
     Command,
     EngineLoop,
+    Look,
     News,
     Pause,
     Resume,
@@ -31,9 +32,10 @@ from vmkv.serve.engine_loop import (
     Stop,
     Wake,
 )
+from vmkv.serve.guided import Grammars
 from vmkv.serve.metrics import Metrics
 from vmkv.serve.observer import Observers
-from vmkv.serve.params import SamplingParams
+from vmkv.serve.params import SamplingParams, StructuredOutputs
 from vmkv.testing.faults import FaultInjectingBackend
 from vmkv.units import KiB, MiB
 
@@ -237,6 +239,136 @@ def test_requests_that_come_while_it_cannot_wake_are_refused_with_the_first(
     refused = {key: type(error) for _, news in link.news for key, error in news.refused}
     assert refused == {9: ConfigError} | dict.fromkeys((2, 3, 4), CapacityError)
     assert reference(prompts(1)[0]) == told(link, 5)
+
+
+# ---- requests whose grammar is being compiled ------------------------------------------------
+
+
+class Compiled(Scripted):
+    """A link whose `Look` commands come when a grammar has been compiled, and not before."""
+
+    def __init__(self, script: Sequence[tuple[float, Command]]):
+        super().__init__(script)
+        self.may_compile, self.is_compiled = threading.Event(), threading.Event()
+
+    def receive(self, timeout_s: float | None = 0.0) -> Sequence[Command]:
+        found = super().receive(timeout_s)
+        if Look() in found:
+            self.may_compile.set()
+            assert self.is_compiled.wait(PATIENCE_S)
+        return found
+
+    def wake(self) -> None:
+        self.is_compiled.set()
+
+    def ends(self) -> list[tuple[float, int, str]]:
+        """When requests and other commands ended, with their keys and how."""
+        found = []
+        for at_s, news in self.news:
+            found += [(at_s, key, type(error).__name__) for key, error in news.refused]
+            found += [(at_s, key, "done") for key in news.done]
+            ended = [each for each in news.updates if each.finish_reason is not None]
+            found += [(at_s, each.key, str(each.finish_reason)) for each in ended]
+        return found
+
+
+class Over(threading.Event):
+    """The end of a turn of training, at once."""
+
+    def is_set(self) -> bool:
+        return True
+
+
+GUIDED = SamplingParams(temperature=0, structured_outputs=StructuredOutputs(regex="[a-z]{4}"))
+
+
+@pytest.mark.parametrize(
+    ("script", "ends"),
+    [
+        pytest.param(
+            [(2.0, Cancel(1)), (3.0, Look()), (4.0, Stop(True))], [], id="cancelled-never-starts"
+        ),
+        pytest.param([(2.0, Cancel(1)), (3.0, Stop(True))], [], id="cancelled-does-not-hold-drain"),
+        pytest.param(
+            [(2.0, Stop(True)), (3.0, Look())], [(3.0, 1, "stop")], id="drain-waits-for-it"
+        ),
+        pytest.param([(2.0, Stop(False))], [(2.0, 1, "cancelled")], id="stop-cancels-it"),
+        pytest.param(
+            [(2.0, Sleep(2, False)), (3.0, Look()), (9.0, Stop(True))],
+            [(3.0, 1, "stop"), (3.0, 2, "done")],
+            id="sleep-waits-for-it",
+        ),
+        pytest.param(
+            [(2.0, Sleep(2, True)), (3.0, Look()), (9.0, Stop(True))],
+            [(2.0, 2, "done"), (2.0, 1, "cancelled")],
+            id="sleep-aborts-it",
+        ),
+        pytest.param(
+            [(2.0, Pause(2, Over())), (3.0, Look()), (4.0, Resume(3)), (9.0, Stop(True))],
+            [(3.0, 1, "stop"), (3.0, 2, "done"), (4.0, 3, "done")],
+            id="pause-waits-for-it",
+        ),
+        pytest.param(
+            [(2.0, Cancel(77)), (40.0, Look()), (41.0, Stop(True))],
+            [(40.0, 1, "stop")],
+            id="does-not-fall-asleep",
+        ),
+    ],
+)
+def test_a_request_that_waits_for_its_grammar_counts_as_a_request(
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    script: list[tuple[float, Command]],
+    ends: list[tuple[float, int, str]],
+) -> None:
+    """Later commands and the end treat it as one that runs; cancelled, it never begins."""
+    asked = Add(1, tuple(prompts(1)[0]), GUIDED, 0)
+    link = Compiled([(1.0, asked), *script])
+    compile_ = Grammars._compiled
+
+    def held(grammars: Grammars, form: StructuredOutputs) -> Any:
+        assert link.may_compile.wait(PATIENCE_S)
+        return compile_(grammars, form)
+
+    monkeypatch.setattr(Grammars, "_compiled", held)
+    tokenizer = tiny_tokenizer()
+    engine = make_engine(tiny_llama(), tokenizer=tokenizer, sleep_after_s=10.0)
+    try:
+        EngineLoop(engine, link, clock=link.clock).run()
+    finally:
+        link.may_compile.set()
+    assert sorted(ends) == sorted(link.ends())
+    end_s = max((at_s for at_s, key, _ in ends if key == 1), default=0.0)
+    assert all(at_s >= end_s for at_s, _ in link.times_asleep())
+    if not ends:
+        assert not told(link, 1)
+
+
+def test_requests_that_wait_for_their_grammar_are_refused_with_those_that_cannot_wake(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Add(1, tuple(prompts(1)[0]), GUIDED, 0)
+    script = [(0.0, Sleep(9, False)), (1.0, asked), (2.0, add(2)), (3.0, Look()), (4.0, Stop(True))]
+    link = Compiled(script)
+    compile_ = Grammars._compiled
+
+    def held(grammars: Grammars, form: StructuredOutputs) -> Any:
+        assert link.may_compile.wait(PATIENCE_S)
+        return compile_(grammars, form)
+
+    monkeypatch.setattr(Grammars, "_compiled", held)
+    engine = make_engine(tiny_llama(), tokenizer=tiny_tokenizer(), enable_sleep_mode=True)
+    real = engine.wake
+
+    def wake() -> None:
+        if link.now_s == 2.0:
+            raise CapacityError("others hold the memory")
+        real()
+
+    monkeypatch.setattr(engine, "wake", wake)
+    EngineLoop(engine, link, clock=link.clock).run()
+    both = [(2.0, 1, "CapacityError"), (2.0, 2, "CapacityError")]
+    assert [(0.0, 9, "done"), *both] == sorted(link.ends())
 
 
 def _always(fault: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -182,7 +182,7 @@ class EngineLoop:
         self._ends_with_device = ends_with_device
         self._commands: deque[Command] = deque()
         self._is_stopping = False
-        self._to_add: set[int] = set()
+        self._to_add: set[int] = set()  # Requests that have come, were not cancelled, and wait.
         self._handles: dict[int, RequestHandle] = {}
         self._keys: dict[RequestHandle, int] = {}
         self._refused: list[tuple[int, Exception]] = []
@@ -192,6 +192,7 @@ class EngineLoop:
         self._rest: Sleep | Pause | None = None  # Waits until no request is left.
         self._held: list[Command] = []  # Commands that came after `_rest`, and wait for it.
         self._compiling: list[Add] = []  # Wait for their grammar; a `Look` tells that one is there.
+        self._cancelled: list[Update] = []  # Ends of those that were cancelled meanwhile.
         self._done: list[int] = []
         self._lost: Exception | None = None  # Why the engine could not wake.
         self._unpaused: Exception | None = None  # Why the last pause failed.
@@ -235,14 +236,14 @@ class EngineLoop:
         if self._engine.has_unfinished:
             self._active_s = self._clock()
             return True
-        if self._rest is not None:
+        if self._rest is not None and not self._is_compiling:
             if isinstance(self._rest, Pause):
                 self._pause(self._rest)
             else:
                 self._answer(self._rest.key, self._fall_asleep)
             self._end_rest()
         self._publish()  # Includes the observers' idle event.
-        while not self._is_wanted() or (self._compiling and not self._commands):
+        while not self._is_wanted() or (self._is_compiling and not self._commands):
             left_s = self._awake_s()
             if left_s is None or left_s > 0:
                 self._is_wanted(left_s)
@@ -261,6 +262,9 @@ class EngineLoop:
     def _awake_s(self) -> float | None:
         """Return the seconds until the engine sleeps by itself; None for never."""
         after_s = self._engine.options.sleep_after_s
+        if self._is_compiling:
+            self._active_s = self._clock()
+            return None
         if after_s is None or self._engine.is_sleeping:
             return None
         return self._active_s + after_s - self._clock()
@@ -336,13 +340,13 @@ class EngineLoop:
             command = self._commands.popleft()
             if self._rest is not None and isinstance(command, Add | Sleep | Wake | Pause):
                 if isinstance(command, Sleep) and command.aborts and isinstance(self._rest, Sleep):
-                    self._engine.cancel_all()
+                    self._cancel_all()
                     command = Sleep(command.key, aborts=False)
                 self._held.append(command)
             elif isinstance(command, Sleep | Pause):
                 self._rest = command
                 if isinstance(command, Sleep) and command.aborts:
-                    self._engine.cancel_all()
+                    self._cancel_all()
             elif isinstance(command, Resume):
                 if isinstance(self._rest, Pause) and self._rest.is_over.is_set():  # Cancelled.
                     self._end_rest()
@@ -353,8 +357,9 @@ class EngineLoop:
             elif isinstance(command, Add):
                 self._add(command)
             elif isinstance(command, Look):
-                self._commands.extend(self._compiling)
-                self._compiling.clear()
+                compiling, self._compiling = self._compiling, []
+                for each in compiling:
+                    self._add(each)
             elif isinstance(command, Cancel | Finish) and command.key in self._handles:
                 handle = self._handles[command.key]
                 if isinstance(command, Finish):
@@ -367,8 +372,7 @@ class EngineLoop:
                 if command.drain:
                     self._commands.extendleft(reversed(held))
                 else:
-                    self._compiling.clear()
-                    self._engine.cancel_all()
+                    self._cancel_all()
             if time.monotonic() - start_s >= most_s:
                 return
 
@@ -399,13 +403,28 @@ class EngineLoop:
         self._handles[asked.key], self._keys[handle] = handle, asked.key
 
     def _refuse_waiting(self, error: Exception) -> None:
-        """Refuse the requests that have come meanwhile: each would try again to wake the engine."""
+        """Refuse the requests that wait: each would try again to wake the engine."""
         self._is_wanted()
-        waiting = [each for each in self._commands if isinstance(each, Add)]
-        for each in waiting:
-            self._commands.remove(each)
-            self._to_add.discard(each.key)
-            self._refuse(each.key, error)
+        for key in sorted(self._to_add):
+            self._refuse(key, error)
+        self._to_add.clear()
+
+    @property
+    def _is_compiling(self) -> bool:
+        """Whether requests wait for their grammar; the engine does not know them yet."""
+        return any(each.key in self._to_add for each in self._compiling)
+
+    def _cancel_all(self) -> None:
+        """Cancel the engine's requests, and those that wait for their grammar."""
+        self._engine.cancel_all()
+        for each in self._compiling:
+            if each.key in self._to_add:
+                self._to_add.remove(each.key)
+                end = (0, FinishReason.CANCELLED, None, None, ())
+                self._cancelled += [
+                    Update(each.key, at, (), (), *end) for at in range(each.params.n)
+                ]
+        self._compiling.clear()
 
     def _forget(self, handle: RequestHandle) -> None:
         del self._handles[self._keys.pop(handle)]
@@ -422,7 +441,7 @@ class EngineLoop:
     def _take_updates(self) -> list[Update]:
         handles = [handle for handle in self._updated if handle in self._keys]
         self._updated.clear()
-        updates: list[Update] = []
+        updates, self._cancelled = self._cancelled, []
         for handle in handles:
             for sample, request in enumerate(handle.requests):
                 num_sent = request.num_sent
