@@ -15,7 +15,15 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticSerializationError, from_json
 
 from ...errors import ConfigError, shown
@@ -56,11 +64,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_tokens_as_token_ids": ((False,), "return_token_ids reports tokens"),
     "kv_transfer_params": ((), "keys and values are not transferred"),
 }
-_STOPS_MAX = 16
-#: Parameters passed to `SamplingParams` by name; null means the default.
-_SAMPLING = {each.name for each in fields(SamplingParams)} - {
-    *("max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")
-}
 #: OpenAI's default of a completion's `max_tokens`.
 _COMPLETION_TOKENS = 16
 #: Samples of one request, over all its prompts.
@@ -84,6 +87,24 @@ _TokenIds = Annotated[list[int], _list()]
 _TokenId = Annotated[int, Field(strict=False)]  # Keys of an object are texts.
 _Stop = Annotated[str, Field(max_length=1000)]
 _NumLogprobs = Annotated[int, Field(ge=0, le=LOGPROBS_MAX)]
+#: Types of JSON by the annotations of `SamplingParams`; null is the default.
+_JSON_TYPES: dict[Any, Any] = {
+    "int": int,
+    "int | None": int,
+    "float": float,
+    "bool": bool,
+    "str | Sequence[str]": _Stop | Annotated[list[_Stop], _list(max_length=16)],
+    "Sequence[str | Sequence[int]]": Annotated[list[_Stop], _list(max_length=128)],
+    "Sequence[int]": Annotated[list[int], _list(max_length=128)],
+    "Sequence[int] | None": _TokenIds,
+    "Mapping[int, float]": dict[_TokenId, float],
+}
+#: Fields of `SamplingParams` that requests have by the same name.
+_SAMPLING: dict[str, Any] = {
+    each.name: (_JSON_TYPES[each.type] | None, None)
+    for each in fields(SamplingParams)
+    if each.type in _JSON_TYPES and each.name not in ("logprobs", "prompt_logprobs", "detokenize")
+}
 
 
 class _Strict(BaseModel):
@@ -126,30 +147,14 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None  # Padding against traffic analysis; ignored.
 
 
-class GenerationRequest(_Strict, Formatted):
-    """Parameters that completions and chats share."""
+_Sampled: Any = create_model("_Sampled", __base__=_Strict, **_SAMPLING)
+
+
+class GenerationRequest(_Sampled, Formatted):  # type: ignore[misc]  # Made from a table.
+    """Parameters that completions and chats share, those of `SamplingParams` among them."""
 
     model: str | None = None
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: _Stop | Annotated[list[_Stop], _list(max_length=_STOPS_MAX)] | None = None
-    stop_token_ids: Annotated[list[int], _list(max_length=128)] | None = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    max_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[_TokenId, float] | None = None
-    allowed_token_ids: _TokenIds | None = None
-    bad_words: Annotated[list[_Stop], _list(max_length=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: _NumLogprobs | None = None
@@ -177,7 +182,8 @@ class GenerationRequest(_Strict, Formatted):
         return self
 
     def _params(self, defaults: Mapping[str, Any] | None, **own: int | None) -> SamplingParams:
-        given = {**(defaults or {}), **self.model_dump(include=_SAMPLING, exclude_none=True), **own}
+        shared = self.model_dump(include=_SAMPLING.keys() - own, exclude_none=True)
+        given = {**(defaults or {}), **shared, **own}
         try:
             if self.form is not None:
                 given["structured_outputs"] = StructuredOutputs(**self.form[1])
