@@ -46,6 +46,26 @@ def test_the_count_matches_the_parsed_document(document: Any, pad: int, piece: i
                 asyncio.run(check_structure(body, num_values - 1))
 
 
+@pytest.mark.parametrize(
+    ("body", "may_be_infinite"),
+    [
+        (b"[1e999]", True),
+        (b"[-2.5E+400, 1]", True),
+        (b"9" * 309 + b".5", True),
+        (b'{"a\\"": 7e1000}', True),
+        (b'["1e999", 1e99, 1e-999, 0.1]', False),
+        (b"9" * 308, False),
+    ],
+)
+@pytest.mark.parametrize("piece", [1, 7, 1 << 16])
+def test_numbers_that_may_be_infinite_are_found(
+    monkeypatch, body: bytes, may_be_infinite: bool, piece: int
+) -> None:
+    """Wherever the body is split into pieces, and not within texts."""
+    monkeypatch.setattr("vmkv.serve.server.schema._PIECE_BYTES", piece)
+    assert may_be_infinite == asyncio.run(check_structure(body, 1000))
+
+
 @given(body=st.binary(max_size=60) | st.text(st.sampled_from('"\\[{,:')).map(str.encode))
 def test_counting_invalid_json_ends(body: bytes) -> None:
     """Counting raises no error but `ApiError` for too many values."""

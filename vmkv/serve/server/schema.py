@@ -8,22 +8,14 @@ unknown ones in its log. pydantic checks types and sizes, `SamplingParams` the r
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    create_model,
-    model_validator,
-)
+import msgspec
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticSerializationError, from_json
 
 from ...errors import ConfigError, shown
@@ -431,8 +423,9 @@ T = TypeVar("T", bound=BaseModel)
 _PIECE_BYTES = 64 * 1024
 _NO_OBJECT = "the request needs a JSON object as its body, with Content-Type: application/json"
 _JSON = re.compile(r"application/(?:[\w.+-]+\+)?json *(?:;.*)?", re.IGNORECASE)
-#: Digits of a number that JSON reads as infinite, such as `1e999`: no answer can repeat it.
-_HUGE = re.compile(rb"\d[eE]\+?\d{3}|(?<!\d)\d{309}")
+#: Maps digits to 0, so that numbers that JSON reads as infinite, as `1e999`, are found quickly.
+_DIGITS = bytes.maketrans(b"E123456789", b"e000000000")
+_HUGE_NUMBERS = (b"0e000", b"0" * 309)
 #: Values that a list, an object or a key counts as, by its parsing time.
 _NESTED_WEIGHT = 8
 _SIZES = ("too_short", "too_long", "string_too_long")
@@ -452,15 +445,15 @@ async def parse(body: bytearray, content_type: str, form: type[T], max_values: i
     """
     if not body or not _JSON.fullmatch(content_type):
         raise invalid(_NO_OBJECT)
-    await check_structure(body, max_values)
+    may_be_infinite = await check_structure(body, max_values)
     try:
         data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise invalid(f"the request's body is no valid JSON: {error}") from error
-    if _HUGE.search(body):
+    if may_be_infinite:
         try:
-            json.dumps(data, allow_nan=False)
-        except ValueError as error:
+            msgspec.json.decode(body)
+        except msgspec.ValidationError as error:
             raise invalid("the request has a number that is too large") from error
     if not isinstance(data, dict):
         raise invalid(_NO_OBJECT)
@@ -476,13 +469,15 @@ def validated(data: Mapping[str, Any], form: type[T]) -> T:
         raise _explained(error) from error
 
 
-async def check_structure(body: bytes | bytearray, max_values: int) -> None:
+async def check_structure(body: bytes | bytearray, max_values: int) -> bool:
     """Count the values of a body without parsing it; raise `ApiError` beyond `max_values`.
 
-    Other tasks run meanwhile. Cost: up to 4 ms per MiB, 30 for bodies of mostly short texts.
+    Return whether it may have a number that is read as infinite, which no answer can repeat. Other
+    tasks run meanwhile. Cost: up to 5 ms per MiB, 30 for bodies of mostly short texts.
     """
     at = num_quotes = 0
     num_values = 1
+    may_be_infinite, last = False, b""
     while at < len(body):
         piece = body[at : at + _PIECE_BYTES]
         # Do not cut between a backslash and the character that it escapes.
@@ -498,10 +493,14 @@ async def check_structure(body: bytes | bytearray, max_values: int) -> None:
                 f"the request's body has more than {max_values} values, where a list, an object or "
                 f"a key counts for {_NESTED_WEIGHT}; send less at once, or raise --max-body-mib"
             )
+        numbers = last + outside.translate(_DIGITS, b"+")
+        may_be_infinite |= any(each in numbers for each in _HUGE_NUMBERS)
+        last = numbers[-len(_HUGE_NUMBERS[1]) :]
         num_quotes += len(parts) - 1
         at = end
         if at < len(body):
             await asyncio.sleep(0)
+    return may_be_infinite
 
 
 def _explained(error: ValidationError) -> ApiError:
