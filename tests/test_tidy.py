@@ -72,10 +72,9 @@ def _in_code(text: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             for each in node.names:
                 # A class under another name is a second word for one thing; a module may be.
-                is_own = node.level or node.module == "collections.abc"
-                if is_own and each.asname not in (None, each.name, f"_{each.name}"):
-                    if node.module:
-                        yield f"{node.lineno}: {each.name} has a second name, {each.asname}"
+                is_class = node.module and (node.level or node.module == "collections.abc")
+                if is_class and each.asname not in (None, each.name, f"_{each.name}"):
+                    yield f"{node.lineno}: {each.name} has a second name, {each.asname}"
         elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "ClassVar":
             yield f"{node.lineno}: a ClassVar without a type, which pydantic refuses on Python 3.10"
         elif isinstance(node, ast.ExceptHandler):

@@ -15,7 +15,15 @@ from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticSerializationError, from_json
 
 from ...errors import ConfigError, shown
