@@ -29,14 +29,17 @@ def wait_for_cancellations(server: Any, count: int) -> None:
     assert all(each.num_output_tokens < MAX_TOKENS - 50 for each in cancelled())
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses", "messages"])
 def test_closing_a_stream_cancels_the_request(run_server, path: str) -> None:
-    body = dict(LONG)
-    if "chat" in path:
-        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+    body = LONG | {"messages": [{"role": "user", "content": "A row"}], "input": "A row"}
+    body |= {"max_output_tokens": LONG["max_tokens"], "stream": True}
+    if path != "completions":
+        del body["prompt"]
+    if path == "responses":
+        del body["max_tokens"]
     with run_server() as server:
-        with server.streaming(body, path):
-            pass
+        with httpx.stream("POST", f"{server.url}/v1/{path}", json=body, timeout=60) as answer:
+            assert next(answer.iter_lines()).startswith(("data: {", "event: "))
         wait_for_cancellations(server, 1)
 
 

@@ -80,22 +80,6 @@ def test_integers_of_any_size_get_200_or_400(server, name: str, value: int) -> N
     assert 200 == server.post(PLAIN).status_code
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"stop": ["a"] * 17}, "at most 16 items"),
-        ({"stop": [f"{each:06x}" for each in range(50_000)]}, "at most 16 items"),
-        ({"stop": "a" * 1001}, "at most 1000 characters"),
-        ({"stop_token_ids": [5] * 129}, "at most 128 items"),
-    ],
-)
-def test_stop_strings_and_stop_tokens_are_limited(
-    server, change: dict[str, Any], complaint: str
-) -> None:
-    """Each generated token is compared with all of them."""
-    assert complaint in message_of(server.post(PLAIN | change))
-
-
 # ---- bodies -------------------------------------------------------------------------------------
 
 #: Bodies of about a mebibyte, each with many values of one kind.

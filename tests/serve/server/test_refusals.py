@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -15,16 +16,52 @@ from vmkv.serve.start import open_socket
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
-    """The error of an answer, which must have OpenAI's shape."""
+    """The error of an answer, which must have the shape of OpenAI or Anthropic."""
     body = answer.json()
-    assert ["error"] == list(body)
-    assert {"message", "type", "param", "code"} == set(body["error"])
+    if answer.url.path.startswith(MESSAGES):
+        assert ["type", "error"] == list(body)
+        assert "error" == body["type"]
+        assert {"type", "message"} <= body["error"].keys() <= {"type", "message", "details"}
+    else:
+        assert ["error"] == list(body)
+        assert {"message", "type", "param", "code"} == set(body["error"])
     return body["error"]
 
 
-@pytest.mark.parametrize(
-    ("change", "param", "message"),
-    [
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+USER = {"role": "user", "content": "hi"}
+#: By route, a request that is served.
+SERVED: dict[str, dict[str, Any]] = {
+    COMPLETIONS: PLAIN,
+    CHATS: CHAT,
+    RESPONSES: {"input": "hi", "max_output_tokens": 2},
+    MESSAGES: {"messages": [USER], "max_tokens": 2},
+    COUNT: {"messages": [USER]},
+    "/tokenize": {},
+    "/detokenize": {},
+}
+LONG = [{"role": "user", "content": "xyz" * 4000}]
+#: Words by which agents recognise a full context.
+FULL = re.compile(
+    r"this model's maximum context length is 4096 tokens|prompt is too long: [^>]*\d tokens > 4096 "
+    r"maximum|input length and `max_tokens` exceed context limit: \d+ \+ \d+ > 4096, decrease"
+)
+IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+
+
+def function(name: str, **schema: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+def user(*blocks: Any) -> dict[str, Any]:
+    """A request's messages with one message of blocks."""
+    return {"messages": [{"role": "user", "content": list(blocks)}]}
+
+
+#: Per route: the change, the parameter that the error names, and words of the message.
+REFUSED: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
+    COMPLETIONS: [
         ({"prompt": ""}, "prompt", "the prompt is empty"),
         ({"prompt": []}, "prompt", "at least 1 item"),
         ({"prompt": [[]]}, "prompt", "the prompt is empty"),
@@ -98,22 +135,13 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ),
         ({"structured_outputs": {"grammar": 3}}, "structured_outputs.grammar", "valid string"),
         ({"guided_regex": "a" * 10_000_000}, "guided_regex", "10000000 bytes of grammar"),
+        ({"stop": [f"{each:06x}" for each in range(50_000)]}, "stop", "at most 16 items"),
+        ({"stop": "a" * 1001}, "stop", "at most 1000 characters"),
+        ({"stop_token_ids": [5] * 129}, "stop_token_ids", "at most 128 items"),
+        ({"seed": 1e300}, "seed", "valid integer"),
+        ({"prompt": [5] * 5000}, "prompt", "maximum context length is 4096 tokens"),
     ],
-)
-def test_invalid_completions_are_400(
-    server, change: dict[str, Any], param: str, message: str
-) -> None:
-    """The error names the parameter."""
-    answer = server.post(PLAIN | change)
-    assert 400 == answer.status_code
-    error = error_of(answer)
-    assert (param, "invalid_request_error") == (error["param"], error["type"])
-    assert message in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("change", "param", "message"),
-    [
+    CHATS: [
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": "hi"}, "messages", "valid list"),
         ({"messages": [{"content": "hi"}]}, "messages.0.role", "required"),
@@ -155,24 +183,221 @@ def test_invalid_completions_are_400(
             "response_format and guided_json",
         ),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may not set"),
+        ({"tools": [function("")]}, "tools.0.function.name", "at least 1 character"),
+        ({"tools": [function("f")] * 1025}, "tools", "at most 1024"),
+        ({"tools": [function("f", title="x" * (1 << 20))]}, "tools", "at most 1048576"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice", "there are no tools"),
+        (
+            {
+                "tools": [function("g")],
+                "tool_choice": {"type": "function", "function": {"name": "f"}},
+            },
+            "tool_choice",
+            "none of the tools",
+        ),
+        ({"tool_choice": "maybe"}, "tool_choice", "none"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [function("f", properties={"a": {"type": "nope"}})],
+                "response_format": {"type": "json_object"},
+            },
+            "tools",
+            "Invalid type: nope",
+        ),
+        (
+            {"tool_choice": "required", "tools": [function("f", type="array", items={})]},
+            "tools",
+            "the parameters of 'f' are of type 'array'",
+        ),
+        (
+            {
+                "tool_choice": {"type": "function", "function": {"name": "time"}},
+                "tools": [function("time", type=["null", "string"])],
+            },
+            "tools",
+            "a call's arguments are an object",
+        ),
+        ({"messages": LONG}, "prompt", "maximum context length is 4096 tokens"),
     ],
+    RESPONSES: [
+        ({"input": None}, "input", "valid string"),
+        ({"input": []}, "input", "at least 1 item"),
+        ({"input": [{"role": "pope", "content": "x"}]}, "input.0.role", "'user'"),
+        ({"input": [{"role": "user"}]}, "input.0", "needs content"),
+        ({"input": [{"type": "item_reference", "id": "m"}]}, "input.0", "item_reference"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input.0", "needs call_id"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input.0.content.0",
+            "type 'input_image' is not served, only: input_text",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]},
+            "input",
+            "chat template refuses",
+        ),
+        ({"input": "x" * 50_000}, "input", "maximum context length is 4096 tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
+        ({"max_output_tokens": 5000}, "max_output_tokens", "lower max_output_tokens"),
+        ({"temperature": -1}, "temperature", "temperature=-1"),
+        ({"n": 2}, "n", "makes one answer"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "responses are not stored"),
+        ({"conversation": "conv_1"}, "conversation", "are not stored"),
+        ({"prompt": {"id": "p"}}, None, "prompts are not stored"),
+        ({"background": True}, "background", "sent to the request"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "log-probabilities"),
+        ({"top_logprobs": 3}, "top_logprobs", "log-probabilities"),
+        ({"tools": [{"name": "f"}]}, "tools.0.type", "field required"),
+        ({"tools": [{"type": "function"}]}, "tools.0", "needs name"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice", "valid string"),
+        ({"tool_choice": {}}, "tool_choice.type", "required"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
+        ({"text": {"format": "json"}}, "text.format", "text.format: input should be a JSON object"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x"}}},
+            "text.format.schema",
+            "text.format.schema: field required",
+        ),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort", ""),
+    ],
+    MESSAGES: [
+        ({"messages": None}, None, "messages: input should be a valid list"),
+        ({"messages": []}, None, "messages: list should have at least 1 item"),
+        (user(), None, "messages: list should have at least 1 item"),
+        (
+            {"messages": [{"role": "pope", "content": "x"}]},
+            None,
+            "messages.0.role: input should be 'u",
+        ),
+        ({"messages": [{"role": "user"}]}, None, "messages.0.content: field required"),
+        (
+            user(IMAGE),
+            None,
+            "messages.0.content.0: type 'image' is not served, only: text, tool_use",
+        ),
+        (user({"type": "text"}), None, "messages.0.content.0: an item of type text needs text"),
+        (user({"type": "tool_use", "id": "1", "name": "f"}), None, "type tool_use needs input"),
+        (user({"type": "tool_result"}), None, "type tool_result needs tool_use_id"),
+        (
+            user({"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}),
+            None,
+            "messages.0.content.0.content.0: type 'image' is not served, only: text",
+        ),
+        (user({"type": "tool_result", "tool_use_id": "1"}), None, "chat template refuses"),
+        ({"system": [IMAGE]}, None, "system.0: type 'image' is not served"),
+        ({"max_tokens": None}, None, "max_tokens: input should be a valid integer"),
+        ({"max_tokens": 0}, None, "max_tokens: input should be greater than or equal to 1"),
+        ({"max_tokens": 5000}, None, "input length and `max_tokens` exceed context limit"),
+        ({"messages": [{"role": "user", "content": "x" * 50_000}]}, None, "prompt is too long: "),
+        ({"temperature": -1}, None, "temperature=-1"),
+        ({"n": 2}, None, "n: this route makes one answer"),
+        ({"stop_sequences": ["x"] * 17}, None, "stop_sequences: list should have at most 16 items"),
+        ({"stop_sequences": [""]}, None, "stop_sequences=('',) must be non-empty texts"),
+        ({"tools": [{"name": "f"}]}, None, "tools.0.input_schema: field required"),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "b", "input_schema": {}}]},
+            None,
+            "tools.0: type 'bash_20250124' is not served, only: custom",
+        ),
+        ({"tool_choice": {"type": "tool"}}, None, "tool_choice: an item of type tool needs name"),
+        (
+            {"tool_choice": {"type": "all"}},
+            None,
+            "tool_choice: type 'all' is not served, only: auto",
+        ),
+        (
+            {"thinking": {"type": "often"}},
+            None,
+            "thinking: type 'often' is not served, only: enabled",
+        ),
+        ({"output_config": {"format": {"type": "xml"}}}, None, "output_config.format"),
+        ({"output_config": {"format": "json"}}, None, "output_config.format"),
+        ({"output_config": {"effort": 3}}, None, "output_config.effort"),
+        (user({"type": "text", "text": "\ud800"}), None, "no valid JSON"),
+        ({"system": "\ud800"}, None, "no valid JSON"),
+    ],
+    COUNT: [({"messages": LONG}, None, "prompt is too long")],
+    "/tokenize": [
+        ({}, "prompt", "send either prompt or messages"),
+        ({"prompt": "a", "messages": LONG}, "prompt", "send either prompt or messages"),
+    ],
+    "/detokenize": [
+        ({"tokens": [-1]}, "tokens", "token -1"),
+        ({"tokens": [5] * 4097}, "tokens", "length is 4096"),
+        ({"tokens": ["a"]}, "tokens.0", "tokens.0:"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param", "message"),
+    [(path, *row) for path, rows in REFUSED.items() for row in rows],
+    ids=[f"{path}: {row[2]}" for path, rows in REFUSED.items() for row in rows],
 )
-def test_invalid_chats_are_400(server, change: dict[str, Any], param: str, message: str) -> None:
-    answer = server.post(CHAT | change, "/v1/chat/completions")
-    assert 400 == answer.status_code, answer.text
-    error = error_of(answer)
-    assert param == error["param"]
-    assert message in error["message"]
+def test_wrong_requests_are_400(
+    server, path: str, change: dict[str, Any], param: str | None, message: str
+) -> None:
+    """In the words of the API, whatever the chat that a request is served as calls the field."""
+    for more in ({}, {"stream": True}) if path in (RESPONSES, MESSAGES) else ({},):
+        answer = server.post(SERVED[path] | change | more, path)
+        assert 400 == answer.status_code, answer.text
+        error = error_of(answer)
+        assert (param, "invalid_request_error") == (error.get("param"), error["type"])
+        assert message in error["message"]
+        code = error.get("code", error.get("details", {}).get("error_code"))
+        assert (code == "context_length_exceeded") == bool(FULL.search(error["message"]))
 
 
-def test_unsupported_options_with_their_default_are_accepted(server) -> None:
-    """Clients send defaults and nulls for options that they do not use."""
-    idle = {"user": "me", "metadata": {"a": "b"}, "store": False, "echo": False, "suffix": None}
-    idle |= {"prediction": {"type": "content", "content": "x"}, "length_penalty": 1.0}
-    idle |= {"best_of": 1, "logit_bias": {}, "seed": None, "stop": None, "n": None}
-    assert 200 == server.post(PLAIN | idle).status_code
-    idle = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
-    assert 200 == server.post(CHAT | idle, "/v1/chat/completions").status_code
+NULLS = dict.fromkeys(("tools", "tool_choice"))
+#: By route, options that clients send although they do not use them.
+IDLE: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "echo": False,
+        "suffix": None,
+        "prediction": {"type": "content", "content": "x"},
+        "length_penalty": 1.0,
+        "best_of": 1,
+        "logit_bias": {},
+        "seed": None,
+        "stop": None,
+        "n": None,
+        "ignore_eos": None,
+        "skip_special_tokens": None,
+        "min_tokens": None,
+    },
+    CHATS: {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
+    RESPONSES: {
+        **NULLS,
+        **dict.fromkeys(("instructions", "metadata", "previous_response_id", "conversation")),
+        "background": False,
+        "truncation": "auto",
+        "service_tier": "auto",
+        "include": [],
+        "text": {"verbosity": "low"},
+        "reasoning": {"summary": "auto"},
+        "of_tomorrow": 1,
+    },
+    MESSAGES: {
+        **NULLS,
+        **dict.fromkeys(("system", "thinking", "stop_sequences", "container", "thread")),
+        "metadata": {"user_id": "me"},
+        "service_tier": "auto",
+        "output_config": {},
+        "of_tomorrow": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("path", IDLE)
+def test_options_without_an_effect_are_accepted(server, path: str) -> None:
+    """Defaults, nulls, unknown fields, and headers and queries of versions."""
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "x"}
+    assert 200 == server.post(SERVED[path] | IDLE[path], path, **headers).status_code
+    assert 200 == server.post(SERVED[path] | IDLE[path], f"{path}?beta=true").status_code
 
 
 @pytest.mark.parametrize(
