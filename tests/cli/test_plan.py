@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,20 @@ DEEPSEEK_V3 = {
 }
 #: Older versions of DynamicCache keep the expanded keys and values of latent attention.
 CACHES_LATENTS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 23)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_pass_per_configuration() -> Iterator[None]:
+    """Run each model without weights once, which takes a second."""
+    known: dict[tuple[str, str], Any] = {}
+
+    def shape(config: Any, **options: Any) -> Any:
+        key = config.to_json_string(), str(options)
+        return known.get(key) or known.setdefault(key, model_shape(config, **options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vmkv.cli.capacity.model_shape", shape)
+        yield
 
 
 @pytest.fixture

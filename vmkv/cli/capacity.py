@@ -45,12 +45,8 @@ _BLOCK_TOKENS = 16
 class AlikeLayers:
     """Layers that keep the same bytes of a token for the same time.
 
-    Attributes:
-        num_layers: Number of layers.
-        shape: Keys and values of a token in one layer.
-        window_tokens: Tokens that a query sees, for sliding windows.
-        is_paged: Whether vmkv pages them; other layers stay in transformers' tensors.
-        extra_token_bytes: Bytes of a token in one layer besides key and value.
+    `is_paged` is False for layers in transformers' tensors, which may keep `extra_token_bytes`
+    more.
     """
 
     num_layers: int
@@ -68,16 +64,10 @@ class AlikeLayers:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Properties of a model that determine its capacity; of one rank's part, if it is divided.
+    """Properties of a model, or of one rank's part, that determine its capacity.
 
-    Attributes:
-        name: The model type.
-        kinds: Layers that keep keys and values; paged ones first, then full ones.
-        idle_layers: Number of layers that keep none (linear attention, reused keys, no attention).
-        state_bytes: State of a sequence in all layers that does not depend on its length.
-        max_context_tokens: The configuration's longest sequence, or None.
-        weights_bytes: Bytes of the parameters, or None for quantized ones, whose size is unknown.
-        dtype: Type of keys and values.
+    `idle_layers` keep no keys and values; `state_bytes` of a sequence do not depend on its length;
+    `weights_bytes` is None for quantized parameters, whose size is unknown.
     """
 
     name: str
@@ -184,10 +174,7 @@ class KindBytes:
 def kind_bytes(
     kind: AlikeLayers, num_tokens: int, *, shared_tokens: int = 0, longest_tokens: int = 0
 ) -> KindBytes:
-    """Compute the memory of one kind of layers in one sequence; raises `ConfigError` for no tokens.
-
-    Layers in transformers' own tensors are as long as their contents, and never shared.
-    """
+    """Compute the memory of one kind of layers in one sequence; `ConfigError` for no tokens."""
     check_positive("num_tokens", num_tokens)
     longest_tokens = max(longest_tokens, num_tokens)
     window = kind.window_tokens
@@ -249,8 +236,7 @@ def sequence_bytes(parts: list[KindBytes], *, state_bytes: int = 0) -> dict[str,
 def fit(sequence: Mapping[str, int], budget_bytes: int, swap_bytes: int = 0) -> dict[str, int]:
     """Compute how many sequences fit `budget_bytes`, by memory layout.
 
-    `vmkv_shared` has the common prefix mapped once, and `vmkv_swapped` beside that idle sequences
-    in `swap_bytes` of host memory.
+    `vmkv_shared` maps the common prefix once; `vmkv_swapped` adds idle sequences in `swap_bytes`.
     """
     layouts = ("longest", "block_table", "vmkv")
     fits = {name: budget_bytes // sequence[f"{name}_bytes"] for name in layouts}

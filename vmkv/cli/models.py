@@ -30,10 +30,7 @@ def be_quiet(*, with_progress: bool) -> None:
 
 
 def load_config(model: str, **source: Any) -> Any:
-    """Load the configuration of a folder, file or Hub name; raises `ConfigError` if it cannot.
-
-    `source` are options of `from_pretrained`.
-    """
+    """Load the configuration of a folder, file or Hub name; raises `ConfigError` if it cannot."""
     check_folder(model)
     try:
         source.setdefault("trust_remote_code", False)
@@ -75,10 +72,7 @@ def check_servable(model: str, config: Any) -> None:
 
 
 def longest_request(config: Any, max_tokens: int | None) -> int:
-    """Return the tokens of the longest request, by default the model's.
-
-    Raises `ConfigError` for a length beyond the model's.
-    """
+    """Return the tokens of the longest request; raises `ConfigError` beyond the model's."""
     decoder = compat.text_config(config)
     stated = stated_max_tokens(decoder)
     if max_tokens is not None and stated is not None and max_tokens > stated:

@@ -374,11 +374,10 @@ def _running(
     started: StartedProcess | None,
     longest: int,
 ) -> tuple[StreamingEngine, ServerMetrics, int, int]:
-    """Start an engine in a process of its own, or replicas, each with a tokenizer.
+    """Start an engine in a process of its own, or replicas; it ends with the stack.
 
-    Returns it, its metrics, the tokens of a request, and the memory for keys and values; it ends
-    with the stack. A request of a model that is loaded later is checked against `longest` until its
-    engine has reported its own limit.
+    Returns it, its metrics, the tokens of a request (`longest` until a lazy model is loaded), and
+    the memory for keys and values.
     """
     make, silence_max_s = functools.partial(_engine, arguments), arguments.silence_timeout
     if arguments.replicas:
@@ -470,10 +469,7 @@ def _check_sharing(arguments: argparse.Namespace) -> None:
 
 
 def _check_engine(arguments: argparse.Namespace) -> int:
-    """Raise `ConfigError` for engine options that are wrong without loading the model.
-
-    Returns the tokens of the longest request that is wanted.
-    """
+    """Check engine options without loading the model; return the tokens of the longest request."""
     from ..hf.compat import check_device
     from ..serve.memory_view import make_store
     from ..serve.scheduler import Scheduler
@@ -603,10 +599,7 @@ def make_engine(
 
 
 def server_options(arguments: argparse.Namespace) -> functools.partial[ServerOptions]:
-    """Make a function from a request's token limit to server options; reads the files they name.
-
-    Raises `ConfigError`. Needs no torch.
-    """
+    """Make a function from a request's token limit to server options; reads the files they name."""
     from ..serve.files import read_api_keys, read_response_template, read_template
 
     file, name = arguments.chat_template, arguments.response_template

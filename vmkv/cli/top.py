@@ -65,10 +65,7 @@ class Scrape:
 
 
 def scrape(address: str, *, timeout_s: float = TIMEOUT_S) -> Scrape:
-    """Fetch a server's metrics; raises `ConfigError` without a valid answer.
-
-    `timeout_s` limits the connection and each pause of the answer.
-    """
+    """Fetch a server's metrics; `ConfigError` without a valid answer, `timeout_s` per read."""
     import httpx
     from prometheus_client.parser import text_string_to_metric_families
 

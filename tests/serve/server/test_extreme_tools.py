@@ -12,7 +12,7 @@ import pytest
 from helpers.serving import CHAT, LONG, PLAIN
 
 pytestmark = pytest.mark.slow
-STREAM = LONG | {"max_tokens": 200}
+STREAM = LONG | {"max_tokens": 60}
 CHATS = "/v1/chat/completions"
 RECURSIVE = {"type": "object", "properties": {"next": {"$ref": "#"}}}
 CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
@@ -67,10 +67,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def alone(server: Any) -> dict[str, Any]:
+    """The choice of a stream that runs alone, on any server of the model."""
+    return server.post(STREAM).json()["choices"][0]
+
+
 @contextlib.contextmanager
-def beside_a_stream(server: Any) -> Iterator[None]:
+def beside_a_stream(server: Any, alone: dict[str, Any]) -> Iterator[None]:
     """Run the block while a stream is under way; its text must be as without the block."""
-    alone = server.post(STREAM).json()["choices"][0]
     body = STREAM | {"stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
         lines = (line for line in answer.iter_lines() if line)
@@ -84,9 +89,9 @@ def beside_a_stream(server: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_one_error_and_other_streams_go_on(server: Any, name: str) -> None:
+def test_one_error_and_other_streams_go_on(server: Any, alone: Any, name: str) -> None:
     path, body, word = REFUSED[name]
-    with beside_a_stream(server):
+    with beside_a_stream(server, alone):
         answer = server.post(body, path)
     assert 400 == answer.status_code, answer.text
     error = answer.json()["error"]
@@ -112,18 +117,20 @@ def test_one_error_and_other_streams_go_on(server: Any, name: str) -> None:
         "a nested one",
     ],
 )
-def test_large_and_recursive_ones_are_served(server: Any, body: dict[str, Any]) -> None:
+def test_large_and_recursive_ones_are_served(server: Any, alone: Any, body: dict[str, Any]) -> None:
     """Up to max_tokens, where no answer could have an end."""
-    with beside_a_stream(server):
+    with beside_a_stream(server, alone):
         answer = server.post(body, CHATS)
     assert 200 == answer.status_code, answer.text
 
 
-def test_a_client_may_leave_in_the_middle_of_a_call(run_server: Callable[..., Any]) -> None:
+def test_a_client_may_leave_in_the_middle_of_a_call(
+    run_server: Callable[..., Any], alone: Any
+) -> None:
     """The request is cancelled, and its slot serves the next one."""
     asked = called(tool("say", text={"type": "string", "minLength": 3000}))
     asked |= {"stream": True, "max_tokens": 4000}
-    with run_server() as server, beside_a_stream(server):
+    with run_server() as server, beside_a_stream(server, alone):
         with httpx.stream("POST", server.url + CHATS, json=asked, timeout=60) as answer:
             for line in answer.iter_lines():
                 if '"arguments":"' in line and '"arguments":""' not in line:
@@ -140,8 +147,10 @@ def test_a_client_may_leave_in_the_middle_of_a_call(run_server: Callable[..., An
     "template",
     ["{{ raise_exception('no tools') if tools }}", "{{ tools[0].no.such }}", "{{ tools[0] // 0 }}"],
 )
-def test_a_template_may_refuse_tools(run_server: Callable[..., Any], template: str) -> None:
-    with run_server(chat_template=template + "x") as server, beside_a_stream(server):
+def test_a_template_may_refuse_tools(
+    run_server: Callable[..., Any], alone: Any, template: str
+) -> None:
+    with run_server(chat_template=template + "x") as server, beside_a_stream(server, alone):
         answer = server.post(called(tool("t")), CHATS)
         assert 400 == answer.status_code, answer.text
         assert "template refuses" in answer.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""200 clients send 1000 requests: valid, invalid, and some that disconnect early.
+"""120 clients send 600 requests: valid, invalid, and some that disconnect early.
 
 Each ends in an answer or a known error, and the fixture checks that everything is released.
 """
@@ -16,7 +16,7 @@ from helpers.serving import MAX_TOKENS, TEXT
 
 from vmkv.serve.server import Limits
 
-NUM_CLIENTS = 200
+NUM_CLIENTS = 120
 REQUESTS_EACH = 5
 WORDS = " ".join(TEXT).split()
 
@@ -100,7 +100,7 @@ async def one(client: Any, generator: random.Random) -> str:
         return str(error.status_code) if error.type else f"{error.status_code} of unknown shape"
 
 
-def test_a_thousand_requests(run_server) -> None:
+def test_hundreds_of_requests(run_server) -> None:
     """Each request ends as expected; the server then answers another one."""
     openai = pytest.importorskip("openai")
 
@@ -126,10 +126,10 @@ def test_a_thousand_requests(run_server) -> None:
         finally:
             gc.enable()
         assert NUM_CLIENTS * REQUESTS_EACH == found.total()
-        assert found["answered"] > 200
-        assert found["streamed"] > 100
-        assert found["left"] > 100
-        assert found["400"] > 50
+        assert found["answered"] > 120
+        assert found["streamed"] > 60
+        assert found["left"] > 60
+        assert found["400"] > 30
         assert {"answered", "streamed", "left", "400", "404"} == found.keys()
         reasons = Counter(each.finish_reason for each in server.watch.finished)
         assert {"stop", "length", "cancelled"} >= reasons.keys()

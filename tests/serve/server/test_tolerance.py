@@ -68,10 +68,10 @@ def test_a_stop_among_sixteen_is_the_reason(server) -> None:
     stopped = choice_of(server.post(GREEDY | {"max_tokens": 30, "stop": stops}))
     assert ("stop", stop) == (stopped["finish_reason"], stopped["stop_reason"])
     assert whole["text"].split(stop)[0] == stopped["text"]
-    (token,) = tiny_tokenizer().convert_tokens_to_ids(["p"])
-    body = GREEDY | {"max_tokens": 500, "temperature": 1.9, "seed": 1, "stop_token_ids": [token]}
+    tokens = tiny_tokenizer().convert_tokens_to_ids([*"abdefhimnprst"])
+    body = GREEDY | {"max_tokens": 500, "temperature": 1.9, "seed": 1, "stop_token_ids": tokens}
     stopped = choice_of(server.post(body))
-    assert ("stop", token) == (stopped["finish_reason"], stopped["stop_reason"])
+    assert ("stop", True) == (stopped["finish_reason"], stopped["stop_reason"] in tokens)
     body = CHAT | {"stop": stops, "max_tokens": 3, "temperature": 0}
     assert "stop_reason" in choice_of(server.post(body, "/v1/chat/completions"))
 

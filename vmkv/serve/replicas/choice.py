@@ -51,12 +51,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A replica, as seen for one request.
-
-    `held_tokens` is the length of the prompt's prefix that it holds or will hold; `load` counts its
-    requests; `new_tokens` counts tokens that were sent to it without being cached, over all
-    requests.
-    """
+    """A replica: tokens of a prompt that it holds, its requests, and uncached tokens sent to it."""
 
     held_tokens: int
     load: int
@@ -114,10 +109,7 @@ class _Sent:
 
 
 class Assignments:
-    """Remembers a router's requests until their replicas report the prefixes.
-
-    Expects a request's prefix at its replica while the request runs and `settle_s` longer.
-    """
+    """Remembers requests until their replicas report the prefixes, `settle_s` after they end."""
 
     def __init__(self, settle_s: float, clock: Callable[[], float] = time.monotonic):
         self._settle_s = settle_s

@@ -92,10 +92,7 @@ def _bytes_of(token: str) -> bytes | None:
 
 
 class Form:
-    """Format of the answer to one request; tracks how much was sent of each choice.
-
-    Choices are numbered across prompts. Subclasses say how a choice holds its text.
-    """
+    """Format of one answer; tracks how much was sent of each choice, numbered across prompts."""
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
@@ -123,9 +120,9 @@ class Form:
         self._offsets: Counter[int] = Counter()
 
     def advance(self, prompt_index: int, output: RequestOutput) -> Iterator[CompletionOutput]:
-        """Yield the deltas of a prompt's next output; raises `ApiError` if a sample has failed.
+        """Yield the deltas of a prompt's next output, each with at most `SLICE_LOGPROBS` entries.
 
-        Their `index` is the choice's; each has at most `SLICE_LOGPROBS` log-probabilities.
+        Their `index` is the choice's. Raises `ApiError` if a sample has failed.
         """
         self.first_s = time.monotonic() if self.first_s is None else self.first_s
         self._cached_tokens[prompt_index] = output.num_cached_tokens
@@ -207,10 +204,7 @@ class Form:
         }
 
     def choice(self, delta: CompletionOutput, *, is_chunk: bool = False) -> dict[str, Any] | None:
-        """Return a choice: of a chunk, or of a whole answer from a delta with everything.
-
-        None for a chunk that would add nothing.
-        """
+        """Return a choice of a chunk, None if it adds nothing, or of a whole answer."""
         tokens = {"token_ids": list(delta.token_ids)} if self.prompts.reports_tokens else {}
         return {
             "index": delta.index,

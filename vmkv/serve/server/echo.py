@@ -18,13 +18,8 @@ _LEAST_LOGPROB = -9999.0
 class PromptOptions:
     """Options of a request that concern its prompts.
 
-    Attributes:
-        echoes: Begin each choice with its prompt.
-        generates: Report the output; else one token is computed and dropped.
-        num_alternatives: Of each token of a choice, if log-probabilities are wanted.
-        num_logprobs: Alternatives of vLLM's `prompt_logprobs`; None for no such member.
-        reports_tokens: Report the tokens of prompts and outputs.
-        texts: The prompts' texts; None for a prompt that is decoded.
+    If it does not generate, one token is computed and dropped. `texts` has None for a prompt that
+    is decoded; `num_logprobs` is None for no member `prompt_logprobs`.
     """
 
     echoes: bool = False
@@ -38,8 +33,7 @@ class PromptOptions:
 class Places:
     """Finds where each of a text's `num_left` tokens begins.
 
-    Tokens are searched as bytes, since a character may span several; one that is not there, such as
-    an added special token, begins where the next one does.
+    Tokens are searched as bytes; one that is not there begins where the next one does.
     """
 
     def __init__(self, text: str, num_left: int):

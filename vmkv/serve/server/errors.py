@@ -129,8 +129,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 def full_context(num_prompt: int, most: int, num_wanted: int = 1, least: str = "") -> ApiError:
     """Error 400: a prompt and its answer exceed a context of `most` tokens.
 
-    Agents recognise a full context by these words, and shorten the conversation or the answer.
-    `least` stands before the prompt's tokens if they were not counted.
+    Agents recognise these words. `least` stands before a number of tokens that is a bound.
     """
     error = invalid(
         f"this model's maximum context length is {most} tokens here; the prompt has {least}"

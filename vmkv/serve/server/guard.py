@@ -50,10 +50,7 @@ _FOR_ALL = frozenset({"/sleep", "/wake_up"})
 
 
 class ApiKeys:
-    """The keys that a server accepts; each is a tenant unless prefixes are shared.
-
-    Keys are compared as UTF-8 bytes, because headers are decoded as Latin-1.
-    """
+    """The keys that a server accepts; each is a tenant unless prefixes are shared."""
 
     def __init__(self, keys: Sequence[str], *, share_prefixes: bool = False):
         self._share_prefixes = share_prefixes
@@ -92,9 +89,8 @@ def _digest(key: bytes) -> bytes:
 class Guard:
     """ASGI middleware that checks API keys, bounds the time to send, counts and logs responses.
 
-    Sets `request.state.api_key` to the digest of the client's key, and `request_id` to its
-    `X-Request-Id`, or to an identifier that is made here; the response has the same header. Errors
-    of every request become responses here.
+    Sets `request.state.api_key`, the digest of the key, and `request_id`. Errors of every request
+    become responses here.
     """
 
     def __init__(self, app: ASGIApp, *, service: Service, options: ServerOptions):
@@ -173,10 +169,7 @@ class Guard:
 
 
 def _log_request(scope: Scope, route: str, status: int, began_s: float) -> None:
-    """Log a request at info: its client, route, status, tokens, times and identifier.
-
-    `began_s` is a `time.monotonic`; `scope["state"]` may have an `Answer`.
-    """
+    """Log a request at info: its client, route, status, tokens, times and identifier."""
     if not _LOG.isEnabledFor(logging.INFO):
         return
     host, port = scope.get("client") or ("-", 0)
@@ -220,10 +213,7 @@ async def receive_body(request: Request, limits: Limits) -> bytearray:
 
 
 class Gate:
-    """Admission control: `max_concurrent` requests run, in order of arrival, and `max_queued` wait.
-
-    Belongs to one event loop. `num_inside` and `num_waiting` count the requests.
-    """
+    """Admission control: `max_concurrent` requests run, by arrival, and `max_queued` wait."""
 
     def __init__(self, max_concurrent: int, max_queued: int):
         self.max_concurrent = max_concurrent

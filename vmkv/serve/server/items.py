@@ -51,10 +51,7 @@ class ItemsRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def as_chat(self, messages: Sequence[Mapping[str, Any]], **converted: Any) -> ChatRequest:
-        """Return a chat with these messages and parameters, and shared ones as they were given.
-
-        Raises `ApiError`.
-        """
+        """Return a chat with messages, converted parameters and shared ones; raises `ApiError`."""
         if self.n not in (None, 1):
             raise invalid("n: this route makes one answer; use /v1/chat/completions", "n")
         shared = self.model_fields_set & {*GenerationRequest.model_fields, "chat_template_kwargs"}

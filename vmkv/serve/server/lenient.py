@@ -24,10 +24,7 @@ _BOUNDS += [set().union(*_BOUNDS)]
 
 
 def checked(asked: StructuredOutputs, trials: GrammarTrials) -> StructuredOutputs:
-    """Return a grammar that compiles, if need be without bounds of a schema that is not strict.
-
-    Raises `ConfigError` as `check_grammar` does, and costs up to five of it.
-    """
+    """Return a grammar that compiles, if need be without bounds; raises as `check_grammar` does."""
     try:
         check_grammar(asked, trials)
         return asked

@@ -52,12 +52,9 @@ Prompt: TypeAlias = "TextPrompt | ChatBody | Sequence[int]"
 
 
 class Prompts:
-    """Tokenises prompts and chats, in threads.
+    """Tokenises prompts and chats of at most `max_tokens` tokens, in threads.
 
-    Uses copies of the tokenizer, since tokenizers are not thread-safe. A prompt has at most
-    `max_tokens` tokens; `chat_template` replaces the tokenizer's own. Control tokens that a
-    client's text spells out become real ones, as with vLLM: who passes on texts of others removes
-    them.
+    Control tokens that a client's text spells out become real ones, as with vLLM.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int, chat_template: str | None = None):
@@ -91,10 +88,7 @@ class Prompts:
             )
 
     async def tokens(self, prompt: Prompt, num_kept: int | None = None) -> Sequence[int]:
-        """Return a prompt's tokens, or its last `num_kept` ones.
-
-        Raises `ApiError` if it is malformed, or too long to be used whole.
-        """
+        """Return a prompt's tokens, or its last `num_kept` ones; `ApiError` if it is refused."""
         if isinstance(prompt, Sequence):
             if num_kept is not None:
                 prompt = prompt[-num_kept:]
@@ -208,8 +202,7 @@ class Prompts:
     ) -> tuple[Any, list[str]]:
         """Return the template's text, and the late system messages that it must contain.
 
-        At most `num_systems` of them stay messages: many templates take one at the beginning only,
-        or none, and others drop what they do not know.
+        At most `num_systems` stay messages: many templates take one, or none, and others drop some.
         """
         own = getattr(self._tokenizer, "chat_template", "")
         knows = "developer" in str(options.get("chat_template") or own)
@@ -242,10 +235,7 @@ class Prompts:
 
 
 def _folded(messages: Sequence[dict[str, Any]], num_systems: int) -> list[dict[str, Any]]:
-    """Make system messages parts of their neighbours, all but a first one if `num_systems` is 1.
-
-    Earlier turns stay as they are, so that their tokens are found in the cache.
-    """
+    """Make system messages parts of their neighbours, all but a first one if `num_systems` is 1."""
     found: list[dict[str, Any]] = []
     is_open = False  # Whether the last one was made here, and the next one of the user joins it.
     for each in messages:

@@ -18,14 +18,7 @@ import regex
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """New text of a tool call; only the first delta of a call has its id and its name.
-
-    Attributes:
-        index: Number of the call within its choice.
-        id: Identifies the call in the chat's next messages.
-        name: The function's name.
-        arguments: A piece of the arguments' JSON.
-    """
+    """New text of the arguments of call `index`; only a call's first delta has its id and name."""
 
     index: int
     id: str | None
@@ -137,13 +130,8 @@ _HEAD = (
 class CallPattern:
     """How regions of tool calls begin, and how a region that is whole becomes calls.
 
-    Args:
-        opening: Pattern of the region's beginning; its group `name`, if there is one and it
-            matches, is the function's name, and the arguments follow.
-        is_json: Whether arguments are JSON objects.
-        closing: Pattern of the region's end, without which a call that is no JSON is incomplete;
-            "" if there is none.
-        whole: Converts a whole region to names and arguments; raises anything if it cannot.
+    The group `name` of `opening` is the function's name, if it matches. A call that is no JSON is
+    incomplete without `closing`. `whole` may raise anything.
     """
 
     def __init__(
@@ -248,13 +236,8 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 class TemplateParser:
     """Parses a text in the model's own format, found by transformers' `ResponseParser`.
 
-    Args:
-        parser: A new `ResponseParser`, which has read the end of the prompt; its field `tool_calls`
-            holds plain text, each region with its beginning.
-        pattern: Of tool calls; None if the template has none.
-        tools: The request's tools, for the types of arguments.
-        special_tokens: A pattern of texts to leave out; None to keep them.
-        is_parallel: Whether calls after the first are kept.
+    The parser has read the end of the prompt; its field `tool_calls` holds plain text, each region
+    with its beginning. `special_tokens` is a pattern of texts to leave out.
     """
 
     def __init__(
@@ -331,12 +314,7 @@ class TemplateParser:
 
 
 class ForcedCalls:
-    """Parses a text that is JSON by guided decoding: a call's arguments, or a list of calls.
-
-    Args:
-        name: The function that is called; None for a list of objects with `name` and `parameters`.
-        is_parallel: Whether calls after the first are kept.
-    """
+    """Parses JSON of guided decoding: arguments of the function `name`, or a list of calls."""
 
     _PATTERN = CallPattern("", is_json=True)
 

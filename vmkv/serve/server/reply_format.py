@@ -169,13 +169,7 @@ def _special_tokens(tokenizer: Any) -> Any:
 class Replies:
     """Says how the answers of a model are parsed.
 
-    Args:
-        tokenizer: The model's transformers tokenizer.
-        chat_template: Replaces the tokenizer's own.
-        response_template: Replaces the tokenizer's own, and those of `response_templates.json`.
-
-    Raises:
-        ConfigError: `response_template`, or the tokenizer's own, is invalid.
+    Raises `ConfigError` if a response template, given or the tokenizer's own, is invalid.
     """
 
     def __init__(
@@ -201,10 +195,9 @@ class Replies:
     def plan(
         self, body: ChatRequest, params: SamplingParams
     ) -> tuple[SamplingParams, NewParser | None]:
-        """Return the parameters with which a chat is generated, and what parses each choice.
+        """Return the parameters of a chat, and what parses each choice, if anything.
 
-        No parser is needed where the text is the content. Raises `ApiError` if the request has
-        tools and the model's format of tool calls is unknown.
+        Raises `ApiError` if the request has tools and the model's format of tool calls is unknown.
         """
         choice, is_parallel = body.effective_tool_choice, body.parallel_tool_calls is not False
         if choice == "required" or isinstance(choice, NamedChoice):

@@ -37,10 +37,7 @@ _PIECE_BYTES = 256
 
 
 class TimedProtocol(H11Protocol):
-    """A uvicorn connection with a time limit for each head, and a limit on tiny pieces of a body.
-
-    uvicorn keeps a connection without a request for as long as its peer likes.
-    """
+    """A uvicorn connection with a time limit for each head and a bound on tiny pieces."""
 
     def __init__(self, *, head_timeout_s: float, **options: Any):
         super().__init__(**options)
@@ -179,10 +176,7 @@ class Server(uvicorn.Server):
 
 
 def run_server(app: FastAPI, listener: socket.socket, **options: Any) -> None:
-    """Serve until a signal; returns when all requests have ended. Main thread only.
-
-    `options` are those of `Server`.
-    """
+    """Serve until a signal, with options of `Server`; main thread only."""
     server = Server(app, **options)
     # As many connections as the system permits.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

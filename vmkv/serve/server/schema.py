@@ -113,10 +113,7 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _sort_out(cls, data: Any) -> Any:
-        """Refuse parameters that would change the answer; keep the names of unknown ones as extra.
-
-        Whole floats become integers: some clients have no others.
-        """
+        """Refuse parameters that would change the answer; whole floats become integers."""
         if not isinstance(data, dict):
             return data
         declared: dict[str, Any] = {}
@@ -276,10 +273,9 @@ class Message(BaseModel):
     def rendered(
         self, *, arguments_as_text: bool = False, knows_developer: bool = False
     ) -> dict[str, Any]:
-        """Return the message for a template, a developer as the system if it does not know one.
+        """Return the message for a template, with empty content rather than none.
 
-        Missing content is empty, since many templates join it with other text. Reasoning has both
-        names that templates know.
+        A developer is the system unless the template knows it; reasoning has both known names.
         """
         whole = self.model_dump(exclude_none=True)
         whole.pop("tool_calls", None)
@@ -512,11 +508,7 @@ async def check_structure(body: bytes | bytearray, max_values: int) -> bool:
 
 
 def _explained(error: ValidationError) -> ApiError:
-    """Convert pydantic's findings to one error.
-
-    Where several alternatives were tried, a wrong size or else the deepest error tells which one
-    came closest.
-    """
+    """Convert pydantic's findings to one error: a wrong size, or else the deepest one."""
     errors = error.errors(include_url=False, include_input=False)
     found: Any = max(errors, key=lambda each: (each["type"] in _SIZES, len(each["loc"])))
     names = [str(part) for part in found["loc"] if not _ALTERNATIVE.match(str(part))]

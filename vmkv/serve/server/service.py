@@ -86,11 +86,8 @@ class ServerMetrics(Protocol):
 class Service:
     """Serves one model: validates requests, admits them and builds their responses.
 
-    While `is_draining`, new requests are refused. `gate` bounds the engine's requests.
-
-    A server of several models has a service for each, in one mapping by name (`served`). The
-    first one's routes serve all: a request goes to the service of its `model`, by default to the
-    first. `common` are metrics of all of them.
+    The first of several services, all in `served` by name, has the routes of all; a request without
+    a `model` goes to it. `common` are metrics of all of them.
     """
 
     def __init__(
@@ -291,10 +288,7 @@ class Service:
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
     async def read(self, request: Request, form: type[BodyT]) -> tuple[Service, BodyT]:
-        """Receive and validate a request's body, and find the service of its model.
-
-        Raises `ApiError`, or `ClientDisconnect`.
-        """
+        """Receive and validate a request's body, and find the service of its model."""
         encoding = request.headers.get("content-encoding", "identity")
         if encoding != "identity":
             reason = "is not supported: send the body as it is"
@@ -349,10 +343,7 @@ class Service:
     def check_logprobs(
         self, num_samples: int, params: SamplingParams, num_prompt_tokens: int = 0
     ) -> None:
-        """Raise `ApiError` for an answer with too many log-probabilities.
-
-        `num_prompt_tokens` are those of all prompts, as often as they are reported.
-        """
+        """Raise `ApiError` for too many log-probabilities, `num_prompt_tokens` included."""
         if params.logprobs is None and params.prompt_logprobs is None:
             return
         most_tokens = self._max_model_tokens
@@ -413,11 +404,9 @@ class Service:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one request; `tenant` owns the cached prefixes, `request_id` is in its id.
+    """The answer to one request of a tenant; `forms` has one entry per attempt.
 
-    `new_parser` makes what parses the choices of a chat; None where the text is the content.
-    `new_writer` writes the answer in the format of another API than completions and chats.
-    `forms` has one entry per attempt.
+    `new_parser` is None if the text is the content, `new_writer` for completions and chats.
     """
 
     service: Service
@@ -579,10 +568,7 @@ def check_choice(num_samples: int, params: SamplingParams) -> None:
 
 
 class Streamed(StreamingResponse):
-    """Sends a body as it comes; the response starts with the first piece, or with its error.
-
-    The body's generator is closed at its end or when the client disconnects.
-    """
+    """Sends a body as it comes, from the first piece on; its generator is closed at the end."""
 
     body_iterator: AsyncGenerator[bytes, None]
 

@@ -66,10 +66,7 @@ class ToolCall(Lenient):
     function: CalledFunction
 
     def rendered(self, *, as_text: bool) -> dict[str, Any]:
-        """Return the call for a chat template; its arguments as JSON text, or as an object.
-
-        Text that is no JSON object stays text.
-        """
+        """Return the call for a chat template; arguments that are no JSON object stay text."""
         arguments: Any = self.function.arguments
         if as_text and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
@@ -84,10 +81,7 @@ class ToolCall(Lenient):
 
 
 def served_tools(tools: Sequence[Any]) -> tuple[list[Any], set[str]]:
-    """Return the functions among a body's tools, and the types of others: as in vLLM, unused.
-
-    A namespace's functions take its place. What is malformed stays, to be refused.
-    """
+    """Return a body's functions, those of namespaces too, and the types of other tools, unused."""
     found: list[Any] = []
     skipped: set[str] = set()
     for each in tools:
@@ -127,12 +121,10 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
 def forced_schema(
     tools: Sequence[Tool], choice: ToolChoice, *, is_parallel: bool
 ) -> dict[str, Any]:
-    """Return the JSON schema of a forced answer.
+    """Return the JSON schema of a forced answer: a function's arguments, or a list of calls.
 
-    A named function's answer is its arguments. Else it is a list, as in vLLM: of objects with a
-    name and parameters, one of them unless calls are parallel. Keywords that llguidance does not
-    know have no effect, unless a function is `strict`. Raises `ApiError` for parameters that are
-    no object.
+    Unknown keywords have no effect unless a function is `strict`. Raises `ApiError` for parameters
+    that are no object.
     """
     functions = {each.function.name: each.function for each in tools}
     if isinstance(choice, NamedChoice):
