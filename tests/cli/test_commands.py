@@ -124,31 +124,6 @@ def test_doctor_finds_the_gpu() -> None:
     assert found["torch"].is_ok or found["flash2"].is_ok
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("", "required: COMMAND"),
-        ("levitate", "invalid choice: 'levitate'"),
-        ("plan x --context 0", "argument --context: '0' is no integer from 1"),
-        ("plan x --context 8q", "'8q' is no integer from 1 to 2,147,483,647"),
-        ("plan x --context 1 --swap -1", "'-1' is no number"),
-        ("serve x --port 70000", "'70000' is no integer from 0 to 65,535"),
-        ("serve x --max-body-mib 0", "'0' is no number of MiB"),
-        ("serve x --api-key-file /nowhere/keys", "--api-key-file /nowhere/keys"),
-        ("serve x --chat-template /nowhere/t.jinja", "chat template /nowhere/t.jinja"),
-        ("serve /nowhere/model --port 0", "no file or folder /nowhere/model"),
-        ("top ftp://localhost", "unsupported protocol"),
-        ("top localhost:1 --once", "is `vmkv serve` running there?"),
-        ("serve x --max-num-seq 3", "no option '--max-num-seq'; did you mean --max-num-seqs?"),
-        ("plan x --context 1k --user=3", "no option '--user'; did you mean --users?"),
-        ("doctor --jsn", "no option '--jsn'; did you mean --json?"),
-    ],
-)
-def test_wrong_options_are_named(complaint, line: str, words: str) -> None:
-    """Each message has one line and no traceback."""
-    assert words in complaint(*line.split())
-
-
 def test_api_keys_are_read_from_a_file_or_the_environment(tmp_path: Path) -> None:
     """A file without keys is an error; comments and a byte-order mark are skipped."""
     file = tmp_path / "keys"

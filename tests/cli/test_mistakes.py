@@ -109,6 +109,41 @@ LINES = [
 ]
 
 
+#: Command lines, and words of their errors; what `serve` names need not be there.
+SAID = (
+    ("", "required: COMMAND"),
+    ("levitate", "invalid choice: 'levitate'"),
+    ("plan x --context 0", "argument --context: '0' is no integer from 1"),
+    ("plan x --context 8q", "'8q' is no integer from 1 to 2,147,483,647"),
+    ("plan x --context 1 --swap -1", "'-1' is no number"),
+    ("serve x --port 70000", "'70000' is no integer from 0 to 65,535"),
+    ("serve x --max-body-mib 0", "'0' is no number of MiB"),
+    ("serve x --api-key-file /nowhere/keys", "--api-key-file /nowhere/keys"),
+    ("serve x --chat-template /nowhere/t.jinja", "chat template /nowhere/t.jinja"),
+    ("serve /nowhere/model --port 0", "no file or folder /nowhere/model"),
+    ("top ftp://localhost", "unsupported protocol"),
+    ("top localhost:1 --once", "is `vmkv serve` running there?"),
+    ("serve x --max-num-seq 3", "no option '--max-num-seq'; did you mean --max-num-seqs?"),
+    ("plan x --context 1k --user=3", "no option '--user'; did you mean --users?"),
+    ("doctor --jsn", "no option '--jsn'; did you mean --json?"),
+    ("serve a --memory 1 --gpu-memory-utilization 0.9", "take one"),
+    ("serve {model} --port 0 --max-model-len 100000", "was made for 4096 tokens"),
+    ("serve a b --replicas 2", "--replicas and several models do not go together"),
+    ("serve a b --trace t", "--trace is for one model: start one server per model, with a"),
+    ("serve a b --served-model-name n", "--served-model-name is for one model"),
+    ("serve a b --lazy", "--lazy needs --memory"),
+    ("serve a --lazy", "--lazy is for several models"),
+    ("serve a --floor 1", "name a --pool, or several models"),
+    ("serve a --weight 2", "name a --pool, or several models"),
+    ("serve a a", "a model is named twice"),
+    ("serve a --replicas 2 --trace trace.json", "--trace is for one engine"),
+    ("serve a --replicas 2 --device cuda:1", "CUDA_VISIBLE_DEVICES"),
+    ("serve a --replicas 2 --tensor-parallel 2", "take one"),
+    ("serve a --replicas 2 --sleep-after 60", "leave --sleep-after, --enable-sleep-mode out"),
+    ("serve a --replicas 2 --enable-sleep-mode", "do not sleep"),
+)
+
+
 @pytest.fixture(scope="module")
 def names(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Files that the command lines refer to."""
@@ -143,6 +178,12 @@ def test_wrong_arguments_give_a_one_line_error(complaint, names: dict[str, str])
             complaint(*arguments)
         except BaseException as error:
             raise AssertionError(f"vmkv {' '.join(map(repr, line))[:300]}") from error
+
+
+@pytest.mark.parametrize(("line", "words"), SAID)
+def test_mistakes_are_named(complaint, names: dict[str, str], line: str, words: str) -> None:
+    """In the words of the command line, in one line and without a traceback."""
+    assert words in complaint(*[names.get(word.strip("{}"), word) for word in line.split()])
 
 
 def broken_configs() -> Iterator[tuple[str, bytes]]:

@@ -86,11 +86,6 @@ def test_keys_may_stand_on_the_command_line(tmp_path: Path) -> None:
     assert ["a", "b", "c"] == server_options(parsed(*line))(128).api_keys
 
 
-def test_memory_is_stated_once(complaint: Complaint) -> None:
-    line = ["serve", "/nowhere", "--memory", "1", "--gpu-memory-utilization", "0.9"]
-    assert "take one" in complaint(*line)
-
-
 def test_the_help_shows_defaults_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
     """And no words of the project's own."""
     with pytest.raises(SystemExit):
@@ -143,12 +138,6 @@ def test_too_little_memory_is_found_before_weights_are_loaded(
         shutil.copy(file, tmp_path)
     line = ["serve", str(tmp_path), "--port", "0", "--device", "cpu", "--memory"]
     assert "--memory of 1.024 MiB does not hold one token" in complaint(*line, "0.001")
-
-
-def test_a_length_beyond_the_models_is_refused(complaint: Complaint, model: Path) -> None:
-    line = ["serve", str(model), "--port", "0", "--device", "cpu", "--max-model-len", "100000"]
-    said = complaint(*line)
-    assert "--max-model-tokens 100000: the model was made for 4096 tokens" in said
 
 
 def test_adapters_and_gguf_files_are_refused_with_their_reason(

@@ -72,18 +72,13 @@ def test_sigterm_drains(model: Path, tmp_path: Path) -> None:
     assert 100 <= len([each for each in events if each["name"] == "step"])
 
 
-def test_an_idle_server_ends_on_sigint(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before that it is healthy, and a second server on its port is refused."""
-    with serving(model) as (child, url):
-        assert "ok" == httpx.get(f"{url}/health").json()["status"]
-        port = url.rsplit(":", 1)[1]
-        assert 2 == main(["serve", str(model), "--port", port])
-        assert "is another server running?" in capsys.readouterr().err
-        child.send_signal(signal.SIGINT)
+def test_the_start_is_shown_and_an_idle_server_ends_on_sigint(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Phases with seconds, a summary, and a warning of memory that shortens requests.
 
-
-def test_the_start_is_shown_and_memory_that_shortens_requests(model: Path, tmp_path: Path) -> None:
-    """On stderr, which is no terminal here: phases with seconds, a summary, and a warning."""
+    On stderr, which is no terminal here. A second server on the port is refused.
+    """
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     config["max_position_embeddings"] = 65536
@@ -93,7 +88,10 @@ def test_the_start_is_shown_and_memory_that_shortens_requests(model: Path, tmp_p
         assert 4096 < served["max_model_len"] < 65536
         body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
         httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-        child.send_signal(signal.SIGTERM)
+        assert "ok" == httpx.get(f"{url}/health").json()["status"]
+        assert 2 == main(["serve", str(model), "--port", url.rsplit(":", 1)[1]])
+        assert "is another server running?" in capsys.readouterr().err
+        child.send_signal(signal.SIGINT)
         said = child.stderr.read()
     for line in (
         r"\[ *[\d.]+ s\] importing torch and transformers\n",
@@ -129,10 +127,13 @@ def wait_for_end(pid: int) -> None:
         assert poll.poll(60_000), "the process does not end"
 
 
-def test_a_killed_engine_is_restarted(model: Path) -> None:
-    """Health and requests get 503 until then."""
+def test_a_killed_engine_is_restarted_and_ends_with_its_server(model: Path) -> None:
+    """Health and requests get 503 until then; no process keeps the memory of a killed server."""
     body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
-    with serving(model) as (child, url), httpx.Client(timeout=60) as client:
+    with (
+        serving(model, status=-signal.SIGKILL) as (child, url),
+        httpx.Client(timeout=60) as client,
+    ):
         engine = engine_of(child.pid)
         os.kill(engine, signal.SIGKILL)
         wait_for_end(engine)
@@ -144,7 +145,9 @@ def test_a_killed_engine_is_restarted(model: Path) -> None:
             health = client.get(f"{url}/health")
         answer = client.post(f"{url}/v1/completions", json=body)
         assert answer.json()["usage"]["completion_tokens"] == 4
-        child.send_signal(signal.SIGTERM)
+        engine = engine_of(child.pid)
+        child.kill()
+        wait_for_end(engine)
 
 
 def test_an_idle_model_sleeps_until_a_request(model: Path) -> None:
@@ -168,14 +171,6 @@ def test_an_idle_model_sleeps_until_a_request(model: Path) -> None:
         log = child.stderr.read()
     assert re.search(r"the engine sleeps: [\d.]+ KiB of weights and .* of cached prefixes", log)
     assert 1 < log.count("the engine wakes: ") <= log.count("the engine sleeps: ")
-
-
-def test_an_engine_ends_with_its_server(model: Path) -> None:
-    """Also if the server is killed: no process keeps the memory."""
-    with serving(model, status=-signal.SIGKILL) as (child, _):
-        engine = engine_of(child.pid)
-        child.kill()
-        wait_for_end(engine)
 
 
 @pytest.mark.skipif(VERSION < (5, 17), reason="transformers has no plans to divide models by")
@@ -236,29 +231,20 @@ def test_a_signal_during_imports_ends_the_server(model: Path, number: signal.Sig
     assert b"Traceback" not in said
 
 
-@pytest.mark.parametrize("uses", [True, False])
-def test_sampling_defaults_are_the_models(model: Path, tmp_path: Path, uses: bool) -> None:
+def test_sampling_defaults_are_the_models(model: Path, tmp_path: Path) -> None:
     """With top_k=1 four samples are equal; a request may have values of its own."""
-    folder = tmp_path / "model"
-    shutil.copytree(model, folder)
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
     its = {"eos_token_id": 1, "top_k": 1, "max_new_tokens": 9}
     (folder / "generation_config.json").write_text(json.dumps(its))
-    options = [] if uses else ["--generation-config", "vllm"]
-    with serving(folder, *options) as (child, url):
-        if uses:
-            line = child.stdout.readline()
-            assert line.startswith("default sampling parameters: top_k=1, max_tokens=9")
-
-        def texts(**body: object) -> tuple[int, int]:
-            body = {"prompt": "A row", "n": 4, "ignore_eos": True, "seed": 1} | body
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
-            samples = {each["text"] for each in answer["choices"]}
-            return len(samples), answer["usage"]["completion_tokens"] // 4
-
-        assert texts() == ((1, 9) if uses else (4, 16))
-        assert texts(top_k=0, max_tokens=12) == (4, 12)
+    with serving(folder) as (child, url), httpx.Client(base_url=url, timeout=60) as client:
+        line = child.stdout.readline()
+        assert line.startswith("default sampling parameters: top_k=1, max_tokens=9")
+        for own, expected in (({}, (1, 9)), ({"top_k": 0, "max_tokens": 12}, (4, 12))):
+            body = {"prompt": "A row", "n": 4, "ignore_eos": True, "seed": 1} | own
+            answer = client.post("/v1/completions", json=body).json()
+            texts = {each["text"] for each in answer["choices"]}
+            assert expected == (len(texts), answer["usage"]["completion_tokens"] // 4)
         chat = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True}
-        if uses:
-            answer = httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=60).json()
-            assert 9 == answer["usage"]["completion_tokens"]
+        answer = client.post("/v1/chat/completions", json=chat).json()
+        assert 9 == answer["usage"]["completion_tokens"]
         child.send_signal(signal.SIGTERM)

@@ -92,24 +92,6 @@ def test_impossible_ranks_are_refused_before_the_start(
     assert "the first GPUs" in complaint(*common, "2", "--device", "cuda:1")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--trace", "trace.json"], "--trace is for one engine"),
-        (["--device", "cuda:1"], "CUDA_VISIBLE_DEVICES"),
-        (["--tensor-parallel", "2"], "take one"),
-        (["--sleep-after", "60"], "leave --sleep-after, --enable-sleep-mode out"),
-        (["--enable-sleep-mode"], "do not sleep"),
-    ],
-)
-def test_replicas_refuse_options_of_a_single_engine(
-    complaint: Complaint, options: list[str], words: str
-) -> None:
-    """Before the model's configuration is read."""
-    line = ["serve", "/nowhere", "--replicas", "2", "--device", "cpu"]
-    assert words in complaint(*line, *options)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_gpus_of_a_ray_cluster_are_not_checked_locally(
     complaint: Complaint, names: dict[str, str], monkeypatch: pytest.MonkeyPatch

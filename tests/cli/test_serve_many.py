@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -163,23 +162,3 @@ def test_each_of_several_models_may_have_ranks(models: list[str]) -> None:
         text = client.get(f"{url}/metrics").text
         for name in models:
             assert f'vmkv_pool_bytes{{member="{name}, weights",state="created"}} 0.0' in text
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["b", "--replicas", "2"], "--replicas and several models do not go together"),
-        (["b", "--trace", "t"], "--trace is for one model: start one server per model, with a"),
-        (["b", "--served-model-name", "n"], "--served-model-name is for one model"),
-        (["b", "--lazy"], "--lazy needs --memory"),
-        (["--lazy"], "--lazy is for several models"),
-        (["--floor", "1"], "name a --pool, or several models"),
-        (["--weight", "2"], "name a --pool, or several models"),
-        (["a"], "a model is named twice"),
-    ],
-)
-def test_what_several_models_cannot_have_is_refused(
-    complaint: Callable[..., str], options: list[str], words: str
-) -> None:
-    """In the words of the command line, before anything is read."""
-    assert words in complaint("serve", "a", *options)
