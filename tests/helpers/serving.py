@@ -32,10 +32,12 @@ from vmkv.serve.observer import (
     RequestRecord,
     StepRecord,
 )
+from vmkv.serve.params import SamplingParams
 from vmkv.serve.request import RequestOutput
 from vmkv.serve.server.choices import ChatForm, Tokens
 from vmkv.serve.server.reply import ReplyDelta
 from vmkv.serve.server.run import Server
+from vmkv.serve.server.schema import ChatRequest
 from vmkv.serve.start import open_socket
 
 from . import warm_python
@@ -244,6 +246,7 @@ def scripted_form(deltas: Sequence[ReplyDelta]) -> ChatForm:
         def push(self, text: str, *, is_last: bool) -> ReplyDelta:
             return deltas[int(text)]
 
-    form = ChatForm(Tokens(tiny_tokenizer()), 1, lambda _: Scripted())
+    body = ChatRequest.model_validate(CHAT)
+    form = ChatForm(Tokens(tiny_tokenizer()), body, SamplingParams(), lambda _: Scripted())
     assert [] == list(form.advance(0, RequestOutput(0, None, [1, 2, 3], [])))
     return form

@@ -11,12 +11,13 @@ import pytest
 from helpers.scripted import CHAT_TEMPLATE, script, scripted
 from helpers.serving import CHAT, tiny_tokenizer
 
+from vmkv.serve.params import SamplingParams
 from vmkv.serve.request import CompletionOutput, FinishReason, RequestOutput
 from vmkv.serve.server.choices import ChatForm, Tokens
 from vmkv.serve.server.messages import MessagesRequest
 from vmkv.serve.server.reply import ReplyDelta
 from vmkv.serve.server.responses import ResponsesRequest
-from vmkv.serve.server.schema import validated
+from vmkv.serve.server.schema import ChatRequest, validated
 
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "yes"}
@@ -228,7 +229,8 @@ def test_tokens_without_a_text_are_counted_where_their_text_comes() -> None:
         def push(self, text: str, *, is_last: bool) -> ReplyDelta:
             return ReplyDelta(reasoning=text) if text.isupper() else ReplyDelta(content=text)
 
-    form = ChatForm(Tokens(tiny_tokenizer()), 1, lambda _: Parser())
+    body = ChatRequest.model_validate(CHAT)
+    form = ChatForm(Tokens(tiny_tokenizer()), body, SamplingParams(), lambda _: Parser())
     for text, num_tokens in (("", 2), ("A", 1), ("B", 3), ("x", 1), ("", 1), ("y", 1)):
         end = FinishReason.STOP if text == "y" else None
         sample = CompletionOutput(0, [5] * num_tokens, text, finish_reason=end)

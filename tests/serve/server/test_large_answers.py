@@ -23,6 +23,7 @@ from vmkv.serve.server.choices import (
     Tokens,
     encoded,
 )
+from vmkv.serve.server.schema import ChatRequest, CompletionRequest
 from vmkv.serve.server.service import in_pieces
 
 NUM_LOGPROBS = 20
@@ -114,13 +115,20 @@ async def _ask(engine: StandIn, path: str, body: dict[str, Any], limits: Limits)
         other.cancel()
 
 
+def new_form(is_completion: bool) -> CompletionForm | ChatForm:
+    """A form of one choice."""
+    tokens, params = Tokens(tiny_tokenizer()), SamplingParams()
+    if is_completion:
+        return CompletionForm(tokens, CompletionRequest.model_validate(COMPLETION), params)
+    return ChatForm(tokens, ChatRequest.model_validate(CHAT), params)
+
+
 def ask(
     engine: StandIn, body: dict[str, Any], limits: Limits | None = None
 ) -> tuple[httpx.Response, Any]:
     """Send a request; return the answer and the form that encodes it."""
     path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-    form = (CompletionForm if "prompt" in body else ChatForm)(Tokens(tiny_tokenizer()))
-    return asyncio.run(_ask(engine, path, body, limits or Limits())), form
+    return asyncio.run(_ask(engine, path, body, limits or Limits())), new_form("prompt" in body)
 
 
 def logprobs_of(body: dict[str, Any], number: int | None) -> dict[str, Any]:
@@ -204,10 +212,10 @@ def test_large_bodies_are_sent_in_pieces() -> None:
     assert not parts
 
 
-@pytest.mark.parametrize("kind", [CompletionForm, ChatForm])
-def test_a_token_without_probability_is_valid_json(kind: type[CompletionForm | ChatForm]) -> None:
+@pytest.mark.parametrize("is_completion", [True, False])
+def test_a_token_without_probability_is_valid_json(is_completion: bool) -> None:
     entry = TokenLogprobs(5, -math.inf, {6: -1.0, 7: -math.inf})
     delta = CompletionOutput(0, [5], "x", [entry], FinishReason.LENGTH)
-    text = encoded(kind(Tokens(tiny_tokenizer())).choice(delta))
+    text = encoded(new_form(is_completion).choice(delta))
     # The token's own, in completions also among the likeliest, and the second alternative's.
-    assert (3 if kind is CompletionForm else 2) == text.count(b"-9999.0")
+    assert (3 if is_completion else 2) == text.count(b"-9999.0")

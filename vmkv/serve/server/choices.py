@@ -20,11 +20,13 @@ from typing import Any, ClassVar, NamedTuple
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ...hf import compat
+from ..params import SamplingParams
 from ..request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
-from .echo import Places, PromptOptions, finite, num_chars, prompt_entry, told
+from .echo import Places, finite, num_chars, prompt_entry, told
 from .errors import ApiError, api_error
+from .prompts import TextPrompt
 from .reply import NewParser, ReplyDelta, ReplyParser, ToolCallDelta
-from .schema import StreamOptions
+from .schema import ChatRequest, CompletionRequest, StreamOptions
 
 #: Log-probabilities encoded before other tasks run: a few ms of work.
 SLICE_LOGPROBS = 1024
@@ -98,10 +100,12 @@ class Form:
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, tokens: Tokens, num_samples: int = 1):
-        self._tokens = tokens
-        self._num_samples = num_samples
-        self.prompts = PromptOptions()
+    def __init__(
+        self, tokens: Tokens, body: CompletionRequest | ChatRequest, params: SamplingParams
+    ):
+        self._tokens, self._body, self._params = tokens, body, params
+        self._num_samples, self.reports_tokens = params.n, bool(body.return_token_ids)
+        self._echoes = isinstance(body, CompletionRequest) and bool(body.echo)
         self._prompt_ids: dict[int, Sequence[int]] = {}
         #: Encoded members of `prompt_logprobs` by prompt, and places in echoed texts by choice.
         self._prompt_logprobs: dict[int, bytearray] = {}
@@ -136,16 +140,16 @@ class Form:
                 message = "request cancelled: its model is put to sleep, or the server ends"
                 raise ApiError(503, message, code="cancelled")
             index = prompt_index * self._num_samples + sample.index
-            if self.prompts.echoes:
+            if self._echoes:
                 yield from self._echoed(index, output, with_logprobs=sample.logprobs is not None)
-            if not self.prompts.generates:
+            if self._echoes and self._body.max_tokens == 0:  # The one token computed is dropped.
                 reason = sample.finish_reason and FinishReason.LENGTH
                 sample = CompletionOutput(sample.index, (), finish_reason=reason)
             self._num_tokens += len(sample.token_ids)
             self._num_new[index] += len(sample.token_ids)
             has_news = bool(sample.text or sample.logprobs or sample.is_finished)
             if index not in self._ended and (
-                has_news or (self.prompts.reports_tokens and sample.token_ids)
+                has_news or (self.reports_tokens and sample.token_ids)
             ):
                 yield from _slices(replace(sample, index=index))
             if sample.is_finished:
@@ -158,8 +162,11 @@ class Form:
         entries = output.prompt_logprobs if with_logprobs else None
         text = ""
         if index not in self._places:
-            given = self.prompts.texts[index // self._num_samples]
-            text = self._tokens.decode(output.prompt_token_ids) if given is None else given
+            given = self._body.prompts[index // self._num_samples]
+            if isinstance(given, TextPrompt) and self._body.truncate_prompt_tokens is None:
+                text = given.text
+            else:
+                text = self._tokens.decode(output.prompt_token_ids)
             self._places[index] = Places(text, len(output.prompt_token_ids))
         if text or entries:
             # The first entry is None.
@@ -167,7 +174,7 @@ class Form:
 
     def encode_prompt(self, prompt_index: int, output: RequestOutput) -> Iterator[None]:
         """Encode new members of a prompt's `prompt_logprobs`, in slices, if they are wanted."""
-        count, entries = self.prompts.num_logprobs, output.prompt_logprobs or ()
+        count, entries = self._body.prompt_logprobs, output.prompt_logprobs or ()
         if count is None:
             return
         known = self._prompt_logprobs.setdefault(prompt_index, bytearray(b"[]"))
@@ -205,7 +212,7 @@ class Form:
 
     def choice(self, delta: CompletionOutput, *, is_chunk: bool = False) -> dict[str, Any] | None:
         """Return a choice of a chunk, None if it adds nothing, or of a whole answer."""
-        tokens = {"token_ids": list(delta.token_ids)} if self.prompts.reports_tokens else {}
+        tokens = {"token_ids": list(delta.token_ids)} if self.reports_tokens else {}
         return {
             "index": delta.index,
             **self._text(delta, is_chunk),
@@ -247,7 +254,7 @@ class CompletionForm(Form):
         return [] if index is None else self.prompt_logprobs(index // self._num_samples)
 
     def _text(self, delta: CompletionOutput, is_chunk: bool) -> dict[str, Any]:
-        if not self.prompts.reports_tokens or delta.index in self._begun:
+        if not self.reports_tokens or delta.index in self._begun:
             return {"text": delta.text}
         self._begun.add(delta.index)
         prompt = self._prompt_ids[delta.index // self._num_samples]
@@ -273,7 +280,7 @@ class CompletionForm(Form):
         }
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        pairs = told(entry, self.prompts.num_alternatives)
+        pairs = told(entry, self._params.logprobs)
         return {self._tokens[token_id].text: value for token_id, value in pairs}
 
 
@@ -284,8 +291,14 @@ class ChatForm(Form):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, tokens: Tokens, num_samples: int = 1, new_parser: NewParser | None = None):
-        super().__init__(tokens, num_samples)
+    def __init__(
+        self,
+        tokens: Tokens,
+        body: ChatRequest,
+        params: SamplingParams,
+        new_parser: NewParser | None = None,
+    ):
+        super().__init__(tokens, body, params)
         self._new_parser = new_parser
         self._parsers: dict[int, ReplyParser] = {}
         #: Pieces of the last tool call's arguments, of choices with tool calls.
@@ -336,13 +349,13 @@ class ChatForm(Form):
     def tail(self, index: int | None = None) -> list[bytes | bytearray]:
         """Return `prompt_logprobs` and `prompt_token_ids`, beside the choices."""
         parts = self.prompt_logprobs(0) if index is None else []
-        if index is None and self.prompts.reports_tokens:
+        if index is None and self.reports_tokens:
             parts += [b',"prompt_token_ids":', encoded(list(self._prompt_ids[0]))]
         return parts
 
     def chunk_members(self) -> dict[str, Any]:
         """Return `prompt_token_ids`, in the first chunk."""
-        if not self.prompts.reports_tokens or self._begun:
+        if not self.reports_tokens or self._begun:
             return {}
         return {"prompt_token_ids": list(self._prompt_ids[0])}
 
@@ -399,7 +412,7 @@ class WholeChoice:
     def add(self, delta: CompletionOutput) -> None:
         """Append a delta."""
         self._texts.append(delta.text)
-        if self._form.prompts.reports_tokens:
+        if self._form.reports_tokens:
             self._token_ids += delta.token_ids
         self._last = replace(delta, logprobs=None)
         for name, value in (self._form.logprobs(delta) or {}).items():
@@ -442,12 +455,17 @@ def event(payload: Mapping[str, Any]) -> bytes:
 
 
 class ChoicesWriter:
-    """Writes completions and chats; `head` begins each chunk."""
+    """Writes completions and chats."""
 
-    def __init__(self, form: Form, head: Mapping[str, Any], options: StreamOptions | None):
+    def __init__(self, options: StreamOptions | None, model_name: str, form: Form, answer_id: str):
         self.form = form
         self._options = options or StreamOptions()
-        self._head = head
+        self._head = {
+            "id": f"{form.id_prefix}{answer_id}",
+            "object": form.chunk_object,
+            "created": int(time.time()),
+            "model": model_name,
+        }
         # With include_usage every chunk has the field, and only the last one a value.
         self._tail: dict[str, Any] = {"usage": None} if self._options.include_usage else {}
         self._choices: defaultdict[int, WholeChoice] = defaultdict(lambda: WholeChoice(form))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..request import TokenLogprobs
@@ -12,22 +11,6 @@ from ..request import TokenLogprobs
 _GAP_BYTES = 4
 #: Reported for a token that the model cannot choose, as JSON has no infinity; vLLM's number.
 _LEAST_LOGPROB = -9999.0
-
-
-@dataclass(frozen=True)
-class PromptOptions:
-    """Options of a request that concern its prompts.
-
-    If it does not generate, one token is computed and dropped. `texts` has None for a prompt that
-    is decoded; `num_logprobs` is None for no member `prompt_logprobs`.
-    """
-
-    echoes: bool = False
-    generates: bool = True
-    num_alternatives: int | None = None
-    num_logprobs: int | None = None
-    reports_tokens: bool = False
-    texts: Sequence[str | None] = ()
 
 
 class Places:

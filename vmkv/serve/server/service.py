@@ -30,7 +30,6 @@ from ..options import ServerOptions
 from ..params import SamplingParams
 from ..request import CompletionOutput, RequestOutput
 from .choices import ChatForm, ChoicesWriter, CompletionForm, Form, Tokens
-from .echo import PromptOptions
 from .errors import ApiError, api_error, full_context, invalid
 from .guard import Gate, receive_body, tenant_of
 from .items import ItemWriter
@@ -61,7 +60,7 @@ BodyT = TypeVar("BodyT", bound=GenerationRequest | TokenizeRequest | DetokenizeR
 #: it serves the current event loop, and stops once running requests have finished.
 StreamingEngine: TypeAlias = "EngineClient | ReplicatedEngine"
 #: Makes the writer of an answer, from its form and its request's identifier.
-NewWriter: TypeAlias = Callable[[Form, str], ItemWriter]
+NewWriter: TypeAlias = Callable[[Form, str], ChoicesWriter | ItemWriter]
 
 _LOG = logging.getLogger(__name__)
 #: Names of unknown parameters that are logged, and characters of each: clients cannot fill the log.
@@ -157,7 +156,8 @@ class Service:
         params, new_parser = body.sampling_params(self.sampling_defaults), None
         if isinstance(body, ChatRequest):
             params, new_parser = self.replies.plan(body, params)
-        answer = Answer(self, body, params, tenant, request_id, new_parser, new_writer)
+        new_writer = new_writer or partial(ChoicesWriter, body.stream_options, self.model_name)
+        answer = Answer(self, body, params, tenant, request_id, new_writer, new_parser)
         request.state.answer = answer
         answer.check()
         if body.stream:
@@ -406,7 +406,7 @@ class Service:
 class Answer:
     """The answer to one request of a tenant; `forms` has one entry per attempt.
 
-    `new_parser` is None if the text is the content, `new_writer` for completions and chats.
+    `new_parser` is None if the text is the content.
     """
 
     service: Service
@@ -414,8 +414,8 @@ class Answer:
     params: SamplingParams
     tenant: str | None
     request_id: str
+    new_writer: NewWriter
     new_parser: NewParser | None = None
-    new_writer: NewWriter | None = None
     forms: list[Form] = field(default_factory=list)
 
     def check(self) -> None:
@@ -496,7 +496,7 @@ class Answer:
                     prompts.append(await service.prompts.tokens(prompt, kept))
                     service.check_length(len(prompts[-1]), self.params)
                 num_samples, num_tokens = len(prompts) * self.params.n, sum(map(len, prompts))
-                num_tokens *= self.params.n if self._echoes else 1
+                num_tokens *= self.params.n if getattr(self.body, "echo", None) else 1
                 service.check_logprobs(num_samples, self.params, num_tokens)
                 params = await service.prompts.tokenised(params)
                 check_choice(num_samples, params)
@@ -519,36 +519,13 @@ class Answer:
             except Exception as error:
                 raise api_error(error) from error
 
-    @property
-    def _echoes(self) -> bool:
-        return isinstance(self.body, CompletionRequest) and bool(self.body.echo)
-
     def _new_writer(self) -> ChoicesWriter | ItemWriter:
-        form: Form
+        tokens, params = self.service.tokens, self.params
         if isinstance(self.body, CompletionRequest):
-            form = CompletionForm(self.service.tokens, self.params.n)
+            self.forms.append(CompletionForm(tokens, self.body, params))
         else:
-            form = ChatForm(self.service.tokens, self.params.n, self.new_parser)
-        body, is_cut = self.body, self.body.truncate_prompt_tokens is not None
-        texts = [None if is_cut else getattr(each, "text", None) for each in body.prompts]
-        form.prompts = PromptOptions(
-            echoes=self._echoes,
-            generates=not (self._echoes and body.max_tokens == 0),
-            num_alternatives=self.params.logprobs,
-            num_logprobs=body.prompt_logprobs,
-            reports_tokens=bool(body.return_token_ids),
-            texts=texts,
-        )
-        self.forms.append(form)
-        if self.new_writer is not None:
-            return self.new_writer(form, self.request_id)
-        head = {
-            "id": f"{form.id_prefix}{self.request_id}",
-            "object": form.chunk_object,
-            "created": int(time.time()),
-            "model": self.service.model_name,
-        }
-        return ChoicesWriter(form, head, body.stream_options)
+            self.forms.append(ChatForm(tokens, self.body, params, self.new_parser))
+        return self.new_writer(self.forms[-1], self.request_id)
 
 
 # ---- streams -------------------------------------------------------------------------------------
