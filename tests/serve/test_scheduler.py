@@ -19,12 +19,12 @@ from vmkv.errors import ConfigError
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.request import Request, RequestState
 from vmkv.serve.scheduler import (
-    PlannedChunk,
     PreemptionCosts,
     PreemptionMethod,
     Scheduler,
     StepPlan,
 )
+from vmkv.step.piece import Piece
 
 SWAPPING = PreemptionCosts(copy_bytes_per_s=1e18, mapping_s=0.0)
 RECOMPUTING = PreemptionCosts(flops_per_s=1e30, mapping_s=0.0)
@@ -153,7 +153,7 @@ class Trace:
     scheduler: Scheduler
     view: ModelView
     lives: dict[int, Life] = field(default_factory=dict)
-    pending: tuple[PlannedChunk, ...] = ()
+    pending: tuple[Piece, ...] = ()
     num_steps: int = 0
 
     def add(self, request_id: int, arrival: Arrival, leader: Request | None = None) -> None:
@@ -255,7 +255,7 @@ class Trace:
         for chunk in plan.chunks:
             self.check_chunk(chunk)
 
-    def check_chunk(self, chunk: PlannedChunk) -> None:
+    def check_chunk(self, chunk: Piece) -> None:
         life = self.lives[chunk.request.request_id]
         assert not life.ended
         assert chunk.num_past_tokens == life.computed, "a chunk does not follow the one before"
@@ -264,13 +264,13 @@ class Trace:
         known = life.tokens + life.unread
         assert life.computed <= known, "a chunk has tokens that do not exist yet"
         assert chunk.samples == (life.computed == known)
-        if chunk.from_device:
+        if chunk.token_ids is None:
             assert chunk.num_new_tokens == 1
         else:
             assert life.computed <= life.tokens, "the host has not read a token of the chunk"
         life.unread += chunk.samples
 
-    def read(self, chunk: PlannedChunk) -> None:
+    def read(self, chunk: Piece) -> None:
         life = self.lives[chunk.request.request_id]
         if life.ended or not chunk.samples:
             return
@@ -686,14 +686,14 @@ def test_the_cost_model_compares_bandwidth_with_arithmetic(num_tokens: int) -> N
 
 
 def _upcoming(
-    scheduler: Scheduler, chunks: Sequence[PlannedChunk], view: ModelView
+    scheduler: Scheduler, chunks: Sequence[Piece], view: ModelView
 ) -> tuple[list[tuple[int, int]], int, bool]:
     """What is predicted, with the requests' numbers."""
     wanted, *others = scheduler.upcoming(chunks, view)
     return [(request.request_id, to) for request, to in wanted], *others
 
 
-def _stepped(scheduler: Scheduler, view: ModelView) -> tuple[PlannedChunk, ...]:
+def _stepped(scheduler: Scheduler, view: ModelView) -> tuple[Piece, ...]:
     plan = scheduler.plan(view)
     view.carry_out(plan)
     return plan.chunks

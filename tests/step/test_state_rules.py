@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -193,7 +194,7 @@ def _draw(seed: int, *, captured: bool) -> list[Piece]:
         taken: set[int] = set()
         for at, each in enumerate(pieces):  # A row of a checkpoint is written once in a step.
             if each.checkpoints and each.checkpoints[0][1] in taken:
-                pieces[at] = each._replace(checkpoints=())
+                pieces[at] = replace(each, checkpoints=())
             taken |= {row for _, row in each.checkpoints}
     return [pieces[at] for at in packing_order(pieces)]
 
@@ -283,9 +284,9 @@ def test_what_does_not_fit(rules: PackedRules) -> None:
     """Two checkpoints of a prompt, one of a decoding sequence, and a first token by itself."""
     prompt, decode = Piece(0, 0, 0, 30, None), Piece(0, 1, 5, 1, None)
     assert SIZES.fits([decode, prompt], 1)
-    assert not SIZES.fits([decode, prompt._replace(checkpoints=((16, 8), (20, 9)))], 1)
-    assert not SIZES.fits([decode._replace(checkpoints=((6, 8),)), prompt], 1)
-    assert not SIZES.fits([decode._replace(num_past_tokens=0), prompt], 1)
+    assert not SIZES.fits([decode, replace(prompt, checkpoints=((16, 8), (20, 9)))], 1)
+    assert not SIZES.fits([replace(decode, checkpoints=((6, 8),)), prompt], 1)
+    assert not SIZES.fits([replace(decode, num_past_tokens=0), prompt], 1)
     assert not SIZES.fits([prompt] * 5, 0)
     assert not SIZES.fits([Piece(0, 0, 0, 60, None, checkpoints=((8, 8),))], 0)
 
@@ -305,7 +306,7 @@ def test_chunks_go_over_all_tokens_unless_a_part_follows_a_checkpoint() -> None:
     assert [1, 71] == planned.rounds[0].starts.tolist()
     assert planned.places is not None
     assert [0] == planned.places.tolist() == planned.taken.tolist()
-    two_parts = prompt._replace(checkpoints=((64, 8),))
+    two_parts = replace(prompt, checkpoints=((64, 8),))
     planned = plan_step([decode, two_parts], WIDTH).send(torch.device("cpu"))
     assert [slice(0, 1), slice(1, 65), slice(65, 71)] == [each.tokens for each in planned.rounds]
     assert planned.places is None

@@ -22,6 +22,7 @@ import threading
 import weakref
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -314,7 +315,7 @@ def _packed_pass(
 
     rows = plain.token_ids.view(_NUM_SEQUENCES, _NUM_TOKENS).tolist()
     told = [
-        piece._replace(token_ids=rows[piece.row][piece.num_past_tokens : piece.num_tokens])
+        replace(piece, token_ids=rows[piece.row][piece.num_past_tokens : piece.num_tokens])
         for piece in pieces
     ]
     elsewhere = [[piece.row for piece in pieces]] * (len(stepper.caches) - 1)

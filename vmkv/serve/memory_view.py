@@ -37,11 +37,11 @@ from ..hf.configuration import check_length, layer_windows
 from ..hf.proof import prove
 from ..hf.store import CacheOptions, Signature, Store
 from ..phases import phase
+from ..step.piece import Piece
 from ..step.row_attention import AttentionCalls
 from ..units import format_bytes
 from .options import EngineOptions
 from .request import Request
-from .scheduler import PlannedChunk
 
 _LOG = logging.getLogger(__name__)
 
@@ -274,42 +274,37 @@ class MemoryView:
         return found
 
     @contextmanager
-    def begun_checkpoints(
-        self, chunks: Iterable[PlannedChunk]
-    ) -> Iterator[dict[Request, list[tuple[int, int]]]]:
+    def begun_checkpoints(self, chunks: Iterable[Piece]) -> Iterator[list[int]]:
         """Take memory for the checkpoints of the step that the block submits, where there is some.
 
-        Yields each request's `Piece.checkpoints`, pinned in the block. Call it after the growth of
-        all `chunks`; it evicts what was not used for longest. Without memory there are fewer.
+        Sets `Piece.checkpoints`, and yields their rows, pinned in the block. Call it after the
+        growth of all `chunks`; it evicts what was not used for longest.
         """
-        states = self.cache.states
-        wanted = [
-            (request, num_tokens)
-            for request, past, new, _, _ in (chunks if states is not None else ())
-            for num_tokens in request.checkpoints
-            if past < num_tokens <= past + new
-        ]
-        found: dict[Request, list[tuple[int, int]]] = {}
+        begun: dict[int, tuple[Piece, int]] = {}
         with ExitStack() as pins:
-            begun: dict[int, tuple[Request, int]] = {}
             try:
-                for request, num_tokens in wanted:
-                    at = pins.enter_context(begun_checkpoint(request.sequence, num_tokens))
-                    if at is not None:  # Perhaps that of another: a row's third takes its place.
-                        begun[at] = request, num_tokens
+                for chunk in chunks if self.cache.states is not None else ():
+                    for num_tokens in chunk.request.checkpoints:
+                        if chunk.num_past_tokens < num_tokens <= chunk.num_tokens:
+                            checkpoint = begun_checkpoint(chunk.request.sequence, num_tokens)
+                            at = pins.enter_context(checkpoint)
+                            if at is not None:  # Another's, where a row's third replaces it.
+                                begun[at] = chunk, num_tokens
             except (CapacityError, DriverError):
                 _LOG.debug("no memory for a checkpoint", exc_info=True)
-            for at, (request, num_tokens) in begun.items():
-                found.setdefault(request, []).append((num_tokens, at))
-            yield found
+            for at, (chunk, num_tokens) in begun.items():
+                chunk.checkpoints = (*chunk.checkpoints, (num_tokens, at))
+            yield [*begun]
 
-    def grow(self, chunks: Iterable[PlannedChunk]) -> None:
+    def grow(self, chunks: Iterable[Piece]) -> None:
         """Grow sequences for `chunks`, and padding after `sleep`; all or, on errors, none."""
         wanted = [(each, 1) for each in self._padding if not each.is_closed]
         step = self._num_steps + 1
-        for request, past, new, _, _ in chunks:
+        for chunk in chunks:
+            request, sequence = chunk.request, chunk.request.sequence
             request.last_step = step  # First: a failed growth may have submitted copies.
-            wanted.append((request.sequence, past + new))
+            chunk.row = sequence.row
+            wanted.append((sequence, chunk.num_past_tokens + chunk.num_new_tokens))
         self.cache.grow(wanted)
         self._padding = []
 
@@ -354,15 +349,16 @@ class MemoryView:
             grow_ahead(self.cache, short)
         return is_ready
 
-    def note_computed(self, chunks: Iterable[PlannedChunk]) -> None:
+    def note_computed(self, chunks: Iterable[Piece]) -> None:
         """Record that a step with `chunks` was submitted."""
         submitted_at = self.cache.pool.reclaimer.note_submitted()
         # In this order: if an interrupt comes in between, `_idle_since` waits for this step.
         self._submitted_at = (self._submitted_at[1], submitted_at)
         self._num_steps += 1
-        for request, past, new, _, _ in chunks:
-            request.num_submitted = past + new
-            if past + new <= len(request.prompt_token_ids):
+        for chunk in chunks:
+            request = chunk.request
+            request.num_submitted = num_tokens = chunk.num_past_tokens + chunk.num_new_tokens
+            if num_tokens <= len(request.prompt_token_ids):
                 self._record(request)
 
     def end(self, request: Request, *, keep: bool = True) -> None:

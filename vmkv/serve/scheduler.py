@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..core.cache.geometry import check_positive
 from ..core.memory.arbiter import Rank
 from ..errors import ConfigError
+from ..step.piece import Piece
 from ..units import div_ceil
 from .request import Request, RequestState
 
@@ -51,20 +52,6 @@ class PreemptionMethod(enum.Enum):
     RECOMPUTE = "recompute"  # Dropped and computed again.
 
 
-class PlannedChunk(NamedTuple):
-    """Scheduled chunk of one request.
-
-    `from_device` is whether its one new token is the last one sampled in its slot; `samples` is
-    whether a token is sampled after the chunk.
-    """
-
-    request: Request
-    num_past_tokens: int
-    num_new_tokens: int
-    from_device: bool
-    samples: bool
-
-
 #: A preempted request, and the method.
 Preemption = tuple[Request, PreemptionMethod]
 
@@ -73,13 +60,13 @@ class StepPlan(NamedTuple):
     """Plan of one step, carried out in the order of the attributes.
 
     Swapped requests are resumed before others are admitted and take rows. Chunks are in order of
-    rank, and empty if nothing can run.
+    rank, and empty if nothing can run; they lack rows and checkpoints.
     """
 
     preempted: list[Preemption]
     resumed: list[Request]
     admitted: list[Request]
-    chunks: list[PlannedChunk]
+    chunks: list[Piece]
 
     @property
     def num_tokens(self) -> int:
@@ -299,7 +286,7 @@ class Scheduler:
         most = self.max_num_mixed_tokens
         return 0 if most is None else div_ceil(4 * num_tokens, 5 * most)
 
-    def fewer_tokens(self, chunks: Sequence[PlannedChunk]) -> int:
+    def fewer_tokens(self, chunks: Sequence[Piece]) -> int:
         """Token budget smaller than `chunks`; 0 if there is none. A fixed chunk must still fit."""
         sizes = [chunk.num_new_tokens for chunk in chunks]
         if not self.fixed_chunks:
@@ -346,7 +333,7 @@ class Scheduler:
         return victim, method
 
     def upcoming(
-        self, chunks: Sequence[PlannedChunk], view: MemoryView
+        self, chunks: Sequence[Piece], view: MemoryView
     ) -> tuple[list[tuple[Request, int]], int, bool]:
         """Predict what the next steps need, given the chunks submitted last.
 
@@ -355,9 +342,15 @@ class Scheduler:
         some 0.2 µs per chunk, plus planning while prompts are computed or slots are short.
         """
         wanted = [
-            (request, min(past + new + _STEPS_AHEAD, request.max_total_tokens))
-            for request, past, new, _, samples in chunks
-            if samples
+            (
+                each.request,
+                min(
+                    each.num_past_tokens + each.num_new_tokens + _STEPS_AHEAD,
+                    each.request.max_total_tokens,
+                ),
+            )
+            for each in chunks
+            if each.samples
         ]
         is_cut = len(wanted) < len(chunks)  # A prompt continues: the step was full.
         first = self.first_waiting if self._waiting else None
@@ -414,13 +407,13 @@ class Scheduler:
         request.state = RequestState.RUNNING
         insort(self.running, request, key=attrgetter("rank"))
 
-    def undo(self, chunks: Sequence[PlannedChunk]) -> None:
+    def undo(self, chunks: Sequence[Piece]) -> None:
         """Undo chunks of the last plan that were not submitted, and nothing else of the plan."""
         for chunk in chunks:
             if chunk.request.state is RequestState.RUNNING:
                 untake(chunk)
 
-    def rebase(self, chunk: PlannedChunk, num_past_tokens: int) -> PlannedChunk:
+    def rebase(self, chunk: Piece, num_past_tokens: int) -> Piece:
         """Replan a chunk whose request began with another number of tokens; it never grows."""
         request = chunk.request
         untake(chunk)
@@ -448,22 +441,22 @@ class Scheduler:
 # ---- planning ------------------------------------------------------------------------------------
 
 
-def take(request: Request, num_new_tokens: int) -> PlannedChunk:
+def take(request: Request, num_new_tokens: int) -> Piece:
     """Plan a running request's next chunk of `num_new_tokens`."""
-    samples = num_new_tokens == request.num_left
-    from_device, past = request.is_on_device, request.num_computed
+    samples, past = num_new_tokens == request.num_left, request.num_computed
+    tokens = None if request.is_on_device else request.tokens(past, past + num_new_tokens)
     request.num_computed += num_new_tokens
     if samples:
         request.num_unread += 1
         request.is_on_device = True
-    return PlannedChunk(request, past, num_new_tokens, from_device, samples)
+    return Piece(request.slot, -1, past, num_new_tokens, tokens, samples, request=request)
 
 
-def untake(chunk: PlannedChunk) -> None:
+def untake(chunk: Piece) -> None:
     """Undo `take`."""
     request = chunk.request
     request.num_computed -= chunk.num_new_tokens
-    request.is_on_device = chunk.from_device
+    request.is_on_device = chunk.token_ids is None
     request.num_unread -= chunk.samples
 
 
@@ -543,11 +536,11 @@ class _Planning:
                 if not needed or self._make_room(request, needed):
                     self._decode_tokens -= 1
                     # `take`, inlined: there are hundreds in each plan.
-                    from_device = request.is_on_device
+                    ids = None if request.is_on_device else request.tokens(past, past + 1)
                     request.num_computed = past + 1
                     request.num_unread += 1
                     request.is_on_device = True
-                    chunks.append(PlannedChunk(request, past, 1, from_device, True))
+                    chunks.append(Piece(request.slot, -1, past, 1, ids, request=request))
         self._admit_before(_LAST)
 
     def _admit_before(self, rank: Rank) -> None:

@@ -40,7 +40,7 @@ from .observer import EngineObserver, StepRecord
 from .request import FinishReason, Request, RequestState, TokenLogprobs
 from .runner import LaunchedStep, ModelRunner, PendingTokens, SlotError
 from .sampler import is_out_of_memory
-from .scheduler import PlannedChunk, PreemptionMethod, Scheduler, StepPlan
+from .scheduler import PreemptionMethod, Scheduler, StepPlan
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ class SubmittedStep:
     """A step on the device, of `num_tokens` in all chunks."""
 
     pending: PendingTokens
-    chunks: Sequence[PlannedChunk]
+    chunks: Sequence[Piece]
     num_tokens: int
     submitted_s: float
 
@@ -422,7 +422,7 @@ class StepLoop:
         elif (swapped := self._scheduler.last_swapped) is not None:
             self._drop(swapped)
 
-    def _make_ready(self, chunks: Sequence[PlannedChunk]) -> None:
+    def _make_ready(self, chunks: Sequence[Piece]) -> None:
         is_ready, num_in_vain = False, self._num_in_vain
         is_tried = num_in_vain < _TRIES_MAX or num_in_vain % _TRIES_MAX == 0
         try:
@@ -448,29 +448,22 @@ class StepLoop:
 
     def _submit(self, plan: StepPlan, record: StepRecord) -> SubmittedStep | None:
         chunks = plan.chunks
-        pieces: list[Piece] = []
         writes: list[tuple[int, int, int]] = []
         num_tokens = 0
         needs_host = False  # Whether a token depends on the last one through the host.
         try:
-            with self._view.begun_checkpoints(chunks) as checkpoints:
-                kept_rows = [at for its in checkpoints.values() for _, at in its]
-                for request, past, new, from_device, samples in chunks:
-                    tokens = None
-                    if not from_device:
-                        if not request.is_set:
-                            self._set_slot(request)
-                        tokens = request.tokens(past, past + new)
-                    row = request.sequence.row
-                    kept = checkpoints.get(request, ())
-                    pieces.append(Piece(request.slot, row, past, new, tokens, samples, kept))
-                    writes.append((row, past, past + new))
+            with self._view.begun_checkpoints(chunks) as kept_rows:
+                for chunk in chunks:
+                    request, past, new = chunk.request, chunk.num_past_tokens, chunk.num_new_tokens
+                    if chunk.token_ids is not None and not request.is_set:
+                        self._set_slot(request)
+                    writes.append((chunk.row, past, past + new))
                     num_tokens += new
                     if request.matcher is not None or request.params.logits_processors:
-                        needs_host |= samples
+                        needs_host |= chunk.samples
                 submit: Callable[[Sequence[Piece]], Any] = self.runner.submit
                 with self._view.cache.submitting(writes, kept_rows):
-                    pending = interruptible(self.runner.launch if needs_host else submit, pieces)
+                    pending = interruptible(self.runner.launch if needs_host else submit, chunks)
         except BaseException as error:  # noqa: BLE001  # fails requests, or is raised again
             self._recover(chunks, error)
             return None
@@ -494,7 +487,7 @@ class StepLoop:
         return SubmittedStep(pending, chunks, num_tokens, submitted_s)
 
     def _sample(
-        self, launched: LaunchedStep, chunks: Sequence[PlannedChunk], record: StepRecord
+        self, launched: LaunchedStep, chunks: Sequence[Piece], record: StepRecord
     ) -> PendingTokens:
         """Read the previous step, which may end requests, and sample the one launched."""
         slots = {chunk.request.slot: chunk.request for chunk in chunks if chunk.samples}
@@ -513,7 +506,7 @@ class StepLoop:
             raise SlotError(request.slot, error, "its parameters") from error
         request.is_set = True
 
-    def _recover(self, chunks: Sequence[PlannedChunk], error: BaseException) -> None:
+    def _recover(self, chunks: Sequence[Piece], error: BaseException) -> None:
         """Restore the state before a step that was not submitted, and fail the requests at fault.
 
         An `error` that is no `Exception`, such as an interrupt, is raised again.
@@ -525,7 +518,8 @@ class StepLoop:
             requests = [each for each in requests if each.slot == error.slot]
         self._read()  # The previous step's tokens are valid.
         self._scheduler.undo(chunks)
-        for request, num_past, _, _, _ in chunks:
+        for chunk in chunks:
+            request, num_past = chunk.request, chunk.num_past_tokens
             request.is_on_device = request.is_set = False
             request.num_submitted = min(request.num_submitted, num_past)
             try:
@@ -621,7 +615,7 @@ class StepLoop:
                 self.end(request, reason, failure)
 
     def _report(self, record: StepRecord, plan: StepPlan, observer: EngineObserver) -> None:
-        record.num_decode_tokens = sum([chunk.from_device for chunk in plan.chunks])
+        record.num_decode_tokens = sum([chunk.token_ids is None for chunk in plan.chunks])
         record.num_prefill_tokens = plan.num_tokens - record.num_decode_tokens
         record.num_running = self._scheduler.num_running
         record.num_waiting = self._scheduler.num_waiting

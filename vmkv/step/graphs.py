@@ -328,8 +328,11 @@ class DecodeGraphs(StepGraphs[Bucket]):
         width, count = key[0], len(pieces)
         host, flat = pinned(_LINES * width, self.space.device)
         columns = [
-            (slot, row, past, past + 1, -1 if token_ids is None else token_ids[0])
-            for slot, row, past, _, token_ids, *_ in pieces
+            (
+                *(each.slot, each.row, each.num_past_tokens, each.num_past_tokens + 1),
+                -1 if each.token_ids is None else each.token_ids[0],
+            )
+            for each in pieces
         ]
         columns += [(*self.space.scratch, 0, 1, 0)] * (width - count)
         flat.reshape(_LINES, width)[:] = np.array(columns, np.int32).T

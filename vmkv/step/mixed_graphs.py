@@ -281,7 +281,9 @@ def _fill_decode(
     fields: Fields, pieces: Sequence[Piece], bucket: Bucket, space: GraphSpace
 ) -> None:
     count, width = len(pieces), bucket.num_decode
-    entries = [(row, past + 1, at, slot) for at, (slot, row, past, *_) in enumerate(pieces)]
+    entries = [
+        (each.row, each.num_past_tokens + 1, at, each.slot) for at, each in enumerate(pieces)
+    ]
     entries += [(space.scratch.row, 0, count, space.scratch.slot)] * (width - count)
     sequences = fields.rows, fields.lengths, fields.starts, fields.slots
     for field, values in zip(sequences, zip(*entries, strict=True), strict=True):

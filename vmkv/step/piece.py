@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,12 +20,14 @@ from .row_attention import StepParts, batches
 # ---- pieces --------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
-    """The work of one row in a step.
+@dataclass(slots=True)
+class Piece:
+    """The work of one row in a step: the scheduled chunk of a request.
 
     Attributes:
         slot: Index into `Stepper.last_tokens`; distinct within a step.
-        row: Row in the cache, grown to `num_tokens` plus the over-read before the step.
+        row: Row in the cache, grown to `num_tokens` plus the over-read before the step. The engine
+            sets it when it grows the row.
         num_past_tokens: Tokens whose keys and values are in the row.
         num_new_tokens: Tokens of this step.
         token_ids: The new tokens, on the host; None for the one token in the slot.
@@ -33,6 +35,7 @@ class Piece(NamedTuple):
             nor for recomputed tokens.
         checkpoints: Lengths after which the layers' states are kept, ascending, each with the row
             of the cache's `states` for the copy; all above `num_past_tokens`.
+        request: The engine's request.
     """
 
     slot: int
@@ -42,6 +45,7 @@ class Piece(NamedTuple):
     token_ids: Sequence[int] | None
     samples: bool = True
     checkpoints: Sequence[tuple[int, int]] = ()
+    request: Any = field(default=None, repr=False, compare=False)
 
     @property
     def num_tokens(self) -> int:
@@ -69,7 +73,10 @@ class Piece(NamedTuple):
 
 def packing_order(pieces: Sequence[Piece]) -> list[int]:
     """Return indices of pieces: decodes, one-token beginnings, beginnings, continued prompts."""
-    kinds = [(new > 1, bool(past) == (new > 1)) for _, _, past, new, *_ in pieces]
+    kinds = [
+        (each.num_new_tokens > 1, bool(each.num_past_tokens) == (each.num_new_tokens > 1))
+        for each in pieces
+    ]
     return sorted(range(len(pieces)), key=kinds.__getitem__)
 
 
@@ -113,7 +120,8 @@ class PackedStep:
 
 def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) -> PackedStep:
     """Send a step of pieces in `packing_order` to the device in one copy."""
-    slots, rows, past, new = np.array([piece[:4] for piece in pieces], np.int32).T
+    columns = [(at.slot, at.row, at.num_past_tokens, at.num_new_tokens) for at in pieces]
+    slots, rows, past, new = np.array(columns, np.int32).T
     num_tokens, count = past + new, len(pieces)
     starts = np.zeros(count + 1, np.int32)
     np.cumsum(new, out=starts[1:])

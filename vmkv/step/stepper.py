@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -265,7 +266,7 @@ class Stepper:
         if first.device != self.device:
             steps[first.device] = pack(packed, row_capacities(first), first.device).parts
         for cache, rows in zip(self.caches[1:], rows_elsewhere, strict=True):
-            there = [piece._replace(row=row) for piece, row in zip(packed, rows, strict=True)]
+            there = [replace(piece, row=row) for piece, row in zip(packed, rows, strict=True)]
             steps[cache.device] = pack(there, row_capacities(cache), cache.device).parts
         kept = step.ends if keep is None else torch.as_tensor(keep, device=self.device)
         states = self._states
