@@ -21,7 +21,7 @@ from vmkv import BackendUsage, ConfigError, ExtentPool, HostBackend
 from vmkv.core.memory import Broker, PoolMember, shares
 from vmkv.core.memory.arbiter import PATIENCE_STEPS
 from vmkv.serve import engine as engine_module
-from vmkv.serve import memory_view, step_loop
+from vmkv.serve import served_rows, step_loop
 from vmkv.serve.engine import Engine
 from vmkv.serve.params import SamplingParams
 from vmkv.units import KiB
@@ -43,7 +43,7 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
 def open_engine(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     """Make engines that join the broker; their books are checked, and all is given back."""
     made: list[tuple[Engine, HostBackend]] = []
-    opened = memory_view.open_member_pool
+    opened = served_rows.open_member_pool
 
     def make(**options: Any) -> Engine:
         backend = HostBackend(PAGE)
@@ -51,7 +51,7 @@ def open_engine(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
         def on_small_pages(memory: Any, *args: Any, **figures: Any) -> Any:
             return opened(backend, *args, **figures)
 
-        monkeypatch.setattr(memory_view, "open_member_pool", on_small_pages)
+        monkeypatch.setattr(served_rows, "open_member_pool", on_small_pages)
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_tokens": 128, "seed": 0}
         its = {**defaults, "pool_socket": broker.socket_path, "floor_bytes": 8 * PAGE, **options}
         engine = Engine(copy.deepcopy(tiny_model("llama")), **its)

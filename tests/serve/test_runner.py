@@ -27,10 +27,10 @@ from vmkv.core.cache import KVCache
 from vmkv.core.cache import Sequence as Row
 from vmkv.errors import ClosedError, ConfigError
 from vmkv.hf import compat
-from vmkv.serve.memory_view import fit_budget
 from vmkv.serve.options import EngineOptions
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import ModelRunner, RunnerOptions
+from vmkv.serve.served_rows import fit_budget
 from vmkv.step import Piece
 from vmkv.step.compiled_layers import decoder_layers
 from vmkv.step.graphs import batch_buckets, length_buckets

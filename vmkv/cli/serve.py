@@ -471,8 +471,8 @@ def _check_sharing(arguments: argparse.Namespace) -> None:
 def _check_engine(arguments: argparse.Namespace) -> int:
     """Check engine options without loading the model; return the tokens of the longest request."""
     from ..hf.compat import check_device
-    from ..serve.memory_view import make_store
     from ..serve.scheduler import Scheduler
+    from ..serve.served_rows import make_store
     from .models import check_servable, load_config, longest_request
 
     # The most common error first.

@@ -31,7 +31,7 @@ from ..hf.compat import given_or_loaded
 from ..hf.store import close_later, close_orphans
 from ..units import GiB, format_bytes
 from .guided import Grammars
-from .memory_view import MemoryView, OwnBudget, open_rows, pool_beside
+from .memory_view import MemoryView
 from .observer import EngineObserver, FirstToken, Idle, Observers, RequestAdded, RequestRecord
 from .options import EngineOptions
 from .params import SamplingParams
@@ -39,6 +39,7 @@ from .prompts import check_queued, end_tokens, packed_prompt, resolve, tokenised
 from .request import FinishReason, Request, RequestHandle, RequestOutput, detokenizer_of
 from .runner import ModelRunner, RunnerOptions, make_runner, spare_bytes
 from .scheduler import PreemptionCosts, Scheduler
+from .served_rows import OwnBudget, open_rows, pool_beside
 from .step_loop import Ended, Sampled, Scored, StepLoop
 from .training_turns import TrainingTurns, forget_prefixes, renewed_runner
 from .weights import Weights

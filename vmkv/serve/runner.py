@@ -25,12 +25,12 @@ from ..step.piece import HeadInParts, StepLogits
 from ..step.row_attention import AttentionCalls, check_free
 from ..step.states import run_packed
 from ..step.warm_up import warm_up
-from .memory_view import ServedRows, fit_budget
 from .options import EngineOptions
 from .params import SamplingParams
 from .prompt_scores import Scores, score
 from .request import TokenLogprobs
 from .sampler import SampledTokens, Sampler
+from .served_rows import ServedRows, fit_budget
 from .weights import Weights
 
 # ---- base ----------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from ..core.cache import KVCache
 from ..errors import ConfigError
 from ..hf.proof import Proof, prove
 from ..step.model_guard import checksums_of, eval_mode, unmerge_disabled
-from .memory_view import ServedRows
 from .options import EngineOptions
 from .runner import ModelRunner, make_runner
+from .served_rows import ServedRows
 from .weights import Weights, check_awake
 
 

@@ -29,11 +29,11 @@ from ...core.memory import ExtentPool
 from ...errors import CapacityError, ConfigError, RankError
 from ..engine import Engine
 from ..engine_loop import FAILED_STEPS_MAX
-from ..memory_view import pool_beside
 from ..observer import EngineObserver
 from ..options import EngineOptions
 from ..runner import RunnerOptions
 from ..scheduler import PreemptionCosts
+from ..served_rows import pool_beside
 from . import Ranks, TensorParallel, localise
 from .localise import head_of, load
 from .lockstep import Lockstep, LockstepRunner
