@@ -52,7 +52,7 @@ import vmkv
 from vmkv import Engine, OutOfPagesError, SamplingParams
 from vmkv.attention import AttentionSpec, get
 from vmkv.core.cache.fp8 import FP8
-from vmkv.serve.prompts import packed_prompt
+from vmkv.serve.request import packed_prompt
 from vmkv.units import GiB, KiB, MiB
 
 DTYPES = {"bfloat16": torch.bfloat16, "fp8": FP8}

@@ -24,8 +24,7 @@ from vmkv import ClosedError, ConfigError
 from vmkv.errors import PausedError
 from vmkv.serve.async_engine import AsyncEngine
 from vmkv.serve.engine import Engine
-from vmkv.serve.params import SamplingParams
-from vmkv.serve.prompts import tokenised
+from vmkv.serve.params import SamplingParams, tokenised
 from vmkv.serve.request import FinishReason, RequestOutput, joined
 from vmkv.serve.step_loop import StepLoop
 

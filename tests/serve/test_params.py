@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor
 
 from vmkv import ConfigError
-from vmkv.serve.params import SamplingParams, StructuredOutputs
-from vmkv.serve.prompts import resolve
+from vmkv.serve.params import SamplingParams, StructuredOutputs, resolve
 
 
 @pytest.mark.parametrize(

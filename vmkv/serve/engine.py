@@ -32,16 +32,29 @@ from ..hf.store import close_later, close_orphans
 from ..units import GiB, format_bytes
 from .guided import Grammars
 from .memory_view import MemoryView
-from .observer import EngineObserver, FirstToken, Idle, Observers, RequestAdded, RequestRecord
+from .observer import EngineObserver, FirstToken, Idle, RequestAdded, RequestRecord
 from .options import EngineOptions
-from .params import SamplingParams
-from .prompts import check_queued, end_tokens, packed_prompt, resolve, tokenised, vocabulary_sizes
-from .request import FinishReason, Request, RequestHandle, RequestOutput, detokenizer_of
+from .params import SamplingParams, resolve, tokenised
+from .request import (
+    FinishReason,
+    Request,
+    RequestHandle,
+    RequestOutput,
+    check_queued,
+    detokenizer_of,
+    packed_prompt,
+)
 from .runner import ModelRunner, RunnerOptions, make_runner, spare_bytes
 from .scheduler import PreemptionCosts, Scheduler
 from .served_rows import OwnBudget, open_rows, pool_beside
 from .step_loop import Ended, Sampled, Scored, StepLoop
-from .training_turns import TrainingTurns, forget_prefixes, renewed_runner
+from .training_turns import (
+    TrainingTurns,
+    end_tokens,
+    forget_prefixes,
+    renewed_runner,
+    vocabulary_sizes,
+)
 from .weights import Weights
 
 _LOG = logging.getLogger(__name__)
@@ -98,7 +111,7 @@ class Engine:
         )
         self.tokenizer = tokenizer
         self._vocab_size, self._input_vocab_size = vocabulary_sizes(model)
-        self._observer = observer or Observers(())
+        self._observer = observer
         self._watermark_bytes = given.watermark_bytes
         self._is_idle = True  # Warming up has trimmed the cache.
         self._is_inside = False
@@ -237,7 +250,8 @@ class Engine:
         handle = RequestHandle(requests, text, self)
         for request in requests:
             self._handles[request.request_id] = handle
-            self._observer.on(RequestAdded(request.request_id), self.cache)
+            if self._observer is not None:
+                self._observer.on(RequestAdded(request.request_id), self.cache)
         return handle
 
     @uninterrupted
@@ -291,8 +305,9 @@ class Engine:
             try:
                 if num_tokens == 1:
                     request.first_token_s = time.perf_counter()
-                    wait_s = request.first_token_s - request.arrived_s
-                    self._observer.on(FirstToken(request.request_id, wait_s), self.cache)
+                    if self._observer is not None:
+                        wait_s = request.first_token_s - request.arrived_s
+                        self._observer.on(FirstToken(request.request_id, wait_s), self.cache)
                 may_stop = num_tokens >= params.min_tokens
                 asked = params.structured_outputs
                 if asked is not None and request.matcher is not None:
@@ -303,7 +318,8 @@ class Engine:
                     request.stop_reason = None if token_id in self._end_tokens else token_id
                     reason = FinishReason.STOP
                 else:
-                    _, reason, error = request.add_text([token_id])
+                    if request.detokenizer is not None:
+                        _, reason, error = request.add_text([token_id])
                 if reason is None and num_tokens == params.max_tokens:
                     reason = FinishReason.LENGTH
                 if self.on_update is not None and request.request_id in self._handles:
@@ -321,6 +337,8 @@ class Engine:
         handle = self._handles.pop(request.request_id, None)
         if handle is not None and self.on_update is not None:
             self.on_update(handle)
+        if self._observer is None:
+            return
         record = RequestRecord(
             request_id=request.request_id,
             arrival_s=request.arrived_s,
@@ -381,7 +399,8 @@ class Engine:
     def _note_idle(self) -> None:
         self._is_idle = True
         self.loop.rest()
-        self._observer.on(Idle(self.is_sleeping), self.cache)
+        if self._observer is not None:
+            self._observer.on(Idle(self.is_sleeping), self.cache)
 
     def _give_back(self, is_wanted: Callable[[], bool]) -> bool:
         """Shrink the pool to the watermark; false if interrupted by `is_wanted`."""

@@ -32,9 +32,16 @@ from .engine_loop import (
     Update,
     Wake,
 )
-from .params import SamplingParams
-from .prompts import check_queued, token_ids_of, tokenised
-from .request import FinishReason, Request, RequestHandle, RequestOutput, detokenizer_of
+from .params import SamplingParams, tokenised
+from .request import (
+    FinishReason,
+    Request,
+    RequestHandle,
+    RequestOutput,
+    check_queued,
+    detokenizer_of,
+    token_ids_of,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self

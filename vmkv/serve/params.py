@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from json import dumps
 from typing import Any, NamedTuple, TypeGuard
 
@@ -265,3 +267,87 @@ def _is_integer(value: object) -> TypeGuard[int]:
 
 def _are_tokens(values: Iterable[object]) -> bool:
     return all(_is_integer(each) and 0 <= each <= _INTEGER_MAX for each in values)
+
+
+# ---- resolving -----------------------------------------------------------------------------------
+
+
+def tokenised(params: SamplingParams, tokenizer: Any) -> SamplingParams:
+    """Return parameters with bad words as tokens: each alone and, if that differs, after a space.
+
+    `ConfigError` for stop texts or bad words without a tokenizer.
+    """
+    texts = [each for each in params.bad_words if isinstance(each, str)]
+    if tokenizer is None and (params.stop or texts):
+        name = "stop texts" if params.stop else "bad_words"
+        raise ConfigError(f"{name} need a tokenizer: pass Engine(tokenizer=…)")
+    if not texts:
+        return params
+    words = [each for each in params.bad_words if not isinstance(each, str)]
+    for text in texts:
+        alone, spaced = (
+            tokenizer.encode(before + text.lstrip(), add_special_tokens=False)
+            for before in ("", " ")
+        )
+        words.append(alone)
+        # As vLLM does: not if the space is a token of its own.
+        if spaced[:1] != alone[:1] and len(spaced) == len(alone):
+            words.append(spaced)
+    return replace(params, bad_words=words)
+
+
+def resolve(
+    params: SamplingParams,
+    seed: int,
+    end_tokens: Collection[int],
+    max_tokens: int,
+    vocab_size: int,
+    num_prompt_tokens: int,
+) -> SamplingParams:
+    """Complete the parameters of one sample: seed, stop tokens, `max_tokens`, bad words.
+
+    Bad words of several tokens become a logits processor. `ConfigError` if a token is not in the
+    vocabulary, `min_tokens` do not fit, or no token may come first.
+    """
+    stops, processors = set(params.stop_token_ids), params.logits_processors
+    words: Any = params.bad_words
+    named: dict[str, Iterable[int]] = {"stop_token_ids": stops, "logit_bias": params.logit_bias}
+    named["allowed_token_ids"] = params.allowed_token_ids or ()
+    named["bad_words"] = itertools.chain(*words)
+    for name, token_ids in named.items():
+        outside = sorted({each for each in token_ids if each >= vocab_size})
+        if outside:
+            raise ConfigError(f"{name} {outside} are not in a vocabulary of {vocab_size}")
+    long_words = [list(each) for each in words if len(each) > 1]
+    if long_words:
+        processors = (_without_words(long_words, num_prompt_tokens), *processors)
+    if params.min_tokens > max_tokens:
+        raise ConfigError(
+            f"min_tokens={params.min_tokens}, and at most {max_tokens} fit after this prompt"
+        )
+    if not params.ignore_eos or params.structured_outputs is not None:
+        stops |= {each for each in end_tokens if 0 <= each < vocab_size}
+    banned = {each[0] for each in words if len(each) == 1}
+    if params.min_tokens and params.structured_outputs is None:
+        banned |= stops
+    if banned and banned.issuperset(params.allowed_token_ids or range(vocab_size)):
+        raise ConfigError(
+            "bad_words, and with min_tokens the stop and end-of-sequence tokens, rule out each of "
+            "allowed_token_ids, or of the vocabulary without them: allow another token"
+        )
+    resolved = copy.copy(params)  # Not `replace`, which would check every value again.
+    vars(resolved).update(n=1, seed=seed, max_tokens=max_tokens, logits_processors=processors)
+    vars(resolved).update(stop_token_ids=tuple(sorted(stops)))
+    return resolved
+
+
+def _without_words(words: list[list[int]], num_prompt_tokens: int) -> Callable[..., Any]:
+    """Make a logits processor that bans the last tokens of words whose others were generated."""
+    longest = max(map(len, words)) - 1
+
+    def ban(input_ids: Any, scores: Any) -> Any:
+        output = input_ids[0, num_prompt_tokens:][-longest:].tolist()
+        banned = [word[-1] for word in words if output[1 - len(word) :] == word[:-1]]
+        return scores.index_fill(1, input_ids.new_tensor(banned), -math.inf)
+
+    return ban

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..errors import ConfigError, shown
+from ..hf import compat
 from .detokenize import Detokenizer
 from .params import SamplingParams
 
@@ -325,3 +328,44 @@ def detokenizer_of(
     """Return a detokenizer, or None if no text can be had or is wanted."""
     has_text = tokenizer is not None and params.detokenize
     return Detokenizer(tokenizer, prompt_token_ids, params) if has_text else None
+
+
+# ---- prompts -------------------------------------------------------------------------------------
+
+
+def token_ids_of(prompt: str | Sequence[int] | Any, tokenizer: Any) -> tuple[int, ...]:
+    """Return a prompt's token ids, given as a sequence, a one-dimensional tensor, or text.
+
+    The tokenizer adds its special tokens to text. `ConfigError` if the prompt is text without a
+    tokenizer, or neither text nor tokens.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ConfigError("a prompt of text needs a tokenizer: pass Engine(tokenizer=…)")
+        ids = tokenizer.encode(prompt)
+    else:
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    try:
+        return tuple(ids)
+    except TypeError as error:
+        raise ConfigError(f"a prompt must be text or token ids, not {prompt!r}") from error
+
+
+def packed_prompt(
+    prompt: str | Sequence[int] | Any, tokenizer: Any, vocab_size: int
+) -> memoryview[int]:
+    """Return a prompt's checked token ids as a view of bytes.
+
+    Slices of it are no copies, and prefixes are compared as bytes. `ConfigError` as `token_ids_of`,
+    or for a token outside the vocabulary.
+    """
+    tokens = compat.check_tokens(token_ids_of(prompt, tokenizer), vocab_size)
+    return memoryview(array("q", tokens).tobytes()).cast("q")
+
+
+def check_queued(priority: object, tenant: object) -> None:
+    """Raise `ConfigError` unless the priority has 64 bits, and the tenant is a string or None."""
+    if not isinstance(priority, int) or not -(1 << 63) <= priority < 1 << 63:
+        raise ConfigError(f"priority={shown(priority)} must be an integer of 64 bits")
+    if not isinstance(tenant, str | None):
+        raise ConfigError(f"tenant={shown(tenant)} must be a string, or None")

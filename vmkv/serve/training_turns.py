@@ -11,11 +11,13 @@ See DESIGN.md, Note [Training has the model in turns].
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable
 from typing import Any
 
 from ..core.cache import KVCache
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
+from ..hf import compat
 from ..hf.proof import Proof, prove
 from ..step.model_guard import checksums_of, eval_mode, unmerge_disabled
 from .options import EngineOptions
@@ -103,3 +105,38 @@ def forget_prefixes(cache: KVCache) -> None:
     with cache.pool.lock:
         for row in tuple(cache.prefixes.recorded):
             cache.prefixes.truncate(row)
+
+
+# ---- vocabulary ----------------------------------------------------------------------------------
+
+
+def end_tokens(model: Any) -> frozenset[int]:
+    """Return the model's end-of-sequence tokens, as `model.generate` determines them.
+
+    A generation config takes precedence: None there means no token. `ConfigError` unless integers.
+    """
+    config = getattr(model, "generation_config", None) or model.config
+    ends = getattr(config, "eos_token_id", None)
+    if ends is None:
+        return frozenset()
+    try:
+        return frozenset(map(operator.index, [ends] if isinstance(ends, int) else ends))
+    except TypeError as error:  # For instance a text, whose digits would be tokens.
+        raise ConfigError(
+            f"the model's eos_token_id is {shown(ends)}: neither a token nor a list of tokens"
+        ) from error
+
+
+def vocabulary_sizes(model: Any) -> tuple[int, int]:
+    """Return the number of the logits' columns and of the embedding's rows.
+
+    `ConfigError` if the model is in training mode, or is no causal language model.
+    """
+    if model.training:
+        raise ConfigError("the model is in training mode; call model.eval() first")
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or embedding is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no language model head; load it with AutoModelForCausalLM"
+        )
+    return compat.num_logits(model), compat.num_embeddings(model)

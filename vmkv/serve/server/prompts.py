@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ...units import div_ceil
 from ..grammar_trial import GrammarTrials
 from ..guided import is_fast, vocabulary_of
-from ..params import SamplingParams, StructuredOutputs
-from ..prompts import tokenised
+from ..params import SamplingParams, StructuredOutputs, tokenised
 from .errors import full_context, invalid
 from .lenient import checked
 from .reply_format import is_mistral_common
