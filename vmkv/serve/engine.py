@@ -12,24 +12,23 @@ One thread at a time may use an engine; `AsyncEngine` gives it a thread of its o
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.backend import Backend, open_backend
+from ..core.backend import open_backend
 from ..core.cache import KVCache
 from ..core.interrupts import uninterrupted
 from ..core.memory import ExtentPool
-from ..errors import CapacityError, ClosedError, ConfigError, DriverError, PausedError
+from ..errors import ClosedError, ConfigError, PausedError
 from ..hf.compat import given_or_loaded
 from ..hf.store import close_later, close_orphans
-from ..units import GiB, format_bytes
+from ..units import format_bytes
 from .guided import Grammars
 from .memory_view import MemoryView
 from .observer import EngineObserver, FirstToken, Idle, RequestAdded, RequestRecord
@@ -44,25 +43,19 @@ from .request import (
     detokenizer_of,
     packed_prompt,
 )
+from .resting import RestingEngine
 from .runner import ModelRunner, RunnerOptions, make_runner, spare_bytes
 from .scheduler import PreemptionCosts, Scheduler
 from .served_rows import OwnBudget, open_rows, pool_beside
 from .step_loop import Ended, Sampled, Scored, StepLoop
-from .training_turns import (
-    TrainingTurns,
-    end_tokens,
-    forget_prefixes,
-    renewed_runner,
-    vocabulary_sizes,
-)
+from .training_turns import TrainingTurns, Vocabulary, renewed_runner
 from .weights import Weights
 
-_LOG = logging.getLogger(__name__)
-#: Memory returned to the device between polls for new work: some 10 ms.
-_SLICE_BYTES = 1 * GiB
+if TYPE_CHECKING:
+    from .parallel.lockstep import Lockstep
 
 
-class Engine:
+class Engine(RestingEngine):
     """Serves a transformers model, to one thread at a time; `AsyncEngine` serves many.
 
     Args:
@@ -74,6 +67,7 @@ class Engine:
             that fits the pool alone waits for memory; it fails with `OutOfPagesError` if for 100
             steps no memory comes free and no engine makes progress.
         observer: Receives the engine's events.
+        lockstep: Other ranks of the model; a `ParallelEngine` gives it.
         options: Those of `vmkv.serve.options.EngineOptions`.
 
     Attributes:
@@ -97,9 +91,11 @@ class Engine:
         tokenizer: Any = None,
         pool: ExtentPool | None = None,
         observer: EngineObserver | None = None,
+        lockstep: Lockstep | None = None,
         **options: Any,
     ):
         self._is_closed = True
+        self._lockstep = lockstep
         model, tokenizer = given_or_loaded(model, tokenizer)
         self.options = given = EngineOptions(**options)
         self._scheduler = Scheduler(
@@ -110,15 +106,12 @@ class Engine:
             fixed_chunks=given.deterministic,
         )
         self.tokenizer = tokenizer
-        self._vocab_size, self._input_vocab_size = vocabulary_sizes(model)
+        vocabulary = Vocabulary.of(model)
         self._observer = observer
-        self._watermark_bytes = given.watermark_bytes
         self._is_idle = True  # Warming up has trimmed the cache.
-        self._is_inside = False
         self._random = random.Random(given.seed)
         self._num_requests = 0
         self._handles: dict[int, RequestHandle] = {}
-        self._end_tokens = end_tokens(model)
         self.on_update: Callable[[RequestHandle], None] | None = None
         close_orphans()
         is_shared, pool = pool is not None, pool_beside(model, pool, given)
@@ -129,20 +122,25 @@ class Engine:
             self._weights: Weights | None = None
             if given.can_sleep:
                 agree = (given.runner_options or RunnerOptions()).agree
-                self._weights = Weights(model, self._memory_opener(pool), agree, pool.member)
+                # Another backend of the device; the function must not keep this engine alive.
+                opener = partial(
+                    lockstep.another_backend if lockstep else open_backend, pool.backend.name
+                )
+                self._weights = Weights(model, opener, agree, pool.member)
                 undo.callback(self._weights.close)
                 close_later(self, self._weights)
             self.cache: KVCache = rows.cache
             self._view = MemoryView(self.cache, given, self._scheduler.requests)
             runner = make_runner(model, rows, given, self._weights)
             renew = partial(renewed_runner, model, rows, given, self._weights)
-            self._turns = TrainingTurns(model, runner, renew)
+            self._turns = TrainingTurns(model, vocabulary, runner, renew)
             undo.callback(lambda: self._runner.close())
             self._view.begin_serving()  # Checks that one token fits, with the over-read.
             undo.callback(self._release)
             self._undo = undo.pop_all()
-        its = (tokenizer, self._vocab_size, self._end_tokens)
-        self.grammars = Grammars(*its, is_pinned=self.cache.device.type == "cuda")
+        is_cuda = self.cache.device.type == "cuda"
+        its = (tokenizer, vocabulary.num_logits, vocabulary.ends)
+        self.grammars = Grammars(*its, is_pinned=is_cuda)
         self.loop = StepLoop(
             self._scheduler,
             self._view,
@@ -154,13 +152,8 @@ class Engine:
         )
         spare = spare_bytes(self.cache.device, given)
         self._own_budget = None if is_shared or pool.member else OwnBudget(pool, spare)
-        self._is_stale = False  # Whether free memory may have changed since the budget was set.
         self._is_closed = False
         self.loop.rest()
-
-    def _memory_opener(self, pool: ExtentPool) -> Callable[[], Backend]:
-        """Return a function that opens another backend of a pool's device; refers to no engine."""
-        return partial(open_backend, pool.backend.name)
 
     @property
     def _runner(self) -> ModelRunner:
@@ -203,10 +196,12 @@ class Engine:
         params = params or SamplingParams()
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         text = prompt if isinstance(prompt, str) else None
-        tokens = packed_prompt(prompt, self.tokenizer, self._input_vocab_size)
+        vocabulary = self._turns.vocabulary
+        tokens = packed_prompt(prompt, self.tokenizer, vocabulary.num_embeddings)
         params = tokenised(params, self.tokenizer)
         check_queued(priority, tenant)
-        self.wake()
+        if self._weights is not None or self.cache.away is not None:
+            self.wake()
         if self._is_stale and self._own_budget is not None:
             self._own_budget.refit()
             self._is_stale = False
@@ -219,17 +214,18 @@ class Engine:
                 f"a prompt of {len(tokens)} tokens leaves no room for an answer: requests hold "
                 f"{longest} at most here; shorten it, or raise max_tokens or the budget"
             )
-        asked, ends = params.structured_outputs, self._end_tokens
+        asked, ends = params.structured_outputs, vocabulary.ends
         if asked is not None:
             matchers = [self.grammars.matcher(asked) for _ in range(params.n)]
             ends = self.grammars.end_tokens
-        self._announce("add", prompt, params, priority, tenant=tenant)
+        if self._lockstep is not None:
+            self._lockstep.repeat("add", prompt, params, priority, tenant=tenant)
         requests: list[Request] = []
         try:
             for index in range(params.n):  # Samples after the first fork the computed prompt.
                 seed = params.seed if params.seed is not None else self._random.getrandbits(48)
-                room, vocab_size = max_total - len(tokens), self._vocab_size
-                resolved = resolve(params, seed + index, ends, room, vocab_size, len(tokens))
+                its = (max_total - len(tokens), vocabulary.num_logits, len(tokens))
+                resolved = resolve(params, seed + index, ends, *its)
                 number = self._num_requests
                 leader = requests[0] if requests else None
                 request = Request(number, tokens, resolved, priority, max_total, tenant, leader)
@@ -268,20 +264,19 @@ class Engine:
     def _end(self, request_id: int, reason: FinishReason) -> None:
         request = self._scheduler.requests.get(request_id)
         if request is not None:
-            self._announce("_end", request_id, reason)
+            if self._lockstep is not None:
+                self._lockstep.repeat("_end", request_id, reason)
             self.loop.end(request, reason)
 
     @uninterrupted
     def cancel_all(self, error: Exception | None = None) -> None:
         """Cancel every request, or fail them all with `error`."""
         if error is not None:
-            self._announce("cancel_all", RuntimeError(str(error)))
+            if self._lockstep is not None:
+                self._lockstep.repeat("cancel_all", RuntimeError(str(error)))
             self.loop.end_all(error)
         for handle in tuple(self._handles.values()):
             self.cancel(handle)
-
-    def _announce(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Called before a method changes requests; other ranks of the model repeat the call."""
 
     # ---- outcomes -------------------------------------------------------------------------
 
@@ -315,7 +310,9 @@ class Engine:
                     may_stop = True  # A grammar may end before.
                 if may_stop and token_id in params.stop_token_ids:
                     # The text of a stop token is not part of the output.
-                    request.stop_reason = None if token_id in self._end_tokens else token_id
+                    request.stop_reason = (
+                        None if token_id in self._turns.vocabulary.ends else token_id
+                    )
                     reason = FinishReason.STOP
                 else:
                     if request.detokenizer is not None:
@@ -392,37 +389,17 @@ class Engine:
         Cost: some 10 µs with nothing above the watermark, else some 3 ms per GiB.
         """
         self._check_open()
-        if self._is_idle or self.loop.has_work or not self._give_back(is_wanted):
+        if self._is_idle or self.loop.has_work:
             return
-        self._note_idle()
+        most_bytes = self.options.watermark_bytes
+        if most_bytes is None or self._shrink(most_bytes, is_wanted):
+            self._note_idle()
 
     def _note_idle(self) -> None:
         self._is_idle = True
         self.loop.rest()
         if self._observer is not None:
             self._observer.on(Idle(self.is_sleeping), self.cache)
-
-    def _give_back(self, is_wanted: Callable[[], bool]) -> bool:
-        """Shrink the pool to the watermark; false if interrupted by `is_wanted`."""
-        if self._watermark_bytes is None:
-            return True
-        try:
-            self._reclaim(0)  # The excess is measured once: later changes are other users'.
-            excess_bytes = self.cache.pool.stats().created_bytes - self._watermark_bytes
-            while excess_bytes > 0:
-                if is_wanted():
-                    return False
-                released_bytes = self._reclaim(min(excess_bytes, _SLICE_BYTES))
-                # Zero if the rest is live: a runner's padding row, or memory of other users.
-                excess_bytes = excess_bytes - released_bytes if released_bytes else 0
-        except (CapacityError, DriverError) as error:
-            _LOG.warning("memory above the watermark could not be given back: %s", error)
-        return True
-
-    def _reclaim(self, num_bytes: int) -> int:
-        """Return memory to the device; waits for fences, so that retired memory goes first."""
-        self.cache.pool.reclaimer.wait()
-        return self._view.reclaim(num_bytes)
 
     def generate(
         self,
@@ -478,203 +455,6 @@ class Engine:
         if self.cache.device.type == "cuda":
             torch.cuda.set_device(self.cache.device)
 
-    # ---- training -------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context in which the model can be trained; afterwards the engine serves it again.
-
-        Inside, attention, the layers' `forward` and classes, and gradient checkpointing are as if
-        the model had never been served; parameters are the same objects, whose gradients and
-        `requires_grad` the engine never touches. At the end all modules go to eval mode; the next
-        `paused()` puts modules that were in training mode back into it. Other engines of the model
-        have to be paused, too.
-
-        At the end cached prefixes are forgotten if the address of a parameter or buffer, or any of
-        some 4,096 of its values, has changed; after a change that these may miss, of a few rows of
-        an embedding, say, call `weights_changed`. Where addresses, modules, hooks, settings or
-        adapters have changed, layers are joined, compiled and captured again. The vocabulary and
-        the end-of-sequence tokens are read again.
-
-        Raises:
-            ConfigError: Requests are unfinished (finish or cancel them first), or the engine is
-                paused already. At the end: the model can no longer be served. The engine then stays
-                paused; undo the change, and enter and leave `paused()` again.
-            ClosedError: The engine is closed.
-            DriverError: The device has failed.
-
-        Cost: a look at each module and parameter, and two waits for the device. If addresses or
-            modules have changed, also that of making and warming up another runner.
-        """
-        self._check_outside()
-        try:
-            try:
-                self._pause()  # Holds a KeyboardInterrupt back until its end.
-                yield
-            finally:
-                self._leave()
-        finally:
-            self._leave()  # Again, in case a KeyboardInterrupt came before the first.
-
-    @uninterrupted
-    def weights_changed(self) -> None:
-        """Forget cached prefixes, whose memory is kept; call it once weights have changed.
-
-        Not needed where they change within `paused()`, which compares them. Layers that were joined
-        or captured at other addresses are made again.
-
-        Raises:
-            ConfigError: Requests are unfinished, or the model can no longer be served.
-            ClosedError: The engine is closed.
-        """
-        self._check_at_rest("weights_changed()")
-        self.wake()
-        forget_prefixes(self.cache)
-        if not self._turns.is_paused:
-            self._turns.pause(compares_values=False)
-            self._resume()
-
-    # ---- sleep ----------------------------------------------------------------------------
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether weights or cached prefixes are in host memory, until `wake`."""
-        return bool(self._away())
-
-    @uninterrupted
-    def sleep(self, *, weights: bool = False, graphs: bool = False, prefixes: bool = False) -> None:
-        """Give device memory back to the driver; without `weights` also within `paused()`.
-
-        Cached prefixes are dropped, or with `prefixes` move to host memory, as many as the pool's
-        host budget holds. With `weights` the model's weights move to host memory, and return to the
-        same addresses: the next request, or `wake`, brings both back. Without either nothing has to
-        be woken, and the next request takes what is free then. The budget of the engine's own pool
-        then follows free memory, torch's idle memory included, up to its former value; a shared
-        pool keeps its budget. Captured steps stay unless `graphs`, and so does a row of padding
-        where layers keep states. With `graphs` a step is captured again when next needed, and
-        within `paused()` copies of adapters go as well, which moves the weights beside them, unless
-        `enable_sleep_mode` holds these in place. Does nothing while the engine sleeps.
-
-        While the weights are away the model cannot be used: its call raises `ConfigError`, and a
-        tensor of its weights must not be touched.
-
-        Raises:
-            ConfigError: Requests are unfinished; or `weights`, without the option
-                `enable_sleep_mode`, or while training has the model.
-            ClosedError: The engine is closed.
-            OutOfPagesError: The host has no memory for the weights. The engine is awake.
-            DriverError: The driver refused. The engine is awake, and another call gives the rest
-                back.
-
-        Cost: some 3 ms per GiB, and for what moves 20 ms more, for the first time 200; the next
-            requests map the memory again.
-        """
-        if weights and (self._weights is None or self._turns.is_paused):
-            raise ConfigError(
-                "sleep(weights=True) needs an engine made with enable_sleep_mode=True, and not "
-                "within paused(), since training has the weights; or leave weights out"
-            )
-        self._check_at_rest("sleep()")
-        if self.is_sleeping:
-            return
-        start_s, self._is_stale = time.perf_counter(), True
-        copies = graphs and self._turns.is_paused and self._weights is None
-        self._runner.sleep(graphs=graphs, copies=copies)
-        try:
-            self._view.sleep(keeps_prefixes=prefixes)
-            if weights and self._weights is not None:
-                self._weights.leave()
-        except BaseException:
-            self._view.wake()
-            raise
-        if self._turns.is_paused and self.cache.device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # Each keeps a segment of torch's memory.
-        torch.cuda.empty_cache()
-        if away := self._away():
-            _LOG.info("the engine sleeps: %s, %.2f s", away, time.perf_counter() - start_s)
-            self._note_idle()
-
-    @uninterrupted
-    def wake(self) -> None:
-        """Bring weights and cached prefixes back after `sleep`; does nothing if awake.
-
-        Prefixes are dropped if memory is short. Does not wait for the copies.
-
-        Raises:
-            ClosedError: The engine is closed.
-            CapacityError: The device has no memory for the weights now. The engine still sleeps.
-            DriverError: The driver refused; likewise. If another call fails, too, the weights
-                cannot come back: close the engine and load the model.
-
-        Cost: 35 µs for 64 MiB, while the bus carries them (some 20 ms per GiB).
-        """
-        self._check_open()
-        if not self.is_sleeping:
-            return
-        start_s, away = time.perf_counter(), self._away()
-        if self._weights is not None:
-            self._weights.come_back()
-        self._view.wake()
-        _LOG.info("the engine wakes: %s, %.2f s", away, time.perf_counter() - start_s)
-        self._note_idle()
-
-    def _away(self) -> str:
-        """Say how much is in host memory."""
-        weights, moved = self._weights, self.cache.away
-        parts = [(weights.num_bytes, "weights")] if weights and weights.are_away else []
-        parts += [(moved.copy.num_bytes, "cached prefixes")] if moved else []
-        return " and ".join(f"{format_bytes(size)} of {what}" for size, what in parts)
-
-    # ---- at rest --------------------------------------------------------------------------
-
-    @uninterrupted
-    def _pause(self) -> None:
-        self._check_at_rest("paused()")
-        self.wake()
-        self._turns.pause(compares_values=bool(self.cache.prefixes.recorded))
-        self._is_inside = True
-
-    @uninterrupted
-    def _leave(self) -> None:
-        was_inside, self._is_inside = self._is_inside, False
-        if was_inside and not self._is_closed:
-            self._resume()
-
-    @uninterrupted
-    def _resume(self) -> None:
-        torch.cuda.empty_cache()  # The pool cannot have what training left there.
-        ends = end_tokens(self._turns.model)  # Before the model is taken from training.
-        if self._turns.resume():
-            forget_prefixes(self.cache)
-        self._is_stale, self._end_tokens = True, ends
-        self._vocab_size, self._input_vocab_size = vocabulary_sizes(self._turns.model)
-        self.grammars.renew(self._vocab_size, ends)
-        if self.loop.runner is not self._runner:
-            self.loop.runner = self._runner
-            forget_prefixes(self.cache)
-
-    def _check_outside(self) -> None:
-        if self._is_inside:
-            raise ConfigError("the engine is paused already; leave that paused() first")
-
-    def _check_at_rest(self, call: str) -> None:
-        """Refuse if requests are left; read the steps that ended requests still have submitted."""
-        self._check_open()
-        if self._scheduler.requests:
-            raise ConfigError(
-                f"{len(self._scheduler.requests)} requests are unfinished; finish or cancel them "
-                f"before engine.{call}"
-            )
-        while self.loop.has_work:
-            self.advance()
-
-    def _check_here(self) -> None:
-        if self._turns.is_paused:
-            raise PausedError(
-                "this engine is paused for training: leave engine.paused() before it generates; if "
-                "leaving it raised an error, undo what that names, then enter and leave it again"
-            )
-
     # ---- end ------------------------------------------------------------------------------
 
     @uninterrupted
@@ -688,15 +468,18 @@ class Engine:
         self._is_closed = True
         self._undo.close()
 
-    def _release(self) -> None:
-        """Give the model its weights in torch's memory, before joined ones are parted."""
-        if self._weights is not None:
-            self._view.reclaim()
-            self._weights.close()
+    def _check_here(self) -> None:
+        if self._turns.is_paused:
+            raise PausedError(
+                "this engine is paused for training: leave engine.paused() before it generates; if "
+                "leaving it raised an error, undo what that names, then enter and leave it again"
+            )
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("this engine is closed; make a new one")
+        if self._lockstep is not None:
+            self._lockstep.check()
 
     def __enter__(self) -> Engine:
         return self

@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from ..core.cache import KVCache
 from ..errors import ConfigError, shown
@@ -26,6 +28,26 @@ from .served_rows import ServedRows
 from .weights import Weights, check_awake
 
 
+class Vocabulary(NamedTuple):
+    """Columns of a model's logits, rows of its embedding, and its end-of-sequence tokens."""
+
+    num_logits: int
+    num_embeddings: int
+    ends: frozenset[int]
+
+    @classmethod
+    def of(cls, model: Any) -> Vocabulary:
+        """Read a model's; `ConfigError` if it is in training mode, or no causal language model."""
+        if model.training:
+            raise ConfigError("the model is in training mode; call model.eval() first")
+        if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
+            name = type(model).__name__
+            raise ConfigError(
+                f"{name} has no language model head; load it with AutoModelForCausalLM"
+            )
+        return cls(compat.num_logits(model), compat.num_embeddings(model), end_tokens(model))
+
+
 class TrainingTurns:
     """Hands the model of an engine's runner to training, and takes it up again.
 
@@ -33,12 +55,20 @@ class TrainingTurns:
 
     Attributes:
         model: The model.
+        vocabulary: Its vocabulary.
         runner: The runner in use; another one after `resume` of a changed model.
         is_paused: Whether training has the model.
     """
 
-    def __init__(self, model: Any, runner: ModelRunner, renew: Callable[[], ModelRunner]):
+    def __init__(
+        self,
+        model: Any,
+        vocabulary: Vocabulary,
+        runner: ModelRunner,
+        renew: Callable[[], ModelRunner],
+    ):
         self.model = model
+        self.vocabulary = vocabulary
         self.runner = runner
         self._renew = renew
         self._modes = contextlib.ExitStack()  # Restores the modes of training's last turn.
@@ -59,11 +89,14 @@ class TrainingTurns:
         self.is_paused = True
 
     def resume(self) -> bool:
-        """Serve the model again, in eval mode; returns whether values differ, if compared.
+        """Serve the model again, in eval mode; returns whether cached prefixes are out of date.
 
-        Raises `ConfigError` if the model can no longer be served; training then keeps it.
+        They are if compared values differ, or layers are not those of before. Raises `ConfigError`
+        if the model can no longer be served; training then keeps it.
         """
+        torch.cuda.empty_cache()  # The pool cannot have what training left there.
         with eval_mode(self.model) as modes:
+            vocabulary = Vocabulary.of(self.model)
             unmerge_disabled(self.model)
             before = self._checksums
             is_changed = before is not None and before != checksums_of(self.model)
@@ -71,7 +104,8 @@ class TrainingTurns:
                 self.runner.resume()
             else:
                 self.runner.close()
-                self.runner = self._renew()
+                self.runner, is_changed = self._renew(), True
+            self.vocabulary = vocabulary
             self._modes, self.is_paused = modes.pop_all(), False
         return is_changed
 
@@ -125,18 +159,3 @@ def end_tokens(model: Any) -> frozenset[int]:
         raise ConfigError(
             f"the model's eos_token_id is {shown(ends)}: neither a token nor a list of tokens"
         ) from error
-
-
-def vocabulary_sizes(model: Any) -> tuple[int, int]:
-    """Return the number of the logits' columns and of the embedding's rows.
-
-    `ConfigError` if the model is in training mode, or is no causal language model.
-    """
-    if model.training:
-        raise ConfigError("the model is in training mode; call model.eval() first")
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or embedding is None:
-        raise ConfigError(
-            f"{type(model).__name__} has no language model head; load it with AutoModelForCausalLM"
-        )
-    return compat.num_logits(model), compat.num_embeddings(model)

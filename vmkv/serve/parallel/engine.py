@@ -24,8 +24,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...core.backend import Backend
-from ...core.memory import ExtentPool
 from ...errors import CapacityError, ConfigError, RankError
 from ..engine import Engine
 from ..engine_loop import FAILED_STEPS_MAX
@@ -55,6 +53,8 @@ class ParallelEngine(Engine):
     if the model cannot be divided.
     """
 
+    _lockstep: Lockstep
+
     def __init__(
         self,
         model: Any,
@@ -64,10 +64,10 @@ class ParallelEngine(Engine):
         observer: EngineObserver | None = None,
         **options: Any,
     ):
-        self._is_closed, self._is_following = True, False
+        self._is_closed = True
         given = checked_options(options)
         self._ranks = ranks = tensor_parallel
-        self._lockstep = lockstep = Lockstep(ranks)
+        lockstep = self._lockstep = Lockstep(ranks)
         localise(model, ranks)
         self._memberships = Memberships(ranks)
         self._obey = self._memberships.obey
@@ -81,10 +81,14 @@ class ParallelEngine(Engine):
         its = replace(given, seed=seed, preemption_costs=costs, runner_options=how)
         # The pool has them.
         its = replace(its, budget_bytes=None, host_budget_bytes=0, pool_socket=None)
-        super().__init__(model, tokenizer=tokenizer, observer=observer, pool=pool, **vars(its))
+        super().__init__(
+            model, tokenizer=tokenizer, observer=observer, pool=pool, lockstep=lockstep, **vars(its)
+        )
         try:
             self.grammars.ends_slow = False
-            lockstep.begin(pool, self.max_tokens, self.cache.overread_tokens, self._vocab_size)
+            lockstep.begin(
+                pool, self.max_tokens, self.cache.overread_tokens, self._turns.vocabulary.num_logits
+            )
         except BaseException:
             super().close()
             raise
@@ -102,28 +106,13 @@ class ParallelEngine(Engine):
 
     # ---- rank 0 ---------------------------------------------------------------------------
 
-    @property
-    def _leads(self) -> bool:
-        """Whether other ranks repeat this one's calls: on rank 0, until a rank has ended."""
-        return not self._ranks.rank and self._ranks.failure is None
-
-    def _announce(self, name: str, *arguments: Any, **options: Any) -> None:
-        if self._leads:
-            self._lockstep.note((name, arguments, options))
-
-    def _announce_now(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Have the other ranks make a call at once, as this one does next."""
-        self._announce(name, *arguments, **options)
-        if self._leads:
-            self._lockstep.flush()
-
     def set_budget(self, budget_bytes: int) -> None:
         """Set each rank's memory for keys and values; may evict prefixes and preempt requests.
 
         Raises `ConfigError`, and changes nothing, if running requests use more.
         """
         self._check_open()
-        self._announce_now("set_budget", budget_bytes)
+        self._lockstep.repeat_now("set_budget", budget_bytes)
         self.cache.pool.set_budget(budget_bytes)
 
     def advance(self) -> bool:
@@ -132,7 +121,7 @@ class ParallelEngine(Engine):
             self._check_open()
             while self._memberships.orders:
                 order = self._memberships.orders.popleft()
-                self._announce_now("_obey", *order)
+                self._lockstep.repeat_now("_obey", *order)
                 self._obey(*order)
             if not self.loop.has_work:
                 return False
@@ -155,34 +144,20 @@ class ParallelEngine(Engine):
         self._lockstep.num_requests = len(self._scheduler.requests)
         return more
 
-    def _reclaim(self, num_bytes: int) -> int:
-        self._announce_now("_reclaim", num_bytes)
-        return super()._reclaim(num_bytes)
-
     def sleep(self, **what: bool) -> None:
         """Sleep on all ranks or none, as `Engine.sleep`, but with their graphs."""
         if what.get("graphs"):
             raise ConfigError("sleep(graphs=True) is for models on one device; leave graphs out")
         self._check_at_rest("sleep()")
-        self._announce_now("sleep", **what)
+        self._lockstep.repeat_now("sleep", **what)
         self._lockstep.or_end(partial(super().sleep, **what), CapacityError)
         self._memberships.report()
 
     def wake(self) -> None:
         """Wake all ranks or none, as `Engine.wake`."""
         if self.is_sleeping:
-            self._announce_now("wake")
+            self._lockstep.repeat_now("wake")
             self._lockstep.or_end(super().wake, CapacityError)
-
-    def _memory_opener(self, pool: ExtentPool) -> Callable[[], Backend]:
-        return partial(self._lockstep.another_backend, pool.backend.name)
-
-    def _pause(self) -> None:
-        raise ConfigError("engine.paused() is for models on one device; this one is on several")
-
-    def weights_changed(self) -> None:
-        """Refuse: training has models on one device only."""
-        raise ConfigError("engine.weights_changed() is for models on one device only")
 
     def close(self) -> None:
         """Close this engine; rank 0 also closes those of the other ranks. Idempotent."""
@@ -190,18 +165,12 @@ class ParallelEngine(Engine):
             return
         try:
             self.cancel_all()
-            self._announce_now("close")
+            self._lockstep.repeat_now("close")
         except RankError as error:
             _LOG.error("%s", error)
         if self._ranks.failure is not None:
             self.cancel_all(self._ranks.failure)
         super().close()
-
-    def _check_open(self) -> None:
-        super()._check_open()
-        self._ranks.check()
-        if self._ranks.rank and not self._is_following:
-            raise ConfigError("this rank follows rank 0: call follow(); requests go to rank 0")
 
     # ---- other ranks ----------------------------------------------------------------------
 
@@ -209,7 +178,7 @@ class ParallelEngine(Engine):
         """Repeat rank 0's calls and steps until its engine closes; then close this one."""
         if not self._ranks.rank:
             raise ConfigError("this is rank 0, which takes requests; other ranks call follow()")
-        self._is_following = True
+        self._lockstep.is_following = True
         threading.Thread(target=self.grammars.prepare, daemon=True).start()
         try:
             while not self._is_closed:

@@ -137,7 +137,9 @@ class AgreedBackend(ForwardingBackend):
 class Lockstep:
     """Synchronises one engine with those of the other ranks; calls may raise `RankError`.
 
-    `num_requests` is the number of unfinished requests after the last step, equal on all ranks.
+    Attributes:
+        num_requests: Unfinished requests after the last step, equal on all ranks.
+        is_following: Whether this rank repeats rank 0's calls now.
     """
 
     def __init__(self, group: TensorParallel):
@@ -146,6 +148,13 @@ class Lockstep:
         self._checksum = 0
         self._pool: ExtentPool | None = None
         self.num_requests = 0
+        self.is_following = False
+
+    def check(self) -> None:
+        """Raise `RankError` if a rank has ended, `ConfigError` where rank 0 takes the calls."""
+        self.group.check()
+        if self.group.rank and not self.is_following:
+            raise ConfigError("this rank follows rank 0: call follow(); requests go to rank 0")
 
     # ---- startup --------------------------------------------------------------------------
 
@@ -175,16 +184,23 @@ class Lockstep:
 
     # ---- rank 0 ---------------------------------------------------------------------------
 
-    def note(self, command: Command) -> None:
-        """Queue a command for the other ranks, which run it before the next step.
+    def repeat(self, name: str, *arguments: Any, **options: Any) -> None:
+        """Have the other ranks make a call of their engines before the next step.
 
-        Raises `ConfigError` if it cannot be pickled.
+        They do until a rank has ended. `ConfigError` if the call cannot be pickled.
         """
-        self.group.check()
+        if self.group.rank or self.group.failure is not None:
+            return
         try:
-            self._commands.append(pickle.dumps(command))
+            self._commands.append(pickle.dumps((name, arguments, options)))
         except Exception as error:
             raise ConfigError(f"it cannot be sent to the other ranks: {one_line(error)}") from error
+
+    def repeat_now(self, name: str, *arguments: Any, **options: Any) -> None:
+        """Have the other ranks make a call at once, as this one does next."""
+        self.repeat(name, *arguments, **options)
+        if not self.group.rank and self.group.failure is None:
+            self.flush()
 
     def flush(self, *, is_step: bool = False) -> None:
         """Send the queued commands, and with `is_step` a step, to the other ranks."""
