@@ -1,4 +1,4 @@
-"""Sizes, rounding, and the integer kinds that must not be mixed up."""
+"""Sizes, rounding, names of types, and the integer kinds that must not be mixed up."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ KiB = 1 << 10
 MiB = 1 << 20
 GiB = 1 << 30
 TiB = 1 << 40
+
+DTYPES = ("float32", "float16", "bfloat16")
+"""Types of weights, keys and values."""
+KV_DTYPES = ("auto", "fp8")
+"""Values of `kv_dtype`: the model's own type, or eight bits (`float8_e4m3fn`)."""
 
 #: A virtual address, in bytes.
 Address = NewType("Address", int)

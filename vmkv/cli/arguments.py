@@ -18,10 +18,6 @@ from ..units import GiB, MiB
 
 Commands = Any  # argparse's own type for subparsers is private.
 
-#: Types of weights, keys and values.
-DTYPES = ("float32", "float16", "bfloat16")
-#: Storage types of keys and values: that of the weights, or eight bits.
-KV_DTYPES = ("auto", "fp8")
 #: Kernels and drivers count with int32.
 _INTEGER_MAX = 2**31 - 1
 #: A pebibyte, in GiB and in MiB: more than any host has.

@@ -28,8 +28,7 @@ from ..errors import ConfigError
 from ..hf import compat, probe
 from ..hf.configuration import stated_max_tokens
 from ..serve.parallel import sharding
-from ..units import MiB, div_ceil
-from .arguments import DTYPES
+from ..units import DTYPES, MiB, div_ceil
 
 #: Page size: the driver's granularity on every NVIDIA GPU so far.
 PAGE_BYTES = 2 * MiB

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import ConfigError
-from ..units import GiB, MiB, format_bytes
+from ..units import DTYPES, KV_DTYPES, GiB, MiB, format_bytes
 from . import arguments as types
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ def add_parser(commands: types.Commands) -> None:
     add("--swap", type=types.gib, metavar="GiB", default=0, help="host memory for idle sequences")
     add(
         "--dtype",
-        choices=types.DTYPES,
+        choices=DTYPES,
         help="dtype of keys and values (default: the configuration's)",
     )
     text = "fp8: keys and values in eight bits (default: auto, as --dtype says)"
-    add("--kv-dtype", "--kv-cache-dtype", choices=types.KV_DTYPES, default="auto", help=text)
+    add("--kv-dtype", "--kv-cache-dtype", choices=KV_DTYPES, default="auto", help=text)
     types.add_source(add)
     add("--json", action="store_true", help="print JSON")
 

@@ -23,7 +23,7 @@ from .. import compile_cache
 from ..errors import CapacityError, ConfigError, VMKVError, one_line
 from ..phases import phase
 from ..serve.options import LOGPROBS_MODES, EngineOptions, Limits, ServerOptions
-from ..units import GiB, MiB, format_bytes
+from ..units import DTYPES, KV_DTYPES, GiB, MiB, format_bytes
 from . import arguments as types
 from .folders import check_folder
 from .progress import Progress, handling, on_stderr
@@ -116,7 +116,7 @@ def add_parser(commands: types.Commands) -> None:
     add("--lazy", action="store_true", help=text)
     add("--device", type=types.device, default="auto", help="auto, cpu, cuda, cuda:1 …")
     text = "weight dtype (default: auto, as saved)"
-    add("--dtype", choices=("auto", *types.DTYPES), help=text)
+    add("--dtype", choices=("auto", *DTYPES), help=text)
     flags, text = ("--tensor-parallel", "--tensor-parallel-size"), "GPUs that share the model"
     add(*flags, type=types.positive_int, default=1, help=text)
     add("--chat-template", type=types.name, metavar="FILE", help="Jinja template to use instead")
@@ -129,7 +129,7 @@ def add_parser(commands: types.Commands) -> None:
     add = parser.add_argument_group("engine").add_argument
     _add_all(add, EngineOptions, _ENGINE)
     flags, text = ("--kv-dtype", "--kv-cache-dtype"), "dtype of keys and values"
-    add(*flags, choices=types.KV_DTYPES, default="auto", help=text)
+    add(*flags, choices=KV_DTYPES, default="auto", help=text)
     flags, dest = ("--no-prefix-caching", "--no-enable-prefix-caching"), "prefix_caching"
     add(*flags, dest=dest, action="store_false", help="compute common prefixes again")
     add("--enable-prefix-caching", dest=dest, action="store_true", help="the default")

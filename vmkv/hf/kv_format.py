@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache
 from ..core.cache.disk import whole_file
 from ..core.cache.fp8 import FP8_MAX, LayerScales
 from ..errors import ConfigError
+from ..units import KV_DTYPES
 from . import compat
 
 if TYPE_CHECKING:
@@ -144,8 +145,6 @@ def _scale(largest: float) -> float:
 
 # ---- kv format -----------------------------------------------------------------------------------
 
-KV_DTYPES = ("auto", "fp8")
-"""Values of `kv_dtype`: the model's own type, or eight bits (`float8_e4m3fn`)."""
 _SLIDING = "sliding"
 
 SkipLayers = Collection[int | str] | str
