@@ -281,7 +281,6 @@ class Engine(RestingEngine):
     # ---- outcomes -------------------------------------------------------------------------
 
     def _accept(self, sampled: Sequence[Sampled], scored: Sequence[Scored]) -> list[Ended]:
-        """Take the next token of each request; returns the requests that end."""
         ended: list[Ended] = []
         for request, num_past, entries in scored:
             known = request.prompt_logprobs  # More than `num_past`, if a preempted one recomputes.
@@ -328,7 +327,6 @@ class Engine(RestingEngine):
         return ended
 
     def _ended(self, request: Request, reason: FinishReason, error: Exception | None) -> None:
-        """Record the end of a request that holds no memory any more."""
         _, why, request.error = request.add_text((), reason, error)
         request.finish_reason = why  # Last: other threads take it as the end.
         handle = self._handles.pop(request.request_id, None)

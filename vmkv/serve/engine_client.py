@@ -91,7 +91,6 @@ class _Stream(RequestHandle):
         self.has_news.set()
 
     def take(self) -> RequestOutput:
-        """Return the output since the last call."""
         output = self.output()
         for request in self.requests:
             for column in (request.output_token_ids, request.logprobs, request.texts):
@@ -269,7 +268,6 @@ class EngineClient(abc.ABC):
         """Wait until the engine has ended and its last news was taken."""
 
     def _take(self, news: News) -> None:
-        """Pass news from the engine to its streams."""
         self._heard_s = self._clock()
         self._num_failed_steps, self.is_sleeping = news.num_failed_steps, news.is_sleeping
         for key, error in news.refused:

@@ -226,7 +226,6 @@ class EngineLoop:
         self._publish()
 
     def _wait(self) -> bool:
-        """Wait for work; false to end."""
         try:
             self._engine.fall_idle(is_wanted=self._is_wanted)
         except RankError:
@@ -252,7 +251,6 @@ class EngineLoop:
         return bool(self._commands)
 
     def _end_rest(self) -> None:
-        """Let the commands that waited for a sleep or a pause come next."""
         self._rest = None
         self._commands.extendleft(reversed(self._held))
         self._held.clear()
@@ -260,7 +258,6 @@ class EngineLoop:
     # ---- sleep ----------------------------------------------------------------------------
 
     def _awake_s(self) -> float | None:
-        """Return the seconds until the engine sleeps by itself; None for never."""
         after_s = self._engine.options.sleep_after_s
         if self._is_compiling:
             self._active_s = self._clock()
@@ -377,7 +374,6 @@ class EngineLoop:
                 return
 
     def _hold(self) -> None:
-        """Accept new requests while the device is busy anyway; they join the next step."""
         while not self._is_stopping and (spare_s := self._engine.loop.spare_s) > 0:
             if not self._commands:
                 self._is_wanted(spare_s)
@@ -403,7 +399,6 @@ class EngineLoop:
         self._handles[asked.key], self._keys[handle] = handle, asked.key
 
     def _refuse_waiting(self, error: Exception) -> None:
-        """Refuse the requests that wait: each would try again to wake the engine."""
         self._is_wanted()
         for key in sorted(self._to_add):
             self._refuse(key, error)
@@ -411,11 +406,9 @@ class EngineLoop:
 
     @property
     def _is_compiling(self) -> bool:
-        """Whether requests wait for their grammar; the engine does not know them yet."""
         return any(each.key in self._to_add for each in self._compiling)
 
     def _cancel_all(self) -> None:
-        """Cancel the engine's requests, and those that wait for their grammar."""
         self._engine.cancel_all()
         for each in self._compiling:
             if each.key in self._to_add:

@@ -137,7 +137,6 @@ class GrammarTrials:
 
 
 def _kill(process: Any) -> None:
-    """End a process and its trial. Idempotent."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -172,7 +171,6 @@ def run() -> None:
 
 
 def _tried(vocabulary: llguidance.LLTokenizer, grammar: str, unforced: str) -> str:
-    """Return why a grammar is wrong, or an empty text; beyond the limits the process ends."""
     from llguidance import LLMatcher
 
     with open("/proc/self/statm", encoding="ascii") as file:

@@ -253,7 +253,6 @@ def vocabulary_of(
 
 
 def _grammar_of(asked: StructuredOutputs) -> str:
-    """Return a grammar in llguidance's form; `ConfigError` as by `check_grammar`."""
     texts = (asked.json, asked.regex, asked.grammar, *(asked.choice or ()))
     try:
         num_bytes = sum(len(each.encode()) for each in texts if isinstance(each, str))
@@ -307,14 +306,12 @@ def is_fast(tokenizer: Any) -> bool:
 
 
 def _is_slow(matcher: GuidedMatcher) -> bool:
-    """Whether a mask takes too much processor time; computed again, alone."""
     began_s = time.thread_time()
     matcher.state.compute_bitmask()
     return time.thread_time() - began_s > MASK_S
 
 
 def _withhold(mask: torch.Tensor, token_ids: Sequence[int]) -> None:
-    """Clear the bits of tokens, unless that leaves none."""
     kept = mask.clone()
     for token_id in token_ids:
         bit = 1 << token_id % _BITS

@@ -286,7 +286,6 @@ class MemoryView:
             sequence.record(request.tokens(start, end))
 
     def _may_hit(self, request: Request) -> bool:
-        """Whether the request may begin with a cached prefix: not with `prompt_logprobs`."""
         return self._prefix_caching and request.params.prompt_logprobs is None
 
     def _leader(self, request: Request) -> Sequence | None:

@@ -197,7 +197,6 @@ class BrokerMetrics:
 
 
 def _families(stats: CacheStats) -> Iterator[Metric]:
-    """Yield cache statistics; those that only grow as counters."""
     memory = GaugeMetricFamily("vmkv_memory_bytes", "Memory of the cache", labels=["state"])
     yield _filled(memory, {state: getattr(stats, f"{state}_bytes") for state in _MEMORY})
     yield GaugeMetricFamily("vmkv_sequences", "Live sequences", stats.num_sequences)

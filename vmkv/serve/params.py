@@ -221,7 +221,6 @@ class SamplingParams:
             raise ConfigError("logits_processors must be callable as processor(input_ids, scores)")
 
     def _check_choice(self) -> None:
-        """Check which tokens may be chosen; sequences become tuples."""
         allowed, biases = self.allowed_token_ids, self.logit_bias
         if allowed is not None:
             allowed = _tuple("allowed_token_ids", allowed)
@@ -342,7 +341,6 @@ def resolve(
 
 
 def _without_words(words: list[list[int]], num_prompt_tokens: int) -> Callable[..., Any]:
-    """Make a logits processor that bans the last tokens of words whose others were generated."""
     longest = max(map(len, words)) - 1
 
     def ban(input_ids: Any, scores: Any) -> Any:

@@ -95,7 +95,6 @@ def _passes(
 
 
 def _told(logits: torch.Tensor, follow: Sequence[int], most: int) -> SampledTokens:
-    """Return log-probabilities of tokens, and of the `most` likeliest, for each row of logits."""
     ids = torch.tensor(follow).to(logits.device, non_blocking=True)
     num_logits = logits.shape[1]  # An embedding may have more rows.
     found = []

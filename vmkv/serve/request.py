@@ -141,36 +141,18 @@ class Request:
     """A sample of a prompt, as the engine tracks it. Changed by the engine's thread only.
 
     A client of the engine keeps a `Request` of its own for each sample, with the output that its
-    reader has not taken yet.
-
-    `request_id` ascends in order of arrival. `leader` is the first sample of the same prompt; the
-    first sample has None. `prompt_token_ids` are packed (see `packed_prompt`) and `params`
-    resolved. `detokenizer` makes `texts`, if they are wanted. `matcher` follows the grammar of a
-    guided request through the tokens that were read, whether it runs or is preempted. `rank` is the
-    place in the schedule, smallest first, and never changes.
-    `num_computed` counts tokens whose keys and values are computed, or will be by submitted steps;
-    `num_unread` counts sampled tokens that were not read; `is_on_device` is whether its slot holds
-    the last token, `is_set` whether it holds its parameters. Times are `time.perf_counter`, 0.0
-    until reached.
-
-    `sequence` is its sequence in the cache, if it has one, with the keys and values of
-    `num_submitted` tokens by submitted steps; its length grows before the submission. `last_step`
-    is the number of the step that it was last grown for; None if other work on it was submitted
-    since, such as copies: a request that ends by length is not in the step that runs when its last
-    token is read. `num_sent` output tokens and `num_prompt_sent` entries of `prompt_logprobs` were
-    sent to a client. `checkpoints` are the lengths of its prompt after which layers' states are
-    kept.
+    reader has not taken yet. Times are `time.perf_counter`, 0.0 until reached.
     """
 
-    request_id: int
-    prompt_token_ids: Sequence[int]
-    params: SamplingParams
+    request_id: int  # Ascends in order of arrival.
+    prompt_token_ids: Sequence[int]  # Packed; see `packed_prompt`.
+    params: SamplingParams  # Resolved.
     priority: int = 0
     max_total_tokens: int = 0
     tenant: str | None = None
-    leader: Request | None = None
-    detokenizer: Detokenizer | None = None
-    matcher: Any = None
+    leader: Request | None = None  # First sample of the same prompt; None for the first itself.
+    detokenizer: Detokenizer | None = None  # Makes `texts`, if they are wanted.
+    matcher: Any = None  # Follows a guided request's grammar through the tokens that were read.
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -183,19 +165,24 @@ class Request:
     arrived_s: float = 0.0
     started_s: float = 0.0
     first_token_s: float = 0.0
-    rank: tuple[float, int] = (0, 0)
+    rank: tuple[float, int] = (0, 0)  # Place in the schedule, smallest first; never changes.
     state: RequestState = RequestState.WAITING
     slot: int = -1
-    num_computed: int = 0
-    num_unread: int = 0
-    is_on_device: bool = False
-    is_set: bool = False
-    sequence: Any = None
-    num_submitted: int = 0
+    num_computed: int = (
+        0  # Tokens whose keys and values are computed, or will be by submitted steps.
+    )
+    num_unread: int = 0  # Sampled tokens that were not read.
+    is_on_device: bool = False  # Whether its slot holds the last token,
+    is_set: bool = False  # and whether it holds its parameters.
+    sequence: Any = None  # In the cache, if it has one; its length grows before the submission.
+    num_submitted: int = 0  # Tokens in the sequence by submitted steps.
+    # Step that the sequence was last grown for. None if other work on it was submitted since, such
+    # as copies: a request that ends by length is not in the step that runs when its last token is
+    # read.
     last_step: int | None = None
-    num_sent: int = 0
-    num_prompt_sent: int = 0
-    checkpoints: Sequence[int] = ()
+    num_sent: int = 0  # Output tokens that were sent to a client,
+    num_prompt_sent: int = 0  # and entries of `prompt_logprobs`.
+    checkpoints: Sequence[int] = ()  # Prompt lengths after which layers' states are kept.
 
     @property
     def num_known(self) -> int:

@@ -53,7 +53,6 @@ class RestingEngine:
     # ---- idle memory ----------------------------------------------------------------------
 
     def _shrink(self, most_bytes: int, is_wanted: Callable[[], bool]) -> bool:
-        """Shrink the pool to `most_bytes`; false if interrupted by `is_wanted`."""
         try:
             self._reclaim(0)  # The excess is measured once: later changes are other users'.
             excess_bytes = self.cache.pool.stats().created_bytes - most_bytes
@@ -218,7 +217,6 @@ class RestingEngine:
         self._note_idle()
 
     def _away(self) -> str:
-        """Say how much is in host memory."""
         weights, moved = self._weights, self.cache.away
         parts = [(weights.num_bytes, "weights")] if weights and weights.are_away else []
         parts += [(moved.copy.num_bytes, "cached prefixes")] if moved else []

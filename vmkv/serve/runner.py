@@ -380,7 +380,6 @@ class ModelRunner:
         return PendingTokens(parts, num_logprobs, histories, launched.order, launched.scores)
 
     def _is_scored(self, piece: Piece) -> bool:
-        """Whether log-probabilities are wanted of tokens that follow the piece's in its prompt."""
         _, prompt = self._scored.get(piece.slot, (0, ()))
         return piece.num_past_tokens + 1 < len(prompt)
 

@@ -218,7 +218,6 @@ class Sampler:
         self._staged[slot] = self._as_tensors(params, needs, len(output_token_ids))
 
     def _make_tables(self) -> None:
-        """Make tables `[slots, vocabulary]`: marks of tokens, and their counts in the output."""
         size = (self.max_num_seqs + 1, self.vocab_size)
         try:
             marks = torch.zeros(size, dtype=torch.uint8, device=self.device)
@@ -312,7 +311,6 @@ class Sampler:
         return ids.expand_as(noisy).gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
 
     def _scaled(self, scores: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Divide by the temperatures that are not 0."""
         temperature = self._floats[slots, _TEMPERATURE, None]
         return scores / temperature.masked_fill(temperature == 0, 1.0)
 
@@ -340,7 +338,6 @@ class Sampler:
     def _processed(
         self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Return scores `[n, vocabulary]` whose softmax is what `tokens [n]` were drawn from."""
         if not needs.draws:
             return scores
         if not needs.cuts:
@@ -382,7 +379,6 @@ class Sampler:
     def _as_tensors(
         self, params: SamplingParams, needs: _Needs, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convert a slot's parameters, in the order of their columns."""
         floats = [
             params.temperature and _clamped(params.temperature),
             params.top_p,
@@ -397,7 +393,6 @@ class Sampler:
         return torch.tensor(floats, dtype=torch.float32), torch.tensor(integers)
 
     def _upload(self) -> None:
-        """Send the staged slots: three launches for any number of them."""
         if not self._staged:
             return
         slots = torch.tensor(list(self._staged)).to(self.device, non_blocking=True)
@@ -413,7 +408,6 @@ class Sampler:
     def _mark(
         self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
     ) -> None:
-        """Mark tokens of the prompt and banned ones, and count those of the output."""
         marks, counts = self._marks[slot].zero_(), self._token_counts[slot].zero_()
         if params.allowed_token_ids is not None:
             marks.fill_(_NEVER).index_fill_(0, self._sent(params.allowed_token_ids), 0)
@@ -453,7 +447,6 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def _allowed(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Replace tokens `[n]` by -1 where `scores [n, vocabulary]` rule them out."""
     return tokens.masked_fill(scores.gather(1, tokens[:, None])[:, 0] == -math.inf, -1)
 
 

@@ -513,7 +513,6 @@ class _Planning:
         self._plan = StepPlan([], [], [], [])
 
     def plan(self) -> StepPlan:
-        """Make the plan."""
         try:
             self._plan_all()
         finally:
@@ -596,7 +595,6 @@ class _Planning:
         return True
 
     def _make_room(self, request: Request, num_pages: int) -> bool:
-        """Take pages for a request, preempting requests ranked behind it; returns success."""
         self._promised_pages -= num_pages
         if num_pages and request.rank > self.outranked_by:
             return False
@@ -613,7 +611,6 @@ class _Planning:
     def _take_pages(
         self, num_pages: int, kept_pages: int = 0, looks_for_surplus: bool = True
     ) -> bool:
-        """Take free pages if `kept_pages` are left; returns success."""
         wanted, free_pages = num_pages + kept_pages, self._free_pages
         if free_pages is None:
             free_pages = self.view.free_pages() - self.withheld_pages

@@ -153,7 +153,6 @@ class Pace:
         return min(_SLICE_S, due_s - now_s)
 
     def _began_s(self, step: SubmittedStep) -> float | None:
-        """When the device began a step whose predecessors were waited for; None if unknown."""
         is_sure = step.submitted_s >= self._unsure_s
         return max(step.submitted_s, self._free_s) if is_sure else None
 
@@ -310,7 +309,6 @@ class StepLoop:
             self._member.ask(0, 0, is_busy=False)
 
     def _follow(self, member: PoolMember) -> None:
-        """Preempt requests whose memory a broker wants back, and ask it ahead of need."""
         while member.excess_bytes > 0 and self._scheduler.last_rank is not None:
             running = self._scheduler.running
             num_pages = self._view.held_pages(running[-1]) if running else 0
@@ -325,7 +323,6 @@ class StepLoop:
         self._num_asked = num_requests
 
     def _advance(self, record: StepRecord) -> tuple[SubmittedStep | None, StepPlan]:
-        """Plan, make room and submit; plan again while memory turns out to be short."""
         self._withheld_pages //= 2
         was_short, num_begun, max_begun = False, 0, None
         reclaimer = self._view.cache.pool.reclaimer
@@ -411,7 +408,6 @@ class StepLoop:
             self._drop(request)
 
     def _drop(self, request: Request) -> None:
-        """Make a preempted request recompute."""
         self._scheduler.drop_swapped(request)
         self._view.end(request)
 
@@ -435,7 +431,6 @@ class StepLoop:
         self._num_in_vain = 0 if is_ready and is_tried else num_in_vain + 1
 
     def _give_up(self, plan: StepPlan) -> None:
-        """Undo a plan that failed: requests that were to begin wait again."""
         self._scheduler.undo(plan.chunks)
         for request in plan.admitted:
             self._view.end(request)
@@ -489,7 +484,6 @@ class StepLoop:
     def _sample(
         self, launched: LaunchedStep, chunks: Sequence[Piece], record: StepRecord
     ) -> PendingTokens:
-        """Read the previous step, which may end requests, and sample the one launched."""
         slots = {chunk.request.slot: chunk.request for chunk in chunks if chunk.samples}
         start_s = time.perf_counter()
         self._read()
@@ -579,7 +573,6 @@ class StepLoop:
     # ---- reading --------------------------------------------------------------------------
 
     def _read(self, num_left: int = 0) -> None:
-        """Read submitted steps except the last `num_left`."""
         while len(self._pending) > num_left:
             step = self._pending[0]
             try:

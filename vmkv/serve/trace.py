@@ -70,7 +70,6 @@ class ChromeTrace:
             self._draw_request(event)
 
     def _draw_request(self, request: RequestRecord) -> None:
-        """Draw the request as bars from its arrival to its end."""
         arguments = {
             "prompt_tokens": request.num_prompt_tokens,
             "cached_tokens": request.num_cached_tokens,
@@ -89,7 +88,6 @@ class ChromeTrace:
                 self._write("e", name, ts=_us(end_s), **common)
 
     def _draw_step(self, step: StepRecord, cache: ObservedCache) -> None:
-        """Draw the step's parts one after another, and its tokens and queue as curves."""
         at_s = start_s = step.start_s
         tokens = {"prefill": step.num_prefill_tokens, "decode": step.num_decode_tokens}
         arguments = {f"{name}_tokens": number for name, number in tokens.items()}

@@ -129,7 +129,6 @@ def renewed_runner(
 
 
 def _comparable(made: Proof | ServedRows) -> object:
-    """Return the attention calls, with what each layer keeps in place of its cache objects."""
     states = made.calls.states.items()
     return made.calls._replace(states={}), {at: (*each.shapes.items(),) for at, each in states}
 

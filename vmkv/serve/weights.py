@@ -144,7 +144,6 @@ class Weights:
             undo.pop_all()
 
     def _open_pool(self, backend: Backend, num_bytes: int) -> ExtentPool:
-        """Open the weights' pool, which brings a broker the memory that they take already."""
         if self._beside is None:
             return ExtentPool(
                 backend, num_bytes, host_budget_bytes=num_bytes, on_pressure=torch.cuda.empty_cache
@@ -159,7 +158,6 @@ class Weights:
         )
 
     def _has_budget(self) -> bool:
-        """Wait for a broker to give what the weights need; false if it does not."""
         pool = self._table.pool
         while pool.member is not None and pool.budget_bytes < self.num_bytes:
             if not pool.member.grow(self.num_bytes - pool.budget_bytes):
@@ -339,14 +337,12 @@ def _refuse(model: Any, args: Any) -> NoReturn:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield parameters, buffers, and tensors that are plain attributes, such as joint weights."""
     for module in model.modules():
         for held in (module._parameters, module._buffers, vars(module)):
             yield from (each for each in held.values() if isinstance(each, torch.Tensor))
 
 
 def _by_storage(model: torch.nn.Module, device: torch.device) -> dict[int, _Sharing]:
-    """Return the tensors of each storage on a device, by its address, in the order of modules."""
     found: dict[int, dict[int, torch.Tensor]] = {}
     each: Any
     for each in _tensors(model):
@@ -363,7 +359,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 @torch.no_grad()
 def _move(sharing: _Sharing, target: torch.Tensor) -> None:
-    """Have tensors of one storage use that of `target`, which has the same bytes."""
     storage = target.untyped_storage()
     for each in sharing:
         empty = torch.empty(0, dtype=each.dtype, device=storage.device)

@@ -87,7 +87,6 @@ class TensorParallel:
         collectives.register(self.name, self._sums)
 
     def _open_sums(self, timeout_s: float) -> OneShotSums | None:
-        """Open one-shot sums if all ranks can; a rank that cannot makes all use NCCL."""
         sums = reason = None
         try:
             if len({*self._gather(socket.gethostname())}) > 1:
@@ -109,7 +108,6 @@ class TensorParallel:
         return None
 
     def _gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, pickled, in rank order; a collective call."""
         values: list[Any] = [None] * self.size
         self._call(lambda: dist.all_gather_object(values, value, group=self._agreement))
         return values
@@ -233,7 +231,6 @@ class TensorParallel:
             self._store.set(_FAILED.format(self.rank), "")
 
     def _unanswered(self) -> str:
-        """Name the ranks that do not answer, not even with a noted failure."""
         self._note_failure()
         deadline_s = time.monotonic() + _NOTICE_S
         silent = [rank for rank in range(self.size) if rank != self.rank]

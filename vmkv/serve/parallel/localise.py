@@ -164,7 +164,6 @@ def _localise_parameters(model: torch.nn.Module, plan: Any, share: Share) -> Non
 def _filled_up(
     part: torch.Tensor, whole: torch.Size, style: str | None, share: Share
 ) -> torch.Tensor:
-    """Pad a part that is gathered to the number of rows that every rank has."""
     if style is None or not (sharding.COLUMNS.get(style) or style == sharding.EMBEDDING):
         return part
     rows = div_ceil(whole[0], share.size)
@@ -195,7 +194,6 @@ def _change_class(module: Any, style: str, group: TensorParallel) -> None:
 
 @functools.cache
 def _derived(partial: type, of: type) -> type:
-    """Return a subclass of `of` that computes with a part; one per class."""
     return type(f"Partial{of.__name__}", (partial, of), {})
 
 

@@ -46,15 +46,12 @@ Command = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class _StepFence(Fence):
-    """Passes when the results of all steps submitted before it were read."""
-
     def __init__(self, upstream: Fence, backend: AgreedBackend):
         self._upstream = upstream
         self._backend = backend
         self._num_steps = backend.num_submitted
 
     def has_passed(self) -> bool:
-        """Return whether the steps were read; if so, waits for other work, such as copies."""
         if self._backend.num_completed < self._num_steps:
             return False
         self._upstream.wait()
@@ -234,7 +231,6 @@ class Lockstep:
         self._checksum = zlib.crc32(",".join(map(str, result.token_ids)).encode(), self._checksum)
 
     def _state(self) -> int:
-        """Return a checksum of sampled tokens, pool counters and number of requests."""
         if self._pool is None:
             return self._checksum
         stats = self._pool.stats()
@@ -295,8 +291,6 @@ class LockstepRunner:
 
 
 class _LockstepStep:
-    """Wraps `PendingTokens`: a failure on one rank ends all ranks."""
-
     def __init__(self, pending: PendingTokens, number: int, lockstep: Lockstep):
         self._pending = pending
         self._number = number

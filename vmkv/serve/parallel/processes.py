@@ -128,7 +128,6 @@ class Ranks:
     # ---- ranks that end -------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Wait until a rank ends or a kernel times out; then fail the group."""
         reason = None
         while reason is None:
             ready: list[Any] = wait([self._closing, *self._connections], _WATCH_S)
@@ -144,7 +143,6 @@ class Ranks:
             self.group.lose(reason)
 
     def _stop_watching(self, watcher: threading.Thread) -> None:
-        """Stop the watcher, so that it does not abort connections during shutdown."""
         self._is_closing = True
         self._close_watcher.close()
         watcher.join()
@@ -161,7 +159,6 @@ class Ranks:
         return self._reason
 
     def _hear(self, rank: int) -> str:
-        """Wait for a rank's message: `_BEGUN`, or why it ends or has ended."""
         try:
             message = self._connections[rank - 1].recv()
         except (EOFError, OSError):
@@ -188,7 +185,6 @@ def _check(size: int, device_type: str) -> None:
 
 @contextlib.contextmanager
 def _environment(rank: int, size: int) -> Iterator[None]:
-    """Set a rank's environment variables for transformers and others; restore them afterwards."""
     ours = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), **_LOOPBACK}
     before = {name: os.environ[name] for name in ours if name in os.environ}
     os.environ.update(ours)
@@ -215,7 +211,6 @@ def _run_rank(
     target: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
-    """Entry point of a rank's process."""
     be_child(connection)
     try:
         connection.send(_BEGUN)

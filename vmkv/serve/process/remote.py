@@ -45,8 +45,6 @@ _RESTART_MAX_S = 60.0
 
 
 class _Connection(asyncio.Protocol):
-    """Decodes messages from the engine's process."""
-
     def __init__(self, take: Callable[[Any], None], lose: Callable[[], None]):
         self._take = take
         self._lose = lose
@@ -113,7 +111,6 @@ class EngineProcess(EngineClient):
             self._start()
 
     def _start(self) -> None:
-        """Start a process and wait until its engine is ready."""
         with self._starting:
             started, self._started = self._started or start_process(self._make), None
             self._worker = started.process
@@ -176,7 +173,6 @@ class EngineProcess(EngineClient):
             await asyncio.shield(self._opening)
 
     async def _open(self) -> None:
-        """Connect to the engine, which a lazy client starts first."""
         try:
             if self._worker is None:
                 await self._start_late()
@@ -270,13 +266,11 @@ class EngineProcess(EngineClient):
         self._tell_idle()
 
     def _tell_idle(self) -> None:
-        """Reset observers to an empty cache and no requests."""
         self.stats = self._empty
         self._tell([Idle()])
 
 
 def _first_message(connection: socket.socket) -> Ready:
-    """Wait for the engine; raise the exception that it failed with."""
     unpacker = Unpacker()
     while True:
         data = connection.recv(_READ_BYTES)
