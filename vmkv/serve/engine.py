@@ -44,7 +44,7 @@ from .request import (
     packed_prompt,
 )
 from .resting import RestingEngine
-from .runner import ModelRunner, RunnerOptions, make_runner, spare_bytes
+from .runner import ModelRunner, make_runner, spare_bytes
 from .scheduler import PreemptionCosts, Scheduler
 from .served_rows import OwnBudget, open_rows, pool_beside
 from .step_loop import Ended, Sampled, Scored, StepLoop
@@ -121,17 +121,16 @@ class Engine(RestingEngine):
             close_later(self, rows.cache)
             self._weights: Weights | None = None
             if given.can_sleep:
-                agree = (given.runner_options or RunnerOptions()).agree
                 # Another backend of the device; the function must not keep this engine alive.
-                opener = partial(
-                    lockstep.another_backend if lockstep else open_backend, pool.backend.name
-                )
+                opening = open_backend if lockstep is None else lockstep.another_backend
+                agree = int if lockstep is None else lockstep.group.max
+                opener = partial(opening, pool.backend.name)
                 self._weights = Weights(model, opener, agree, pool.member)
                 undo.callback(self._weights.close)
                 close_later(self, self._weights)
             self.cache: KVCache = rows.cache
             self._view = MemoryView(self.cache, given, self._scheduler.requests)
-            runner = make_runner(model, rows, given, self._weights)
+            runner = make_runner(model, rows, given, self._weights, lockstep)
             renew = partial(renewed_runner, model, rows, given, self._weights)
             self._turns = TrainingTurns(model, vocabulary, runner, renew)
             undo.callback(lambda: self._runner.close())

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,7 @@ from ..errors import ClosedError, ConfigError, VMKVError
 from ..hf import compat
 from ..step import Piece, Stepper
 from ..step.model_guard import places_of, settings_of, unmerge_disabled
-from ..step.piece import HeadInParts, StepLogits
+from ..step.piece import StepLogits
 from ..step.row_attention import AttentionCalls, check_free
 from ..step.states import run_packed
 from ..step.warm_up import warm_up
@@ -32,6 +32,9 @@ from .request import TokenLogprobs
 from .sampler import SampledTokens, Sampler
 from .served_rows import ServedRows, fit_budget
 from .weights import Weights
+
+if TYPE_CHECKING:
+    from .parallel.lockstep import Lockstep
 
 # ---- base ----------------------------------------------------------------------------------------
 
@@ -203,9 +206,6 @@ class RunnerOptions:
             anyway.
         few_sizes: Capture fewer sizes of decode steps, which pad more: graphs take less memory.
         show_progress: Show a progress bar while warming up.
-        agree: Returns the maximum of a number over all ranks.
-        wrap: Wraps the finished runner in one with the same methods.
-        head: The model's output head in parts, for tensor parallelism; see `GraphSpace`.
     """
 
     compile_layers: bool | None = None
@@ -214,9 +214,6 @@ class RunnerOptions:
     max_graph_tokens: int = 2048
     few_sizes: bool = False
     show_progress: bool = True
-    agree: Callable[[int], int] = int
-    wrap: Callable[[Any], Any] = lambda runner: runner
-    head: HeadInParts | None = None
 
 
 class ModelRunner:
@@ -230,9 +227,15 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Any, cache: KVCache, given: EngineOptions, calls: AttentionCalls | None = None
+        self,
+        model: Any,
+        cache: KVCache,
+        given: EngineOptions,
+        calls: AttentionCalls | None = None,
+        lockstep: Lockstep | None = None,
     ):
         self._model = model
+        self._agree: Callable[[int], int] = int if lockstep is None else lockstep.group.max
         self._given = given
         self._options: RunnerOptions = given.runner_options or RunnerOptions()
         self._device = cache.device
@@ -254,7 +257,8 @@ class ModelRunner:
                 self.stepper.resume()
             if self._wants(self._options.capture):
                 largest = min(self._options.max_graph_tokens, given.max_num_batched_tokens)
-                its: dict[str, Any] = {"agree": self._options.agree, "head": self._options.head}
+                head = None if lockstep is None else lockstep.head
+                its: dict[str, Any] = {"agree": self._agree, "head": head}
                 few, dtype = self._options.few_sizes, self.stepper.logits_dtype
                 self.stepper.make_graphs(vocab_size, dtype, largest, few=few, **its)
                 if self.stepper.has_states and self.stepper.mixed_graphs is None:
@@ -401,7 +405,7 @@ class ModelRunner:
         at = torch.tensor(slots, dtype=torch.int64).to(self._device, non_blocking=True)
         logits, processed = step.logits, None
         if has_processors:
-            processed = _process(logits, slots, histories, self._options.agree)
+            processed = _process(logits, slots, histories, self._agree)
         sampled = self.sampler.sample(logits, at, slots, processed, masks)
         # Without a token a request ends, after a further step that any token will do for.
         self.stepper.last_tokens.index_copy_(0, at, sampled.token_ids.clamp(min=0))
@@ -425,7 +429,7 @@ class ModelRunner:
             must_compile=bool(options.compile_layers),
             then=lambda: self.sampler.warm_up(dtype),
             show_progress=options.show_progress,
-            agree=options.agree,
+            agree=self._agree,
         )
 
     def pause(self) -> None:
@@ -481,7 +485,11 @@ def spare_bytes(device: torch.device, given: EngineOptions) -> int:
 
 
 def make_runner(
-    model: Any, rows: ServedRows, given: EngineOptions, weights: Weights | None = None
+    model: Any,
+    rows: ServedRows,
+    given: EngineOptions,
+    weights: Weights | None = None,
+    lockstep: Lockstep | None = None,
 ) -> ModelRunner:
     """Make an engine's runner and warm it up; `weights`, if given, takes the model's weights first.
 
@@ -506,13 +514,13 @@ def make_runner(
             chosen = options.compile_layers
             weights.hold(joins=rows.cache.device.type == "cuda" if chosen is None else chosen)
             undo.callback(weights.close)
-        runner = ModelRunner(model, rows.cache, replace(given, runner_options=options), rows.calls)
+        given = replace(given, runner_options=options)
+        runner = ModelRunner(model, rows.cache, given, rows.calls, lockstep)
         undo.callback(runner.close)
         runner.sampler.tells_processed = given.logprobs_mode == "processed_logprobs"
         if kind == "graphs":
             runner.warm_up()
         if rows.cache.device.type == "cuda":
             fit_budget(rows.cache.pool, spare_bytes(rows.cache.device, given))
-        wrapped: ModelRunner = options.wrap(runner)
         undo.pop_all()
-    return wrapped
+    return runner if lockstep is None else lockstep.wrapped(runner)

@@ -29,12 +29,11 @@ from ..engine import Engine
 from ..engine_loop import FAILED_STEPS_MAX
 from ..observer import EngineObserver
 from ..options import EngineOptions
-from ..runner import RunnerOptions
 from ..scheduler import PreemptionCosts
 from ..served_rows import pool_beside
 from . import Ranks, TensorParallel, localise
 from .localise import head_of, load
-from .lockstep import Lockstep, LockstepRunner
+from .lockstep import Lockstep
 from .membership import Memberships
 
 _LOG = logging.getLogger(__name__)
@@ -69,6 +68,7 @@ class ParallelEngine(Engine):
         self._ranks = ranks = tensor_parallel
         lockstep = self._lockstep = Lockstep(ranks)
         localise(model, ranks)
+        lockstep.head = head_of(model)
         self._memberships = Memberships(ranks)
         self._obey = self._memberships.obey
         pool = pool_beside(model, None, given, lockstep.backend, self._memberships.join)
@@ -76,9 +76,7 @@ class ParallelEngine(Engine):
         # Choices that a rank would make for itself are rank 0's.
         seed = ranks.share(random.getrandbits(64) if given.seed is None else given.seed)
         costs = ranks.share(given.preemption_costs or PreemptionCosts.of(model))
-        how, wrap = given.runner_options or RunnerOptions(), partial(LockstepRunner, lockstep)
-        how = replace(how, agree=ranks.max, wrap=wrap, head=head_of(model))
-        its = replace(given, seed=seed, preemption_costs=costs, runner_options=how)
+        its = replace(given, seed=seed, preemption_costs=costs)
         # The pool has them.
         its = replace(its, budget_bytes=None, host_budget_bytes=0, pool_socket=None)
         super().__init__(

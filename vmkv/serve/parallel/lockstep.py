@@ -32,6 +32,7 @@ from ...core.backend import (
 from ...core.memory import ExtentPool
 from ...errors import ConfigError, DriverError, OutOfAddressSpaceError, one_line
 from ...step import Piece
+from ...step.piece import HeadInParts
 from ...units import Handle
 from ..runner import LaunchedStep, ModelRunner, PendingTokens, SlotError, StepResult
 from ..sampler import is_out_of_memory
@@ -137,6 +138,7 @@ class Lockstep:
     Attributes:
         num_requests: Unfinished requests after the last step, equal on all ranks.
         is_following: Whether this rank repeats rank 0's calls now.
+        head: The model's output head in parts; None if it is whole.
     """
 
     def __init__(self, group: TensorParallel):
@@ -146,6 +148,7 @@ class Lockstep:
         self._pool: ExtentPool | None = None
         self.num_requests = 0
         self.is_following = False
+        self.head: HeadInParts | None = None
 
     def check(self) -> None:
         """Raise `RankError` if a rank has ended, `ConfigError` where rank 0 takes the calls."""
@@ -212,6 +215,10 @@ class Lockstep:
         return [pickle.loads(each) for each in commands], is_step
 
     # ---- all ranks ------------------------------------------------------------------------
+
+    def wrapped(self, runner: ModelRunner) -> Any:
+        """Return a runner with the same methods, whose failures are those of all ranks."""
+        return LockstepRunner(self, runner)
 
     def or_end(self, call: Callable[[], _R], agreed: type[Exception] = ConfigError) -> _R:
         """Return the result of a call; an error on one rank ends all ranks.
