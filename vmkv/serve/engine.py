@@ -312,9 +312,8 @@ class Engine(RestingEngine):
                         None if token_id in self._turns.vocabulary.ends else token_id
                     )
                     reason = FinishReason.STOP
-                else:
-                    if request.detokenizer is not None:
-                        _, reason, error = request.add_text([token_id])
+                elif request.detokenizer is not None:
+                    _, reason, error = request.add_text([token_id])
                 if reason is None and num_tokens == params.max_tokens:
                     reason = FinishReason.LENGTH
                 if self.on_update is not None and request.request_id in self._handles:
@@ -331,20 +330,8 @@ class Engine(RestingEngine):
         handle = self._handles.pop(request.request_id, None)
         if handle is not None and self.on_update is not None:
             self.on_update(handle)
-        if self._observer is None:
-            return
-        record = RequestRecord(
-            request_id=request.request_id,
-            arrival_s=request.arrived_s,
-            start_s=request.started_s or None,
-            first_token_s=request.first_token_s or None,
-            end_s=time.perf_counter(),
-            num_prompt_tokens=len(request.prompt_token_ids),
-            num_output_tokens=len(request.output_token_ids),
-            finish_reason=str(why),
-            num_cached_tokens=request.num_cached_tokens,
-        )
-        self._observer.on(record, self.cache)
+        if self._observer is not None:
+            self._observer.on(RequestRecord.of(request), self.cache)
 
     # ---- running --------------------------------------------------------------------------
 

@@ -6,45 +6,34 @@ the cache during a call. `metrics.py` and `trace.py` implement observers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..core.cache import CacheStats
+
+if TYPE_CHECKING:
+    from .request import Request
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """Measurements of one step on the host, in seconds; `start_s` is a `time.perf_counter`.
+    """Measurements of one step on the host, in seconds; `start_s` is a `time.perf_counter`."""
 
-    Attributes:
-        start_s: Start of planning.
-        plan_s: Scheduling.
-        map_s: Growing sequences: page tables and driver calls.
-        submit_s: Launching the model and the sampling.
-        ready_s: Making memory ready for the next steps.
-        wait_s: Waiting for the previous step's tokens.
-        fence_wait_s: Part of `map_s` spent waiting for fences.
-        num_prefill_tokens: Prompt tokens that the step computes.
-        num_decode_tokens: Sequences that the step decodes.
-        num_running, num_waiting: Requests after the step.
-        num_swapped: Requests preempted by swapping.
-        num_recomputed: Requests preempted by dropping their memory.
-    """
-
-    start_s: float
-    plan_s: float = 0.0
-    map_s: float = 0.0
-    submit_s: float = 0.0
-    ready_s: float = 0.0
-    wait_s: float = 0.0
-    fence_wait_s: float = 0.0
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    num_swapped: int = 0
-    num_recomputed: int = 0
+    start_s: float  # Start of planning.
+    plan_s: float = 0.0  # Scheduling.
+    map_s: float = 0.0  # Growing sequences: page tables and driver calls.
+    submit_s: float = 0.0  # Launching the model and the sampling.
+    ready_s: float = 0.0  # Making memory ready for the next steps.
+    wait_s: float = 0.0  # Waiting for the previous step's tokens.
+    fence_wait_s: float = 0.0  # Part of `map_s` spent waiting for fences.
+    num_prefill_tokens: int = 0  # Prompt tokens that the step computes.
+    num_decode_tokens: int = 0  # Sequences that the step decodes.
+    num_running: int = 0  # Requests after the step,
+    num_waiting: int = 0  # and those that wait.
+    num_swapped: int = 0  # Requests preempted by swapping.
+    num_recomputed: int = 0  # Requests preempted by dropping their memory.
 
     @property
     def total_s(self) -> float:
@@ -69,6 +58,21 @@ class RequestRecord:
     num_output_tokens: int
     finish_reason: str
     num_cached_tokens: int = 0
+
+    @classmethod
+    def of(cls, request: Request) -> RequestRecord:
+        """Record a request that ends now."""
+        return cls(
+            request.request_id,
+            request.arrived_s,
+            request.started_s or None,
+            request.first_token_s or None,
+            time.perf_counter(),
+            len(request.prompt_token_ids),
+            len(request.output_token_ids),
+            str(request.finish_reason),
+            request.num_cached_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,19 +54,12 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step whose forward pass is launched, and whose tokens are not sampled yet.
+    """A step whose forward pass is launched, and whose tokens are not sampled yet."""
 
-    Attributes:
-        passes: Logits of each forward pass that samples; valid until the next launch.
-        slots: Slots to sample, by row of all passes.
-        order: Rows in the order of the pieces; None if they are in order.
-        scores: Log-probabilities of prompts.
-    """
-
-    passes: Sequence[StepLogits]
-    slots: Sequence[int]
-    order: Sequence[int] | None
-    scores: Sequence[Scores] = ()
+    passes: Sequence[StepLogits]  # Of each pass that samples; valid until the next launch.
+    slots: Sequence[int]  # Slots to sample, by row of all passes.
+    order: Sequence[int] | None  # Rows in the order of the pieces; None if they are in order.
+    scores: Sequence[Scores] = ()  # Log-probabilities of prompts.
 
 
 class SlotError(VMKVError):

@@ -93,20 +93,12 @@ _LEAST, _MOST = 1e-5, 1e5
 
 
 class SampledTokens(NamedTuple):
-    """Sampled tokens, on the device; log-probabilities are None unless a slot requests them.
+    """Sampled tokens, on the device; log-probabilities are None unless a slot requests them."""
 
-    Attributes:
-        token_ids: `[n] int64`; -1 where bans, a mask and logits processors leave no token.
-        logprobs: `[n] float32`, of the tokens under the model's unmodified logits, or the processed
-            ones.
-        top_token_ids: `[n, k] int64`, likeliest first; k is the most that a slot requests.
-        top_logprobs: `[n, k] float32`, of `top_token_ids`.
-    """
-
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor | None = None
-    top_token_ids: torch.Tensor | None = None
-    top_logprobs: torch.Tensor | None = None
+    token_ids: torch.Tensor  # `[n] int64`; -1 if bans, a mask and logits processors leave no token.
+    logprobs: torch.Tensor | None = None  # `[n] float32`, under the model's or processed logits.
+    top_token_ids: torch.Tensor | None = None  # `[n, k] int64`, likeliest first, as many as wanted.
+    top_logprobs: torch.Tensor | None = None  # `[n, k] float32`, of `top_token_ids`.
 
     def rows(self) -> Iterator[tuple[float, list[int], list[float]]]:
         """Iterate over the log-probabilities of each token; over nothing if there are none."""
