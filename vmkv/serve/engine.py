@@ -214,8 +214,8 @@ class Engine(RestingEngine):
                 f"{longest} at most here; shorten it, or raise max_tokens or the budget"
             )
         asked, ends = params.structured_outputs, vocabulary.ends
+        matchers = [asked and self.grammars.matcher(asked) for _ in range(params.n)]
         if asked is not None:
-            matchers = [self.grammars.matcher(asked) for _ in range(params.n)]
             ends = self.grammars.end_tokens
         if self._lockstep is not None:
             self._lockstep.repeat("add", prompt, params, priority, tenant=tenant)
@@ -223,13 +223,11 @@ class Engine(RestingEngine):
         try:
             for index in range(params.n):  # Samples after the first fork the computed prompt.
                 seed = params.seed if params.seed is not None else self._random.getrandbits(48)
-                its = (max_total - len(tokens), vocabulary.num_logits, len(tokens))
-                resolved = resolve(params, seed + index, ends, *its)
-                number = self._num_requests
+                sizes = (max_total - len(tokens), vocabulary.num_logits, len(tokens))
+                resolved = resolve(params, seed + index, ends, *sizes)
                 leader = requests[0] if requests else None
-                request = Request(number, tokens, resolved, priority, max_total, tenant, leader)
-                if asked is not None:
-                    request.matcher = matchers[index]
+                its = (self._num_requests, tokens, resolved, priority, max_total, tenant, leader)
+                request = Request(*its, matcher=matchers[index])
                 request.arrived_s = time.perf_counter()
                 if params.prompt_logprobs is not None:
                     request.prompt_logprobs.append(None)
