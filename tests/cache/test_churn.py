@@ -1,4 +1,4 @@
-"""Ten thousand sequences with forks and prefixes leave no memory or handles behind.
+"""Thousands of sequences with forks and prefixes leave no memory or handles behind.
 
 Growth is measured after a warm-up in which every cache and list reaches its size.
 """
@@ -20,12 +20,12 @@ from vmkv.core.memory import check_pool
 from vmkv.units import KiB, MiB
 
 PAGE = 4 * KiB
-NUM_SEQUENCES = 10_000
-NUM_WARM_UP = 2_000
+NUM_SEQUENCES = 4_000
+NUM_WARM_UP = 1_000
 BUDGET_PAGES = 600
-#: Measured in ten runs: 0.1 MiB. If each of 8,000 sequences leaked its object it would be 2.2 MiB,
-#: its list of tokens 3.9, a tensor over it 5.3, a page 31.
-_GROWTH_BYTES_MAX = 2 * MiB
+#: Measured in ten runs: 0.1 MiB. If each of 3,000 sequences leaked its object it would be 0.8 MiB,
+#: its list of tokens 1.5, a tensor over it 2, a page 12.
+_GROWTH_BYTES_MAX = 0.75 * MiB
 
 
 def _resident_bytes() -> int:
@@ -101,7 +101,7 @@ class _Churn:
 
 
 @pytest.mark.slow
-def test_nothing_grows_over_ten_thousand_sequences() -> None:
+def test_nothing_grows_over_thousands_of_sequences() -> None:
     """Driver objects, descriptors, index entries and the process's memory do not grow."""
     backend = HostBackend(PAGE)
     pool = ExtentPool(backend, BUDGET_PAGES * PAGE, scrub="cross-tenant", close_when_unused=True)
@@ -125,7 +125,7 @@ def test_nothing_grows_over_ten_thousand_sequences() -> None:
     empty = BackendUsage(num_reservations=1, reserved_bytes=usage.reserved_bytes)
     assert (empty, 0) == (usage, index_entries)
     peaks = []
-    for num_sequences in range(NUM_WARM_UP + 1000, NUM_SEQUENCES + 1, 1000):
+    for num_sequences in range(NUM_WARM_UP + 500, NUM_SEQUENCES + 1, 500):
         churn.run(num_sequences)
         peaks.append(backend.usage())
     after = settled()
@@ -136,7 +136,7 @@ def test_nothing_grows_over_ten_thousand_sequences() -> None:
     assert max(each.num_mappings for each in peaks) <= 16 * 40
     assert {usage.num_reservations} == {each.num_reservations for each in peaks}
     stats = cache.stats()
-    assert min(stats.num_prefix_hits, stats.sharing.num_forks) > 2_000
+    assert min(stats.num_prefix_hits, stats.sharing.num_forks) > 800
     assert min(stats.sharing.aliased_bytes, stats.sharing.copied_on_write_bytes) > 0
     check_pool(pool)
     cache.close()

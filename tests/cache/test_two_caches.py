@@ -182,7 +182,7 @@ def test_threads_with_a_cache_each(host: HostBackend, budget_pages: int) -> None
     workers = [_Worker(pool, number) for number in range(NUM_THREADS)]
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         barrier = threading.Barrier(NUM_THREADS)
-        ends = [threads.submit(worker.run, 250, barrier) for worker in workers]
+        ends = [threads.submit(worker.run, 120, barrier) for worker in workers]
     for end in ends:
         end.result()
     assert all(worker.num_forks and worker.num_hits for worker in workers)

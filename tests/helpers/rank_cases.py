@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import transformers
 
 import vmkv
 from helpers import tiny_models
@@ -981,18 +980,8 @@ WIDE_BYTES = 3 * 12 * 2048 * 2048 // 2 * 2
 
 def wide_part_on_a_gpu(group: TensorParallel) -> Any:
     """A model whose weights show in a device's free memory."""
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=2048,
-        intermediate_size=5461 // 64 * 64,
-        num_hidden_layers=3,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        return transformers.LlamaForCausalLM(config).eval().to(torch.bfloat16)
+    sizes = {"hidden_size": 2048, "intermediate_size": 5461 // 64 * 64}
+    return kernel_model(**sizes, num_attention_heads=16, num_key_value_heads=16)
 
 
 def part_that_fails(group: TensorParallel) -> Any:

@@ -15,6 +15,7 @@ import transformers
 from tokenizers import AddedToken
 
 from .serving import MAX_TOKENS, tiny_tokenizer
+from .tiny_models import llama_config
 
 #: Messages in ChatML; the answer begins with the first message, which is a script's token.
 CHAT_TEMPLATE = (
@@ -85,17 +86,16 @@ def _pieces(text: str, known: set[str]) -> list[str]:
 
 def _model(successors: torch.Tensor, max_tokens: int) -> Any:
     size = len(successors)
-    config = transformers.LlamaConfig(
-        vocab_size=size,
-        hidden_size=size,
-        intermediate_size=8,
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
+    sizes = {"vocab_size": size, "hidden_size": size, "intermediate_size": 8}
+    config = llama_config(
+        **sizes,
+        **heads,
         num_hidden_layers=1,
-        num_attention_heads=1,
-        head_dim=8,
         max_position_embeddings=max_tokens,
         bos_token_id=0,
         eos_token_id=1,
-        tie_word_embeddings=False,
+        pad_token_id=None,
     )
     model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():

@@ -41,6 +41,7 @@ from vmkv.serve.server.schema import ChatRequest
 from vmkv.serve.start import open_socket
 
 from . import warm_python
+from .tiny_models import llama_config
 
 ROOT = Path(__file__).parents[2]
 TEXT = [
@@ -107,18 +108,9 @@ def tiny_llama() -> Any:
 
 @functools.cache
 def _tiny_llama() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=len(tiny_tokenizer()),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_TOKENS,
-        bos_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=False,
-    )
+    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+    sizes = {"vocab_size": len(tiny_tokenizer()), "max_position_embeddings": MAX_TOKENS}
+    config = llama_config(**sizes, **ends)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
     generator = torch.Generator().manual_seed(0)

@@ -42,8 +42,14 @@ _BASE: dict[str, Any] = {
 _SLIDING_AND_FULL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 
-def _llama() -> PretrainedConfig:
-    return transformers.LlamaConfig(**_BASE)
+def tiny_shape(**changes: Any) -> dict[str, Any]:
+    """Sizes and tokens of most tiny models, with changes."""
+    return {**_BASE, **changes}
+
+
+def llama_config(**changes: Any) -> PretrainedConfig:
+    """The tiny Llama, with changes."""
+    return transformers.LlamaConfig(**tiny_shape(**changes))
 
 
 def _mistral() -> PretrainedConfig:
@@ -213,7 +219,7 @@ def _whisper() -> PretrainedConfig:
 
 
 _CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": _llama,
+    "llama": llama_config,
     "mistral": _mistral,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -258,6 +264,17 @@ def tiny_model(name: str, attention: str = "eager", *, seed: int = 0) -> PreTrai
         factory = transformers.AutoModelForSeq2SeqLM
     elif name == "whisper":
         factory = transformers.AutoModelForSpeechSeq2Seq
+    return model_from(config, attention, seed=seed, factory=factory)
+
+
+def model_from(
+    config: PretrainedConfig,
+    attention: str = "eager",
+    *,
+    seed: int = 0,
+    factory: Any = transformers.AutoModelForCausalLM,
+) -> PreTrainedModel:
+    """A model like `tiny_model`, of any configuration."""
     torch.manual_seed(seed)
     model = factory.from_config(config, attn_implementation=attention).eval().float()
     redraw_weights(model, seed)
@@ -270,13 +287,9 @@ def tiny_model(name: str, attention: str = "eager", *, seed: int = 0) -> PreTrai
 def kernel_model(device: str = "cuda", **sizes: int) -> PreTrainedModel:
     """A small Llama in bfloat16 with a head size that kernels support."""
     torch.manual_seed(0)
-    defaults = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        intermediate_size=512,
-        max_position_embeddings=2048,
-        **{"num_key_value_heads": 2, **defaults, **sizes},
-    )
+    defaults = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+    defaults |= {"vocab_size": 256, "max_position_embeddings": 2048}
+    config = llama_config(**{**defaults, **sizes})
     made = transformers.AutoModelForCausalLM.from_config(config).eval().to(device, torch.bfloat16)
     made.generation_config.eos_token_id = None
     made.generation_config.pad_token_id = 0

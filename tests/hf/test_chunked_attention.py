@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from helpers.ragged import alone, random_prompts
+from helpers.ragged import alone, check_generate, check_padded_engine, random_prompts
 from helpers.tiny_models import (
     SERVED_LATELY,
     WINDOW,
@@ -93,27 +93,12 @@ def test_pieces_are_cut_where_chunks_end() -> None:
 @pytest.mark.parametrize("chunk", [1, 3, 16, 8192])
 def test_prompts_in_passes_of_any_size(model: Any, chunk: int) -> None:
     """Passes end within chunks, at their ends, and span several."""
-    prompts = random_prompts(40, 1, 8, 9, 16, 25)
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
-    said = vmkv.generate(
-        model, prompts, max_num_batched_tokens=chunk, budget_bytes=BUDGET_BYTES, **options
-    )
-    assert [alone(model, prompt, **options) for prompt in prompts] == said
+    check_generate(model, random_prompts(40, 1, 8, 9, 16, 25), 12, max_num_batched_tokens=chunk)
 
 
 def test_engines_with_steps_as_for_graphs(model: Any) -> None:
     """Decode steps are captured; steps with prompts are not, since their tiles may span chunks."""
-    prompts = random_prompts(40, 1, 8, 25, 9)
-    options = RunnerOptions(capture=True, show_progress=False)
-    with Engine(
-        model, runner="graphs", runner_options=options, max_num_seqs=4, budget_bytes=BUDGET_BYTES
-    ) as engine:
-        assert engine._runner.stepper.decode_graphs is not None
-        assert engine._runner.stepper.mixed_graphs is None
-        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
-    assert [alone(model, prompt, max_new_tokens=12, do_sample=False) for prompt in prompts] == [
-        [*prompt, *each.outputs[0].token_ids] for prompt, each in zip(prompts, outputs, strict=True)
-    ]
+    check_padded_engine(model, random_prompts(40, 1, 8, 25, 9), 12, is_mixed=False)
 
 
 def test_a_prompt_that_ends_one_token_past_a_chunk_is_no_decode_step(model: Any) -> None:

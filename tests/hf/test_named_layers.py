@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import families, survey
-from helpers.ragged import alone, random_prompts
+from helpers.ragged import check_generate, check_padded_engine, random_prompts
 from transformers import cache_utils
 
 import vmkv
@@ -40,26 +40,12 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("chunk", [3, 8192])
 def test_prompts_in_chunks_of_any_size(model: Any, chunk: int) -> None:
-    expected = [alone(model, prompt, **GREEDY) for prompt in PROMPTS]
-    said = vmkv.generate(
-        model, PROMPTS, max_num_batched_tokens=chunk, budget_bytes=BUDGET_BYTES, **GREEDY
-    )
-    assert expected == said
+    check_generate(model, PROMPTS, max_num_batched_tokens=chunk)
 
 
 @pytest.mark.slow
 def test_engines_with_steps_as_for_graphs(model: Any) -> None:
-    """Padded decode steps, and steps of tiles where no layer keeps a state."""
-    expected = [alone(model, prompt, **GREEDY) for prompt in PROMPTS]
-    options = RunnerOptions(capture=True, show_progress=False)
-    with Engine(
-        model, runner="graphs", runner_options=options, max_num_seqs=4, budget_bytes=BUDGET_BYTES
-    ) as engine:
-        outputs = engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=8))
-    assert expected == [
-        prompt + list(each.outputs[0].token_ids)
-        for prompt, each in zip(PROMPTS, outputs, strict=True)
-    ]
+    check_padded_engine(model, PROMPTS)
 
 
 def test_the_proof_finds_named_layers(model: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.tiny_models import VERSION, VOCABULARY
+from helpers.tiny_models import VERSION, VOCABULARY, llama_config, model_from, tiny_shape
 
 import vmkv
 from vmkv import ConfigError, Engine, SamplingParams
@@ -20,16 +20,6 @@ from vmkv.hf import compat
 from vmkv.units import MiB
 
 LIMIT = 32
-_SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-}
 _ROPE = "rope_parameters" if VERSION >= (5, 0) else "rope_scaling"
 
 
@@ -37,28 +27,16 @@ def _config(kind: str) -> Any:
     theta = {"rope_theta": 10000.0} if VERSION >= (5, 0) else {}
     if kind == "dynamic":
         rope = {"rope_type": "dynamic", "factor": 4.0, **theta}
-        return transformers.LlamaConfig(**_SHAPE, max_position_embeddings=LIMIT, **{_ROPE: rope})
+        return llama_config(max_position_embeddings=LIMIT, **{_ROPE: rope})
     rope = {"short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 6.0, 9.0], **theta}
     rope["type" if VERSION < (5, 0) else "rope_type"] = "longrope"
     if VERSION >= (5, 0):
         rope["original_max_position_embeddings"] = LIMIT
     return transformers.Phi3Config(
-        **_SHAPE,
-        max_position_embeddings=8 * LIMIT,
+        **tiny_shape(max_position_embeddings=8 * LIMIT),
         original_max_position_embeddings=LIMIT,
         **{_ROPE: rope},
     )
-
-
-def _model(kind: str) -> Any:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(_config(kind)).eval()
-    for parameter in model.parameters():
-        if parameter.ndim >= 2:
-            torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
 
 
 def _prompt(count: int) -> list[int]:
@@ -75,7 +53,7 @@ def _alone(model: Any, prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_sequences_up_to_the_limit_are_exact(kind: str) -> None:
     """With `generate`, and with an engine, whose default `max_tokens` is the limit."""
-    model = _model(kind)
+    model = model_from(_config(kind))
     prompts = [_prompt(5), _prompt(20)]
     expected = [_alone(model, prompt, 12) for prompt in prompts]
     assert expected == vmkv.generate(model, prompts, max_new_tokens=12, do_sample=False)
@@ -90,7 +68,7 @@ def test_sequences_up_to_the_limit_are_exact(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_a_sequence_beyond_the_limit_is_refused(kind: str) -> None:
     """The error names the limit, and VMKVCache, which serves longer sequences."""
-    model = _model(kind)
+    model = model_from(_config(kind))
     message = f"beyond {LIMIT} tokens, .* may reach 33: .*VMKVCache"
     with pytest.raises(ConfigError, match=message):
         vmkv.generate(model, [_prompt(5), _prompt(21)], max_new_tokens=12)
@@ -107,7 +85,7 @@ def test_a_sequence_beyond_the_limit_is_refused(kind: str) -> None:
 
 def test_default_rotary_embeddings_have_no_limit() -> None:
     """A model with several kinds of layers has the limit of any of them."""
-    assert compat.rope_limit_tokens(transformers.LlamaConfig(**_SHAPE)) is None
+    assert compat.rope_limit_tokens(llama_config()) is None
     if VERSION >= (5, 0):
         config = transformers.Gemma3TextConfig(max_position_embeddings=64)
         assert compat.rope_limit_tokens(config) is None

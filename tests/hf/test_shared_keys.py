@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import survey
-from helpers.ragged import alone, random_prompts
+from helpers.ragged import check_generate, check_padded_engine, random_prompts
 from helpers.tiny_models import SHARED_KEYS, redraw_weights, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, cache_utils
 
 import vmkv
-from vmkv import ConfigError, Engine, SamplingParams
+from vmkv import ConfigError, Engine
 from vmkv.hf.proof import prove
-from vmkv.serve.runner import RunnerOptions
 from vmkv.units import MiB
 
 if not SHARED_KEYS:
@@ -52,30 +51,12 @@ def test_only_layers_with_keys_of_their_own_have_rows(model: Any) -> None:
 
 @pytest.mark.parametrize("chunk", [3, 16, 8192])
 def test_prompts_in_chunks_of_any_size(model: Any, chunk: int) -> None:
-    """Longer than the window, beside each other."""
-    prompts = random_prompts(40, 1, 13, 25)
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    expected = [alone(model, prompt, **options) for prompt in prompts]
-    said = vmkv.generate(
-        model, prompts, max_num_batched_tokens=chunk, budget_bytes=BUDGET_BYTES, **options
-    )
-    assert expected == said
+    check_generate(model, random_prompts(40, 1, 13, 25, 9), max_num_batched_tokens=chunk)
 
 
 @pytest.mark.slow
 def test_engines_with_steps_as_for_graphs(model: Any) -> None:
-    """Padded decode steps, and steps of tiles."""
-    prompts = random_prompts(40, 1, 13, 25, 9)
-    expected = [alone(model, prompt, max_new_tokens=8, do_sample=False) for prompt in prompts]
-    options = RunnerOptions(capture=True, show_progress=False)
-    with Engine(
-        model, runner="graphs", runner_options=options, max_num_seqs=4, budget_bytes=BUDGET_BYTES
-    ) as engine:
-        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=8))
-    assert expected == [
-        prompt + list(each.outputs[0].token_ids)
-        for prompt, each in zip(prompts, outputs, strict=True)
-    ]
+    check_padded_engine(model, random_prompts(40, 1, 13, 25, 9))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hybrids import HYBRIDS, hybrid
-from helpers.ragged import Collects, alone, random_prompts
+from helpers.ragged import Collects, alone, check_generate, random_prompts
 
 import vmkv
 from vmkv import ConfigError
@@ -32,11 +32,7 @@ def _expected(model: Any) -> list[list[int]]:
 @pytest.mark.parametrize("chunk", [3, 16, 8192])
 def test_prompts_beside_each_other_give_what_each_gives_alone(name: str, chunk: int) -> None:
     """In chunks smaller than a convolution, and in whole prompts."""
-    model = hybrid(name)
-    said = vmkv.generate(
-        model, PROMPTS, max_num_batched_tokens=chunk, budget_bytes=BUDGET_BYTES, **GREEDY
-    )
-    assert _expected(model) == said
+    check_generate(hybrid(name), PROMPTS, max_num_batched_tokens=chunk)
 
 
 def test_a_cache_of_several_calls_begins_each_sequence_anew() -> None:

@@ -28,12 +28,14 @@ from helpers.tiny_models import (
     forward,
     generate,
     left_padded_prompt,
+    model_from,
     prompt,
     tiny_config,
     tiny_model,
+    tiny_shape,
 )
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, DynamicCache, StaticCache, masking_utils
+from transformers import AttentionInterface, StaticCache, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 import vmkv.hf
@@ -125,6 +127,18 @@ INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+def _check_same(logits: Callable[[str], torch.Tensor]) -> None:
+    """Check that attention "vmkv" gives the logits of "eager"."""
+    with torch.no_grad():
+        expected, actual = logits("eager"), logits("vmkv")
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def _cache(attention: str, config: Any, new_cache: NewCache, **options: Any) -> Any:
+    """A cache of vmkv for attention "vmkv", of transformers for "eager"."""
+    return new_cache(config, **options) if attention == "vmkv" else dynamic_cache(config)
+
+
 # ---- generate ---------------------------------------------------------------------------------
 
 
@@ -211,53 +225,30 @@ def test_encoder_decoder_models_match_eager(name: str, kind: str, new_cache: New
         assert expected.tolist() == generate(model, inputs, cache).tolist()
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [[(0, 5, 5), (5, 6, 6), (6, 13, 13)], [(0, 6, 13)]],
+    ids=["chunks", "a mask for tokens to come"],
+)
 @pytest.mark.parametrize("kind", ["padded", "unpadded"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
-def test_prefill_in_chunks_matches_eager(name: str, kind: str, new_cache: NewCache) -> None:
-    """Chunks attend to a longer past; logits of padding are not compared."""
+def test_prefill_in_chunks_matches_eager(
+    name: str, kind: str, parts: list[tuple[int, int, int]], new_cache: NewCache
+) -> None:
+    """Chunks attend to a longer past, with their part of the mask; padding is not compared."""
     inputs = INPUTS[kind]()
-    real = inputs["attention_mask"].bool()
-    logits = {}
-    for attention in ("eager", "vmkv"):
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+
+    def logits(attention: str) -> torch.Tensor:
         model = tiny_model(name, attention)
-        cache = dynamic_cache(model.config) if attention == "eager" else new_cache(model.config)
-        parts = []
-        with torch.no_grad():
-            for first, end in ((0, 5), (5, 6), (6, 13)):
-                mask = inputs["attention_mask"][:, :end]
-                parts.append(forward(model, inputs["input_ids"][:, first:end], cache, mask))
-        logits[attention] = torch.cat(parts, 1)[real]
-    torch.testing.assert_close(logits["vmkv"], logits["eager"], rtol=1e-4, atol=1e-4)
+        cache = _cache(attention, model.config, new_cache)
+        out = [forward(model, ids[:, at:end], cache, mask[:, :until]) for at, end, until in parts]
+        return torch.cat(out, 1)[mask[:, : parts[-1][1]].bool()]
 
-
-def test_a_mask_for_tokens_to_come_matches_eager(new_cache: NewCache) -> None:
-    """Of a mask for the whole prompt, the first chunk uses its part."""
-    inputs = left_padded_prompt()
-    real = inputs["attention_mask"][:, :6].bool()
-    logits = {}
-    for attention in ("eager", "vmkv"):
-        model = tiny_model("llama", attention)
-        cache = dynamic_cache(model.config) if attention == "eager" else new_cache(model.config)
-        with torch.no_grad():
-            out = forward(model, inputs["input_ids"][:, :6], cache, inputs["attention_mask"])
-        logits[attention] = out[real]
-    torch.testing.assert_close(logits["vmkv"], logits["eager"], rtol=1e-4, atol=1e-4)
+    _check_same(logits)
 
 
 # ---- models that pass incomplete arguments ------------------------------------------------------
-
-
-def _from_config(config: Any, attention: str) -> Any:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    model = model.eval().float()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                scale = 1.5 * parameter.shape[-1] ** -0.5
-                parameter.normal_(0.0, scale, generator=generator)
-    return model
 
 
 @pytest.mark.parametrize("has_our_cache", [True, False])
@@ -265,12 +256,7 @@ def _from_config(config: Any, attention: str) -> Any:
 def test_a_window_is_taken_from_the_mask(has_our_cache: bool, new_cache: NewCache) -> None:
     """A sliding layer whose model does not pass `sliding_window`."""
     config = transformers.Qwen2MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **tiny_shape(),
         use_sliding_window=True,
         sliding_window=4,
         max_window_layers=0,
@@ -279,18 +265,13 @@ def test_a_window_is_taken_from_the_mask(has_our_cache: bool, new_cache: NewCach
         shared_expert_intermediate_size=16,
         num_experts=2,
         num_experts_per_tok=1,
-        eos_token_id=None,
-        pad_token_id=0,
     )
-    logits = {}
-    for attention in ("eager", "vmkv"):
-        ours = has_our_cache and attention == "vmkv"
-        cache = new_cache(config) if ours else DynamicCache(config=config)
-        with torch.no_grad():
-            logits[attention] = forward(
-                _from_config(config, attention), _unpadded()["input_ids"], cache
-            )
-    torch.testing.assert_close(logits["vmkv"], logits["eager"], rtol=1e-4, atol=1e-4)
+
+    def logits(attention: str) -> torch.Tensor:
+        cache = _cache(attention if has_our_cache else "eager", config, new_cache)
+        return forward(model_from(config, attention), _unpadded()["input_ids"], cache)
+
+    _check_same(logits)
 
 
 @pytest.mark.parametrize("kind", ["padded", "unpadded"])
@@ -300,15 +281,14 @@ def test_gpt2_matches_eager(kind: str, new_cache: NewCache) -> None:
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=None
     )
     inputs = INPUTS[kind]()
-    real = inputs["attention_mask"].bool()
-    logits = {}
-    for attention in ("eager", "vmkv"):
-        cache = new_cache(config) if attention == "vmkv" else DynamicCache(config=config)
-        model = _from_config(config, attention)
-        with torch.no_grad():
-            out = forward(model, inputs["input_ids"], cache, inputs["attention_mask"])
-        logits[attention] = out[real]
-    torch.testing.assert_close(logits["vmkv"], logits["eager"], rtol=1e-4, atol=1e-4)
+    mask = inputs["attention_mask"]
+
+    def logits(attention: str) -> torch.Tensor:
+        cache = _cache(attention, config, new_cache)
+        out = forward(model_from(config, attention), inputs["input_ids"], cache, mask)
+        return out[mask.bool()]
+
+    _check_same(logits)
 
 
 # ---- in place, or not ---------------------------------------------------------------------------
@@ -391,20 +371,14 @@ def test_other_masks_fall_back_to_the_right_numbers(
 def test_decoding_after_right_padding_matches_eager(spy: _Spy, new_cache: NewCache) -> None:
     """Later steps do not attend to the padding in the past."""
     ids, mask = _unpadded()["input_ids"], _right_padded()
-    after = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
-    out = {}
-    for attention in ("eager", "vmkv"):
+
+    def logits(attention: str) -> torch.Tensor:
         model = tiny_model("llama", attention)
-        ours = attention == "vmkv"
-        cache = (
-            new_cache(model.config, attention_backend=spy.name)
-            if ours
-            else dynamic_cache(model.config)
-        )
-        with torch.no_grad():
-            forward(model, ids, cache, mask)
-            out[attention] = forward(model, ids[:, :1], cache, after)
-    torch.testing.assert_close(out["vmkv"], out["eager"], rtol=1e-4, atol=1e-4)
+        cache = _cache(attention, model.config, new_cache, attention_backend=spy.name)
+        forward(model, ids, cache, mask)
+        return forward(model, ids[:, :1], cache, torch.cat([mask, mask.new_ones(3, 1)], 1))
+
+    _check_same(logits)
     assert not spy.batches
 
 
@@ -445,45 +419,33 @@ def test_overlays_fall_back_to_the_right_numbers(
 ) -> None:
     """A mask that a model composes from its own functions is made in full and applied."""
     ids = _unpadded()["input_ids"]
-    out = {}
-    for attention in ("eager", "vmkv"):
+
+    def logits(attention: str) -> torch.Tensor:
         model = tiny_model("llama", attention)
-        ours = attention == "vmkv"
-        cache = (
-            new_cache(model.config, attention_backend=spy.name)
-            if ours
-            else dynamic_cache(model.config)
-        )
-        with torch.no_grad():
-            mask = _mask_of_transformers(model, ids, cache, **overlay)
-            assert mask.ndim == 4
-            out[attention] = forward(model, ids, cache, mask)
-            plain = forward(model, ids, dynamic_cache(model.config))
-        # The overlay changes the output.
-        assert not torch.allclose(out[attention], plain, atol=1e-2)
-    torch.testing.assert_close(out["vmkv"], out["eager"], rtol=1e-4, atol=1e-4)
+        cache = _cache(attention, model.config, new_cache, attention_backend=spy.name)
+        mask = _mask_of_transformers(model, ids, cache, **overlay)
+        assert mask.ndim == 4
+        found = forward(model, ids, cache, mask)
+        plain = forward(model, ids, dynamic_cache(model.config))
+        assert not torch.allclose(found, plain, atol=1e-2), "the overlay changes nothing"
+        return found
+
+    _check_same(logits)
     assert not spy.batches
 
 
 @pytest.mark.parametrize("kind", ["padded", "unpadded"])
 def test_bidirectional_encoders_match_eager(kind: str) -> None:
     """Attention is not made causal."""
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
     torch.manual_seed(0)
-    model = transformers.BertModel._from_config(config, attn_implementation="eager").eval()
+    model = transformers.BertModel._from_config(transformers.BertConfig(**tiny_shape())).eval()
     inputs = INPUTS[kind]()
-    real = inputs["attention_mask"].bool()
-    with torch.no_grad():
-        expected = model(**inputs).last_hidden_state[real]
-        model.set_attn_implementation("vmkv")
-        actual = model(**inputs).last_hidden_state[real]
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+    def hidden(attention: str) -> torch.Tensor:
+        model.set_attn_implementation(attention)
+        return model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
+
+    _check_same(hidden)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -491,15 +453,15 @@ def test_packed_sequences_without_a_cache_match_eager(name: str) -> None:
     """Sequences in one row, separated by their positions, do not attend to each other."""
     ids = _unpadded(1)["input_ids"]
     positions = torch.tensor([[*range(6), *range(7)]])
-    out = {}
-    for attention in ("eager", "vmkv"):
-        with torch.no_grad():
-            out[attention] = tiny_model(name, attention)(
-                input_ids=ids, position_ids=positions, use_cache=False
-            ).logits
-            alone = tiny_model(name, attention)(input_ids=ids[:, 6:], use_cache=False).logits
-        torch.testing.assert_close(out[attention][:, 6:], alone, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(out["vmkv"], out["eager"], rtol=1e-4, atol=1e-4)
+
+    def logits(attention: str) -> torch.Tensor:
+        model = tiny_model(name, attention)
+        alone = model(input_ids=ids[:, 6:], use_cache=False).logits
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(packed[:, 6:], alone, rtol=1e-4, atol=1e-4)
+        return packed
+
+    _check_same(logits)
 
 
 # ---- reads from the device ----------------------------------------------------------------------

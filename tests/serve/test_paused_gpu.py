@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from helpers.tiny_models import kernel_model
 
 from vmkv import Engine
 from vmkv.serve.params import SamplingParams
@@ -15,25 +15,13 @@ from vmkv.serve.runner import RunnerOptions
 from vmkv.units import MiB
 
 pytestmark = pytest.mark.gpu
-VOCABULARY = 512
 PROMPTS = [list(range(3, 40)), list(range(100, 300)), list(range(50, 60))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
 def make_model() -> Any:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval().to("cuda", torch.bfloat16)
+    sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024}
+    return kernel_model(**sizes, num_attention_heads=8)
 
 
 def open_engine(model: Any, *, compiles: bool) -> Engine:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from helpers.tiny_models import kernel_model
 
 from vmkv import Engine
 from vmkv.core.memory import check_pool
@@ -20,19 +20,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
 def make_model() -> Any:
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=2048,
-        intermediate_size=4096,
-        num_hidden_layers=3,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        max_position_embeddings=2048,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        return LlamaForCausalLM(config).eval().to(torch.bfloat16)
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
+    return kernel_model(vocab_size=32000, hidden_size=2048, intermediate_size=4096, **heads)
 
 
 def said_by(engine: Engine) -> list[tuple[int, ...]]:
