@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vmkv import HostBackend, KVCache
+from vmkv import Backend, ExtentPool, HostBackend, KVCache
 from vmkv.core.cache import layer_group
 from vmkv.units import KiB
 
@@ -52,6 +52,25 @@ def make_cache(host: HostBackend) -> Iterator[Callable[..., KVCache]]:
     finally:
         for cache in live:
             cache.close()
+
+
+@pytest.fixture
+def cache_of_two_token_pages(backend: Backend) -> Iterator[Callable[..., KVCache]]:
+    """Make a cache of one layer on each kind of backend; two tokens fill a page of any size."""
+    caches: list[KVCache] = []
+
+    def make(*, pages: int = 64, scrub: str = "never", **options: Any) -> KVCache:
+        budget_bytes = pages * backend.granularity_bytes
+        pool = ExtentPool(backend, budget_bytes, scrub=scrub, close_when_unused=True)
+        caches.append(KVCache(pool, max_tokens=64, **options))
+        head_dim = backend.granularity_bytes // 2 // 2 // 4 // 2
+        caches[-1].add_layers([0], num_kv_heads=2, head_dim=head_dim, dtype=torch.float32)
+        return caches[-1]
+
+    yield make
+    for cache in caches:
+        cache.check()
+        cache.close()
 
 
 @pytest.fixture

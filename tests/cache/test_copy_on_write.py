@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 
@@ -65,11 +64,6 @@ print("wrote", flush=True)
 """
 
 
-def _write(device: str, writer: str, token: int) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return warm_python.run("-c", _WRITE, device, writer, str(token), env=environment)
-
-
 FAULTS = [
     # writer, token, whether the write faults
     ("fork", 0, True),
@@ -80,23 +74,19 @@ FAULTS = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "status"),
+    [("host", -signal.SIGSEGV), pytest.param("cuda:0", 3, marks=pytest.mark.gpu)],
+)
 @pytest.mark.parametrize(("writer", "token", "faults"), FAULTS)
-def test_write_to_a_shared_page_faults(writer: str, token: int, faults: bool) -> None:
-    """On the host, a write through a tensor view of shared memory is a segmentation fault."""
-    child = _write("host", writer, token)
+def test_write_to_a_shared_page_faults(
+    device: str, status: int, writer: str, token: int, faults: bool
+) -> None:
+    """A write through a tensor view is a segmentation fault; on a GPU the context is lost."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    child = warm_python.run("-c", _WRITE, device, writer, str(token), env=environment)
     assert "read True" in child.stdout, child.stderr
-    assert (-signal.SIGSEGV if faults else 0) == child.returncode, child.stderr
-    assert faults != ("wrote" in child.stdout)
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize(("writer", "token", "faults"), FAULTS)
-def test_cuda_write_to_a_shared_page_faults(writer: str, token: int, faults: bool) -> None:
-    """On a GPU the kernel faults and the context is lost."""
-    child = _write("cuda:0", writer, token)
-    assert "read True" in child.stdout, child.stderr
-    assert (3 if faults else 0) == child.returncode, child.stdout + child.stderr
+    assert (status if faults else 0) == child.returncode, child.stdout + child.stderr
     assert faults != ("wrote" in child.stdout)
 
 
@@ -116,23 +106,23 @@ def test_fork_leaves_the_parent_its_write_access(cache: KVCache) -> None:
 # ---- writes to shared memory --------------------------------------------------------------
 
 
-def test_only_kept_tokens_are_copied(cache: KVCache) -> None:
-    """98 tokens are extents of 16, 8 and 1 pages; the second is shared and keeps 6 tokens."""
+def test_only_kept_tokens_are_copied_and_only_once(cache: KVCache) -> None:
+    """98 tokens are extents of 16, 8 and 1 pages; the second is shared and keeps 6 tokens.
+
+    Nothing is copied by an append of no token, by a growth to a length that is reached already, or
+    by a second append.
+    """
     parent = cache.open()
     append(parent, range(98))
     parent.fork()
     parent.truncate(70)
-    append(parent, range(500, 502))
-    assert 6 * KiB == cache.stats().sharing.copied_on_write_bytes
-
-
-def test_a_second_append_copies_nothing(cache: KVCache) -> None:
-    parent = cache.open()
-    append(parent, range(98))
-    parent.fork()
-    parent.truncate(70)
+    before = cache.stats().driver_calls, cache.stats().sharing
+    parent.append(0)
+    cache.grow([(parent, 60)])
+    assert before == (cache.stats().driver_calls, cache.stats().sharing)
     append(parent, [500])
     before = cache.stats().driver_calls, cache.stats().sharing
+    assert 6 * KiB == before[1].copied_on_write_bytes
     append(parent, [501])
     assert before == (cache.stats().driver_calls, cache.stats().sharing)
 
@@ -169,15 +159,3 @@ def test_first_write_after_sharing_joins_all_streams(
     assert [cache.current_stream()] == joined
     parent.append(20)
     assert 1 == len(joined), "joined again although nothing is shared"
-
-
-def test_append_of_zero_tokens_copies_nothing(cache: KVCache) -> None:
-    """The same holds for growing to a length that is already reached."""
-    parent = cache.open()
-    append(parent, range(98))
-    parent.fork()
-    parent.truncate(70)
-    before = cache.stats().driver_calls, cache.stats().sharing
-    parent.append(0)
-    cache.grow([(parent, 60)])
-    assert before == (cache.stats().driver_calls, cache.stats().sharing)

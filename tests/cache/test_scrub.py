@@ -7,12 +7,13 @@ old bytes in tokens that were appended and not written.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from helpers.stamps import append, assert_holds
 
-from vmkv import Backend, ConfigError, ExtentPool, HostBackend, KVCache, Sequence
+from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, Sequence
 from vmkv.core.cache.cost import CostModel
 from vmkv.units import KiB
 
@@ -28,12 +29,7 @@ def make_scrubbed(host: HostBackend, make_cache: MakeCache) -> MakeScrubbed:
     """Makes a cache whose pool scrubs in this mode."""
 
     def make(scrub: str, *, pages: int = 400) -> KVCache:
-        pool = ExtentPool(
-            host,
-            pages * PAGE,
-            scrub=scrub,
-            close_when_unused=True,
-        )
+        pool = ExtentPool(host, pages * PAGE, scrub=scrub, close_when_unused=True)
         return make_cache(pool, cost_model=ALIASES)
 
     return make
@@ -83,36 +79,31 @@ def _read_unwritten(cache: KVCache, way: str, tenant: str | None) -> torch.Tenso
 
 
 WAYS = ["mapped", "adopted"]
+STRANGERS = [("a", "b"), ("a", None), (None, "a")]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_without_scrubbing_old_bytes_are_there(make_scrubbed: MakeScrubbed, way: str) -> None:
-    """This shows that the tests below look in the right place."""
-    cache = make_scrubbed("never")
-    _leave_secret(cache, "a")
-    assert (_read_unwritten(cache, way, "b") == SECRET).any()
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("scrub", ["cross-tenant", "always"])
-@pytest.mark.parametrize("tenants", [("a", "b"), ("a", None), (None, "a")])
-def test_new_tenant_reads_zeros(
-    make_scrubbed: MakeScrubbed, scrub: str, way: str, tenants: tuple[str | None, str | None]
+@pytest.mark.parametrize(
+    ("scrub", "tenants", "reads_secret"),
+    [
+        ("never", ("a", "b"), True),  # So the others look in the right place.
+        *((mode, its, False) for mode in ("cross-tenant", "always") for its in STRANGERS),
+        ("cross-tenant", ("a", "a"), True),
+        ("always", ("a", "a"), False),
+    ],
+)
+def test_bytes_of_another_tenant_are_not_read(
+    make_scrubbed: MakeScrubbed,
+    scrub: str,
+    tenants: tuple[str | None, str | None],
+    reads_secret: bool,
+    way: str,
 ) -> None:
-    """No tenant, None, is a tenant like any other."""
+    """No tenant, None, is a tenant like any other; `always` scrubs for the same one too."""
     cache = make_scrubbed(scrub)
     _leave_secret(cache, tenants[0])
-    assert not _read_unwritten(cache, way, tenants[1]).any()
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("scrub", "is_zeroed"), [("cross-tenant", False), ("always", True)])
-def test_same_tenant_reads_zeros_in_mode_always_only(
-    make_scrubbed: MakeScrubbed, scrub: str, way: str, is_zeroed: bool
-) -> None:
-    cache = make_scrubbed(scrub)
-    _leave_secret(cache, "a")
-    assert is_zeroed != (_read_unwritten(cache, way, "a") == SECRET).any().item()
+    found = _read_unwritten(cache, way, tenants[1])
+    assert (found == SECRET).any() if reads_secret else not found.any()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -150,25 +141,20 @@ def test_poison_is_nan_in_every_float_type(host: HostBackend, dtype: torch.dtype
         assert sequence.values(0).isnan().all()
 
 
-def test_new_tenant_reads_zeros_on_every_backend(backend: Backend) -> None:
-    """The memory is adopted, or mapped anew."""
-    pool = ExtentPool(
-        backend, 64 * backend.granularity_bytes, scrub="cross-tenant", close_when_unused=True
-    )
-    with KVCache(pool, max_tokens=64, max_sequences=2) as cache:
-        head_dim = backend.granularity_bytes // 2 // 2 // 4 // 2  # Two tokens fill a page.
-        cache.add_layers([0], num_kv_heads=2, head_dim=head_dim, dtype=torch.float32)
-        _leave_secret(cache, "a")
-        adopted = cache.open(30, tenant="b")
-        adopted.append(30)
-        assert not _contents(adopted).any()
-        _write(adopted)
-        adopted.close()
-        cache.retire_parked(adopted.row, 0)
-        cache.pool.reclaimer.wait()
-        mapped = cache.open(tenant="c")
-        mapped.append(30)
-        assert not _contents(mapped).any()
+def test_new_tenant_reads_zeros_on_every_backend(cache_of_two_token_pages: MakeCache) -> None:
+    """The memory is adopted, or mapped again."""
+    cache = cache_of_two_token_pages(scrub="cross-tenant", max_sequences=2)
+    _leave_secret(cache, "a")
+    adopted = cache.open(30, tenant="b")
+    adopted.append(30)
+    assert not _contents(adopted).any()
+    _write(adopted)
+    adopted.close()
+    cache.retire_parked(adopted.row, 0)
+    cache.pool.reclaimer.wait()
+    mapped = cache.open(tenant="c")
+    mapped.append(30)
+    assert not _contents(mapped).any()
 
 
 # ---- shared and copied memory -------------------------------------------------------------
@@ -210,49 +196,51 @@ def test_adopted_row_with_shared_extents_is_scrubbed(
         assert (_contents(other) == SECRET).all()
 
 
-def test_tail_of_a_fork_is_scrubbed_behind_the_copied_tokens(make_scrubbed: MakeScrubbed) -> None:
-    """The tail's page has held another tenant's tokens."""
-    cache = make_scrubbed("cross-tenant", pages=20)
-    _leave_secret(cache, "a", 4)
-    cache.retire_parked(0, 0)
-    cache.pool.reclaimer.wait()
+def _fork_a_tail(cache: KVCache) -> list[tuple[Sequence, int]]:
     source = cache.open(tenant="b")
     append(source, range(16))
     append(source, range(16, 18))
     fork = source.fork()
     fork.append(2)
-    assert not _contents(fork)[:, 18:].any()
-    assert (_contents(fork)[:, :18] == _contents(source)).all()
+    assert_holds(source, range(18))
+    return [(fork, 18)]
 
 
-def test_copy_on_write_is_scrubbed_behind_the_kept_tokens(make_scrubbed: MakeScrubbed) -> None:
-    """The copy is made in memory that has held another tenant's tokens."""
-    cache = make_scrubbed("cross-tenant")
-    _leave_secret(cache, "a", 8)
-    cache.retire_parked(0, 0)
-    cache.pool.reclaimer.wait()
+def _write_into_a_fork(cache: KVCache) -> list[tuple[Sequence, int]]:
     source = cache.open(tenant="b")
     append(source, range(64))
     fork = source.fork()
     fork.truncate(6)
     fork.append(6)
-    assert not _contents(fork)[:, 6:].any()
-    assert (_contents(fork)[:, :6] == _contents(source)[:, :6]).all()
+    return [(fork, 6)]
 
 
-def test_reordered_beams_are_scrubbed_behind_the_copied_tokens(make_scrubbed: MakeScrubbed) -> None:
-    """Tails get new memory, which has held another tenant's tokens."""
-    cache = make_scrubbed("cross-tenant")
-    _leave_secret(cache, "a", 100)
-    cache.retire_parked(0, 0)
-    cache.pool.reclaimer.wait()
+def _reorder_beams(cache: KVCache) -> list[tuple[Sequence, int]]:
     beams = [cache.open(tenant="b") for _ in range(3)]
-    for at, beam in enumerate(beams):
-        append(beam, range(1000 * at, 1000 * at + 66))
+    for beam in beams:
+        append(beam, range(66))
     cache.reorder(beams, [1, 2, 0])
     cache.grow([(beam, 100) for beam in beams])
-    for beam in beams:
-        assert not (_contents(beam)[:, 66:] == SECRET).any()
+    return [(beam, 66) for beam in beams]
+
+
+@pytest.mark.parametrize(
+    ("copy", "num_tokens", "pages"),
+    [(_fork_a_tail, 4, 20), (_write_into_a_fork, 8, 400), (_reorder_beams, 100, 400)],
+    ids=["tail of a fork", "copy-on-write", "reordered beams"],
+)
+def test_memory_behind_copied_tokens_is_scrubbed(
+    make_scrubbed: MakeScrubbed, copy: Callable[..., Any], num_tokens: int, pages: int
+) -> None:
+    """The copy is made in memory that has held another tenant's tokens."""
+    cache = make_scrubbed("cross-tenant", pages=pages)
+    _leave_secret(cache, "a", num_tokens)
+    cache.retire_parked(0, 0)
+    cache.pool.reclaimer.wait()
+    for sequence, num_kept in copy(cache):
+        assert not _contents(sequence)[:, num_kept:].any()
+        kept = (sequence.keys(0)[:num_kept, 0, 0] / 16).tolist()
+        assert list(range(num_kept)) == kept
 
 
 def test_prefix_hit_of_the_same_tenant_is_not_scrubbed(make_scrubbed: MakeScrubbed) -> None:

@@ -139,32 +139,26 @@ def test_stats_count_swapped_bytes(cache: KVCache) -> None:
 # ---- moving -------------------------------------------------------------------------------
 
 
-def test_swap_in_finishes_the_swap_out_of_another_sequence(
-    host: HostBackend, make_cache: MakeCache
+@pytest.mark.parametrize("comes_back", [False, True], ids=["growth", "swap-in"])
+def test_need_finishes_the_swap_out_of_another_sequence(
+    host: HostBackend, make_cache: MakeCache, comes_back: bool
 ) -> None:
-    """The sequence that comes back needs the memory that the other one frees."""
+    """The moving sequence keeps its device memory until another one needs it."""
     pool = ExtentPool(host, 150 * PAGE, host_budget_bytes=300 * PAGE, close_when_unused=True)
     cache = make_cache(pool, windows=(40,))
-    first, second = cache.open(), cache.open()
-    append(first, range(240))
-    first.swap_out()
-    append(second, range(500, 740))
-    second.swap_out(wait=False)
-    first.swap_in()
-    assert second.transfer is None
-    assert not second.is_resident
-    assert_holds(first, range(240))
-
-
-def test_growth_finishes_the_swap_out_of_another_sequence(cache: KVCache) -> None:
-    """The moving sequence keeps its device memory until another one needs it."""
-    first, second = cache.open(), cache.open()
-    append(first, range(250))
-    first.swap_out(wait=False)
-    append(second, range(250))
-    assert first.transfer is None
-    assert first.swapped is not None
-    assert_holds(second, range(250))
+    needy, moving = cache.open(), cache.open()
+    if comes_back:
+        append(needy, range(240))
+        needy.swap_out()
+    append(moving, range(500, 740))
+    moving.swap_out(wait=False)
+    if comes_back:
+        needy.swap_in()
+    else:
+        append(needy, range(240))
+    assert moving.transfer is None
+    assert not moving.is_resident
+    assert_holds(needy, range(240))
 
 
 def test_nothing_is_unmapped_while_the_device_may_read_it(

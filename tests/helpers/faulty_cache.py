@@ -103,6 +103,7 @@ class FaultyCache:
             cache.stats().budget_bytes,
             sorted(cache.live),
             [each.num_tokens for each in live],
+            [cache.prefixes.token_ids(each.row) for each in live],
             [
                 zlib.crc32(tensor[self.kept(each, layer) : self.defined_tokens].numpy().tobytes())
                 for each in live

@@ -141,7 +141,7 @@ def test_families_decode_by_captured_steps(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("llama", "aot_eager"), *((name, "eager") for name in ("gemma3", *SHARED_KEYS))],
+    [("llama", "aot_eager"), *((name, "eager") for name in ("gemma3", *SHARED_KEYS[-1:]))],
 )
 def test_compiled_layers_are_used_by_captured_steps_only(
     name: str, backend: str, new_cache: NewCache

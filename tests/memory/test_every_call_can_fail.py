@@ -271,7 +271,7 @@ def _write_what_was_shared(state: FaultyCache) -> Prepared:
 @operation(*_EXCHANGES)
 def _reorder_by_aliases(state: FaultyCache) -> Prepared:
     """Beams that end with an extent: all extents are exchanged, no token is copied."""
-    beams = [state.begin(64) for _ in range(3)]
+    beams = [state.begin(64), state.say(64), state.begin(64)]
     return lambda: state.cache.reorder(beams, [1, 2, 1])
 
 

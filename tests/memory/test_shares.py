@@ -260,9 +260,9 @@ class Play:
 
 @pytest.mark.slow
 def test_a_long_play_never_exceeds_the_budget_and_meets_what_can_be_met() -> None:
-    """100,000 events; after every 250 all that can be read is read, and needs are compared."""
+    """40,000 events; after every 250 all that can be read is read, and needs are compared."""
     num_met = num_refused = num_joined = num_turns = 0
-    for seed in range(20):
+    for seed in range(8):
         play = Play(seed)
         for at in range(5000):
             play.step()
@@ -272,9 +272,9 @@ def test_a_long_play_never_exceeds_the_budget_and_meets_what_can_be_met() -> Non
         num_refused += play.num_refused
         num_joined += play.num_joined
         num_turns += play.num_turns
-    assert num_met > 500
-    assert num_turns > 10
-    assert 500 < num_refused < num_joined
+    assert num_met > 200
+    assert num_turns > 4
+    assert 200 < num_refused < num_joined
 
 
 # ---- single decisions ----------------------------------------------------------------------------
