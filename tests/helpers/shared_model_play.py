@@ -20,31 +20,21 @@ import torch
 
 import vmkv
 from helpers.random_engine import RandomPlay
+from helpers.runners import EAGER, graphs
 from helpers.tiny_models import VOCABULARY, tiny_model
 from vmkv import Engine, SamplingParams, VMKVCache
 from vmkv.errors import ConfigError
 from vmkv.serve.request import RequestHandle
-from vmkv.serve.runner import RunnerOptions
 from vmkv.step.model_guard import has_users
 
 ENGINES_MAX = 3
 _LONGEST_ANSWER, _MAX_TOKENS = 12, 64
 #: Options of each kind of engine. Captured steps run padded here, without a GPU.
 _KINDS: dict[str, dict[str, Any]] = {
-    "eager": {"runner": "eager"},
-    "deterministic": {"runner": "eager", "deterministic": True},
-    "graphs": {
-        "runner": "graphs",
-        "runner_options": RunnerOptions(
-            compile_layers=False, capture=True, max_graph_tokens=8, show_progress=False
-        ),
-    },
-    "compiled": {
-        "runner": "graphs",
-        "runner_options": RunnerOptions(
-            compile_layers=True, compile_backend="eager", capture=False, show_progress=False
-        ),
-    },
+    "eager": EAGER,
+    "deterministic": {**EAGER, "deterministic": True},
+    "graphs": graphs(compile_layers=False, capture=True, max_graph_tokens=8),
+    "compiled": graphs(compile_layers=True, compile_backend="eager", capture=False),
 }
 KINDS = tuple(_KINDS)
 PARTS = ("", "model.layers.1", "model.layers.0.self_attn", "model.layers.1.mlp", "model.norm")

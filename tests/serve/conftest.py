@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from helpers.requests import run
 from helpers.tiny_models import tiny_model
 
 from vmkv import BackendUsage, ExtentPool, HostBackend
 from vmkv.serve.engine import Engine
 from vmkv.units import KiB, MiB
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, with a time limit."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
+
+
+@pytest.fixture
+def options() -> dict[str, Any]:
+    """Options of `engine`, which a parameter of a test replaces."""
+    return {}
+
+
+@pytest.fixture
+def engine(make_engine: Callable[..., Engine], options: dict[str, Any]) -> Engine:
+    """An engine over a tiny Llama."""
+    return make_engine(**options)
 
 
 @pytest.fixture

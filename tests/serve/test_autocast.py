@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runners import EAGER, PADDED, TRACED
 from helpers.tiny_models import VOCABULARY, tiny_model
 from torch._dynamo.utils import counters
 from torch.nn.functional import linear
@@ -18,22 +19,10 @@ from torch.nn.functional import linear
 from vmkv.errors import ConfigError
 from vmkv.serve.engine import Engine
 from vmkv.serve.params import SamplingParams
-from vmkv.serve.runner import RunnerOptions
 from vmkv.step import graphs, stepper
 
-RUNNERS: dict[str, dict[str, Any]] = {
-    "eager": {"runner": "eager"},
-    "padded": {
-        "runner": "graphs",
-        "runner_options": RunnerOptions(capture=True, show_progress=False),
-    },
-    "traced": {
-        "runner": "graphs",
-        "runner_options": RunnerOptions(
-            compile_layers=True, compile_backend="aot_eager", capture=True, show_progress=False
-        ),
-    },
-}
+MakeEngine = Callable[..., Engine]
+RUNNERS = {"eager": EAGER, "padded": PADDED, "traced": TRACED}
 ASKED = SamplingParams(max_tokens=8, temperature=0.0, logprobs=VOCABULARY)
 
 
@@ -79,7 +68,7 @@ def check_tokens(model: Any, engine: Engine) -> None:
     ],
 )
 def test_a_model_in_float32_is_served_under_autocast(
-    make_engine: Callable[..., Engine], name: str, way: str, options: str
+    make_engine: MakeEngine, name: str, way: str, options: str
 ) -> None:
     """Autocast is around the engine when it is made, or in the model's `forward`."""
     model = copy.deepcopy(tiny_model(name))
@@ -104,7 +93,7 @@ def test_a_model_in_float32_is_served_under_autocast(
 
 @pytest.mark.parametrize("options", ["eager", "traced"])
 def test_adapters_in_float32_are_served_under_autocast(
-    make_engine: Callable[..., Engine], options: str
+    make_engine: MakeEngine, options: str
 ) -> None:
     """Compiled layers read copies of them, which are renewed after training and when told.
 
@@ -155,7 +144,7 @@ def test_adapters_in_float32_are_served_under_autocast(
 
 @pytest.mark.parametrize(("call", "at"), [("cat", 1), ("cat", 3), ("clone", 1), ("clone", 4)])
 def test_memory_that_runs_out_leaves_the_model_to_training(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, call: str, at: int
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, call: str, at: int
 ) -> None:
     """Where copies of adapters are freed or made again; the engine goes on after another pause."""
     peft = pytest.importorskip("peft")
@@ -202,7 +191,7 @@ def test_memory_that_runs_out_leaves_the_model_to_training(
 
 @pytest.mark.parametrize("options", ["eager", "padded"])
 def test_a_large_head_is_converted_in_slices(
-    make_engine: Callable[..., Engine], options: str, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seven of them here, of which the last is smaller; the head is as before afterwards."""
     model = copy.deepcopy(tiny_model("llama"))
@@ -229,9 +218,7 @@ def test_a_large_head_is_converted_in_slices(
 
 
 @pytest.mark.parametrize("options", RUNNERS)
-def test_weights_converted_by_autocast_are_not_kept(
-    make_engine: Callable[..., Engine], options: str
-) -> None:
+def test_weights_converted_by_autocast_are_not_kept(make_engine: MakeEngine, options: str) -> None:
     """As TRL has it: autocast in the model's `forward`, which keeps conversions, and around it."""
     model = wrapped(copy.deepcopy(tiny_model("llama")))
     with torch.autocast("cpu", torch.bfloat16):
@@ -251,7 +238,7 @@ def test_weights_converted_by_autocast_are_not_kept(
         assert after == [each.outputs[0].token_ids for each in fresh.generate(prompts(), ASKED)]
 
 
-def test_an_engine_keeps_the_autocast_it_was_made_in(make_engine: Callable[..., Engine]) -> None:
+def test_an_engine_keeps_the_autocast_it_was_made_in(make_engine: MakeEngine) -> None:
     """Whatever surrounds a step, since rows are of one type."""
     engine = make_engine(prefix_caching=False)
     plain = [each.outputs[0].token_ids for each in engine.generate(prompts(), ASKED)]
@@ -266,7 +253,7 @@ def test_an_engine_keeps_the_autocast_it_was_made_in(make_engine: Callable[..., 
 
 
 def test_a_forward_that_is_wrapped_later_is_proven_again(
-    make_engine: Callable[..., Engine],
+    make_engine: MakeEngine,
 ) -> None:
     model = copy.deepcopy(tiny_model("llama"))
     engine = make_engine(model)

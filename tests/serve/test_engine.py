@@ -8,12 +8,14 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.reference_backend import ReferenceBackend
 from helpers.requests import prompts as random_prompts
 from helpers.requests import reference as said_alone
+from helpers.runners import EAGER, PADDED, graphs
 from helpers.serving import save_tiny_model, tiny_llama, tiny_tokenizer
 from helpers.tiny_models import SERVED_LATELY, VOCABULARY, tiny_model
 from tokenizers import Tokenizer
@@ -26,12 +28,12 @@ from vmkv.serve.engine import Engine
 from vmkv.serve.observer import Event, FirstToken, StepRecord
 from vmkv.serve.params import SamplingParams, StructuredOutputs
 from vmkv.serve.request import FinishReason
-from vmkv.serve.runner import RunnerOptions
 from vmkv.units import KiB
 
 MakeEngine = Callable[..., Engine]
 MODELS = ["llama", "qwen3", "mistral", "gemma3", "gpt_oss", "mixtral", *SERVED_LATELY]
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
+RUNNERS = pytest.mark.parametrize("runner", [EAGER, graphs()], ids=["eager", "graphs"])
 
 
 prompts = functools.partial(random_prompts, shortest=1, longest=40)
@@ -47,12 +49,13 @@ def tokens(engine: Engine, requests: Sequence[Sequence[int]], params: object) ->
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("runner", ["eager", "graphs"])
-def test_greedy_tokens_equal_the_models(make_engine: MakeEngine, name: str, runner: str) -> None:
+@RUNNERS
+def test_greedy_tokens_equal_the_models(
+    make_engine: MakeEngine, name: str, runner: dict[str, Any]
+) -> None:
     """Chunked, mixed and batched requests get the same tokens as alone."""
     wanted = prompts(9)
-    options = RunnerOptions(show_progress=False) if runner == "graphs" else None
-    engine = make_engine(name, runner=runner, runner_options=options)
+    engine = make_engine(name, **runner)
     outputs = engine.generate(wanted, GREEDY)
     for prompt, output in zip(wanted, outputs, strict=True):
         assert reference(name, prompt) == list(output.outputs[0].token_ids)
@@ -60,11 +63,11 @@ def test_greedy_tokens_equal_the_models(make_engine: MakeEngine, name: str, runn
         assert tuple(prompt) == output.prompt_token_ids
 
 
-@pytest.mark.parametrize("options", [None, RunnerOptions(show_progress=False)])
+@pytest.mark.parametrize("options", [{}, graphs()])
 def test_the_attention_backend_option_is_used(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, options: RunnerOptions | None
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    engine = make_engine(attention_backend="reference", runner_options=options)
+    engine = make_engine(attention_backend="reference", **options)
     num_calls, attend = 0, ReferenceBackend.attend
 
     def counted(self: ReferenceBackend, call: object) -> torch.Tensor:
@@ -130,9 +133,8 @@ def test_deterministic_requests_do_not_depend_on_others(make_engine: MakeEngine,
     assert alone == run(9, budget_bytes=small)
 
 
-def test_requests_end_at_stop_tokens(make_engine: MakeEngine) -> None:
+def test_requests_end_at_stop_tokens(engine: Engine) -> None:
     """The stop token is the last token; before `min_tokens` it is not sampled."""
-    engine = make_engine()
     prompt = prompts(1)[0]
     said = reference("llama", prompt, 20)
     stop = said[6]
@@ -314,9 +316,8 @@ def test_common_prefixes_are_computed_once(make_engine: MakeEngine) -> None:
     assert reference("llama", turn) == list(output.outputs[0].token_ids)
 
 
-def test_handles_stream_their_outputs(make_engine: MakeEngine) -> None:
+def test_handles_stream_their_outputs(engine: Engine) -> None:
     """Iterating runs the engine; each output extends the one before."""
-    engine = make_engine()
     wanted = prompts(3, seed=15)
     handles = [engine.add(prompt, GREEDY) for prompt in wanted]
     seen = [output.outputs[0] for output in handles[1]]
@@ -329,9 +330,8 @@ def test_handles_stream_their_outputs(make_engine: MakeEngine) -> None:
         assert reference("llama", prompt) == list(list(handle)[-1].outputs[0].token_ids)
 
 
-def test_outputs_have_a_logprob_for_each_token(make_engine: MakeEngine) -> None:
+def test_outputs_have_a_logprob_for_each_token(engine: Engine) -> None:
     """Also if another thread reads them while the engine appends a token."""
-    engine = make_engine()
     handle = engine.add([5, 6], SamplingParams(temperature=0, max_tokens=4, logprobs=1))
     seen = []
 
@@ -355,11 +355,10 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
-@pytest.mark.parametrize("runner", ["eager", "graphs"])
-def test_bad_words_are_not_generated(make_engine: MakeEngine, runner: str) -> None:
+@RUNNERS
+def test_bad_words_are_not_generated(make_engine: MakeEngine, runner: dict[str, Any]) -> None:
     """Of several tokens, the last one is banned where the others were just generated."""
-    options = RunnerOptions(show_progress=False) if runner == "graphs" else None
-    engine = make_engine(tokenizer=word_tokenizer(), runner=runner, runner_options=options)
+    engine = make_engine(tokenizer=word_tokenizer(), **runner)
     prompt = prompts(1, seed=16)[0]
     said = reference("llama", prompt)
     # The last token of the prompt and the first of the answer are no bad word.
@@ -377,14 +376,13 @@ def test_bad_words_are_not_generated(make_engine: MakeEngine, runner: str) -> No
     assert [answer, answer] == [list(each.token_ids) for each in output.outputs]
 
 
-@pytest.mark.parametrize("runner", ["eager", "graphs"])
+@RUNNERS
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_request_without_a_possible_token_ends_with_an_error(
-    make_engine: MakeEngine, runner: str, temperature: float
+    make_engine: MakeEngine, runner: dict[str, Any], temperature: float
 ) -> None:
     """And with the tokens that were allowed; the requests beside it go on."""
-    options = RunnerOptions(show_progress=False) if runner == "graphs" else None
-    engine = make_engine(tokenizer=tiny_tokenizer(), runner=runner, runner_options=options)
+    engine = make_engine(tokenizer=tiny_tokenizer(), **runner)
     only = {"allowed_token_ids": [7, 9], "temperature": temperature, "seed": 1, "logprobs": 2}
     params = [
         SamplingParams(**only, bad_words=[[a, b] for a in (7, 9) for b in (7, 9)]),
@@ -437,9 +435,8 @@ def test_text_prompts_outputs_and_stop_texts(make_engine: MakeEngine) -> None:
     )
 
 
-def test_prompts_may_be_tensors(make_engine: MakeEngine) -> None:
+def test_prompts_may_be_tensors(engine: Engine) -> None:
     """One dimension is one prompt, two are several prompts."""
-    engine = make_engine()
     prompt = prompts(1, seed=5)[0]
     wanted = reference("llama", prompt)
     for given in (torch.tensor(prompt), torch.tensor([prompt] * 2), [torch.tensor(prompt)]):
@@ -462,12 +459,12 @@ def test_max_tokens_follows_the_budget(make_engine: MakeEngine) -> None:
         assert (engine.max_tokens == longest) == (budget_bytes == whole_bytes)
 
 
-@pytest.mark.parametrize("runner", ["eager", "graphs"])
-def test_the_longest_request_fits_beside_padding(make_engine: MakeEngine, runner: str) -> None:
-    options = RunnerOptions(capture=True, show_progress=False)
-    engine = make_engine(
-        runner=runner, budget_bytes=32 * KiB, max_tokens=400, runner_options=options
-    )
+@RUNNERS
+def test_the_longest_request_fits_beside_padding(
+    make_engine: MakeEngine, runner: dict[str, Any]
+) -> None:
+    its = PADDED if "runner_options" in runner else runner
+    engine = make_engine(budget_bytes=32 * KiB, max_tokens=400, **its)
     prompt = [5] * (engine.max_tokens - 2)
     [output] = engine.generate([prompt], SamplingParams(max_tokens=9, ignore_eos=True))
     [sample] = output.outputs

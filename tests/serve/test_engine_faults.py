@@ -221,10 +221,9 @@ def test_a_failing_logits_processor_ends_its_request_only(make_engine: MakeEngin
 
 @pytest.mark.parametrize("made", [None, torch.zeros(1, 3)])
 def test_a_processor_without_scores_ends_its_request_only(
-    make_engine: MakeEngine, made: torch.Tensor | None
+    engine: Engine, made: torch.Tensor | None
 ) -> None:
     """For example one that changes scores in place and does not return them."""
-    engine = make_engine()
     wanted = prompts(2)
     params = SamplingParams(temperature=0, logits_processors=[lambda input_ids, scores: made])
     bad, good = engine.add(wanted[0], params), engine.add(wanted[1], GREEDY)
@@ -234,9 +233,8 @@ def test_a_processor_without_scores_ends_its_request_only(
     assert 0 == engine.num_failed_steps
 
 
-def test_a_slot_error_ends_its_request_only(make_engine: MakeEngine) -> None:
+def test_a_slot_error_ends_its_request_only(engine: Engine) -> None:
     """Requests beside it and after it are served."""
-    engine = make_engine()
     real = engine._runner.set_slot
 
     def set_slot(slot: int, params: SamplingParams, *tokens: Any) -> None:
@@ -275,9 +273,8 @@ def test_a_failing_tokenizer_ends_its_request(make_engine: MakeEngine) -> None:
     assert 4 == len(handle.output().outputs[0].token_ids)
 
 
-def test_a_budget_lowered_too_far_ends_the_request(make_engine: MakeEngine) -> None:
+def test_a_budget_lowered_too_far_ends_the_request(engine: Engine) -> None:
     """It keeps its tokens; its error names the budget, and smaller requests are served."""
-    engine = make_engine()
     prompt = prompts(1)[0]
     handle = engine.add(prompt, SamplingParams(temperature=0, max_tokens=100))
     while len(handle.requests[0].output_token_ids) < 5:
@@ -291,9 +288,8 @@ def test_a_budget_lowered_too_far_ends_the_request(make_engine: MakeEngine) -> N
     check_serves(engine)
 
 
-def test_cancelling_is_idempotent_and_keeps_tokens(make_engine: MakeEngine) -> None:
+def test_cancelling_is_idempotent_and_keeps_tokens(engine: Engine) -> None:
     """Before the first step, while the request runs, and after its end."""
-    engine = make_engine()
     prompt = prompts(1)[0]
     handles = [engine.add(prompt, GREEDY) for _ in range(3)]
     handles[0].cancel()

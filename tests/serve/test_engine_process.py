@@ -23,6 +23,7 @@ from typing import Any, get_args
 
 import pytest
 from helpers.hosted import hosted
+from helpers.requests import PATIENCE_S
 from helpers.serving import tiny_llama, tiny_tokenizer
 
 from vmkv import ClosedError, ConfigError, OutOfPagesError
@@ -45,12 +46,6 @@ from vmkv.serve.request import RequestOutput, joined
 pytestmark = pytest.mark.usefixtures("warm_children")
 
 MakeEngine = Callable[..., Engine]
-#: The longest wait; only a failing test reaches it.
-PATIENCE_S = 200
-
-
-def run(main: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(main, PATIENCE_S))
 
 
 async def outputs(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
@@ -76,7 +71,7 @@ class Heard:
             self.finished.release()
 
 
-def test_outputs_equal_those_of_an_engine_in_a_thread(make_engine: MakeEngine) -> None:
+async def test_outputs_equal_those_of_an_engine_in_a_thread(make_engine: MakeEngine) -> None:
     """Text, samples, log-probabilities, stop texts, cached tokens: all fields of an output."""
     asked = [
         ("naïve 猫 cat", SamplingParams(temperature=0, max_tokens=20, logprobs=2)),
@@ -92,7 +87,7 @@ def test_outputs_equal_those_of_an_engine_in_a_thread(make_engine: MakeEngine) -
         await it.shutdown()
         return found
 
-    in_thread, elsewhere = run(answers(AsyncEngine)), run(answers(hosted))
+    in_thread, elsewhere = await answers(AsyncEngine), await answers(hosted)
     for here, there in zip(in_thread, elsewhere, strict=True):
         assert here.outputs == there.outputs
         assert list(here.prompt_token_ids) == list(there.prompt_token_ids)
@@ -106,7 +101,9 @@ def test_outputs_equal_those_of_an_engine_in_a_thread(make_engine: MakeEngine) -
     assert [None, 6, 7, 8, *[5, 6, 7, 8] * 19] == [each and each.token_id for each in told]
 
 
-def test_a_client_that_does_not_read_does_not_delay_the_engine(make_engine: MakeEngine) -> None:
+async def test_a_client_that_does_not_read_does_not_delay_the_engine(
+    make_engine: MakeEngine,
+) -> None:
     """While its event loop is blocked, the engine finishes all requests; outputs arrive later."""
     heard, relay = Heard(), Relay()
     engine = make_engine(observer=Observers([heard, relay]), max_num_seqs=16)
@@ -114,60 +111,48 @@ def test_a_client_that_does_not_read_does_not_delay_the_engine(make_engine: Make
     prompts = [[draw.randrange(3, 90) for _ in range(8)] for _ in range(24)]
     # The outputs far exceed the sockets' buffers.
     params = SamplingParams(temperature=0, max_tokens=60, logprobs=8)
-
-    async def main() -> list[list[RequestOutput]]:
-        it = hosted(engine, relay, Heard())
-        tasks = [asyncio.create_task(outputs(it.stream(prompt, params))) for prompt in prompts]
-        while sum(isinstance(each, RequestAdded) for each in heard.events) < len(prompts):
-            await asyncio.sleep(0)
-        for _ in prompts:  # This blocks the event loop, so that nothing is read.
-            assert heard.finished.acquire(timeout=PATIENCE_S)
-        found = await asyncio.gather(*tasks)
-        await it.shutdown()
-        return found
-
-    found = run(main())
+    it = hosted(engine, relay, Heard())
+    tasks = [asyncio.create_task(outputs(it.stream(prompt, params))) for prompt in prompts]
+    while sum(isinstance(each, RequestAdded) for each in heard.events) < len(prompts):
+        await asyncio.sleep(0)
+    for _ in prompts:  # This blocks the event loop, so that nothing is read.
+        assert heard.finished.acquire(timeout=PATIENCE_S)
+    found = await asyncio.gather(*tasks)
+    await it.shutdown()
+    found = found
     for each in found:
         assert len(joined(each).outputs[0].token_ids) == 60
         assert len(joined(each).outputs[0].logprobs) == 60
     assert sum(map(len, found)) < 60 * len(found)  # Accumulated tokens came in one output.
 
 
-def test_observers_get_the_events_of_the_process(make_engine: MakeEngine) -> None:
+async def test_observers_get_the_events_of_the_process(make_engine: MakeEngine) -> None:
     """All events, in order, and the statistics of the cache when idle."""
     there, here, relay = Heard(), Heard(), Relay()
-
-    async def main() -> None:
-        it = hosted(make_engine(observer=Observers([there, relay])), relay, here)
-        await outputs(it.stream([1, 2, 3], SamplingParams(max_tokens=5)))
-        while not here.is_idle.is_set():
-            await asyncio.sleep(0)
-        assert it.stats == here.idle_stats
-        assert here.idle_stats.num_prefix_misses == 1
-        await it.shutdown()
-
-    run(main())
+    it = hosted(make_engine(observer=Observers([there, relay])), relay, here)
+    await outputs(it.stream([1, 2, 3], SamplingParams(max_tokens=5)))
+    while not here.is_idle.is_set():
+        await asyncio.sleep(0)
+    assert it.stats == here.idle_stats
+    assert here.idle_stats.num_prefix_misses == 1
+    await it.shutdown()
     assert {type(each) for each in here.events} == set(get_args(Event)) - {Idle}
     assert here.events == there.events
 
 
-def test_an_engine_ends_when_its_connection_breaks(make_engine: MakeEngine) -> None:
+async def test_an_engine_ends_when_its_connection_breaks(make_engine: MakeEngine) -> None:
     """Its requests are cancelled, and it is closed."""
     heard, engine = Heard(), make_engine(observer=(watch := Heard()), max_tokens=4096)
-
-    async def main() -> None:
-        it = hosted(engine)
-        stream = it.stream([1, 2, 3], SamplingParams(max_tokens=4000, ignore_eos=True))
-        await anext(stream)
-        it._transport.abort()
-        await asyncio.to_thread(it._worker.join)
-        assert "ended" in str(it.failure)
-        with pytest.raises(ClosedError):
-            await outputs(stream)
-        with pytest.raises(ClosedError):
-            await outputs(it.stream([1, 2], None))
-
-    run(main())
+    it = hosted(engine)
+    stream = it.stream([1, 2, 3], SamplingParams(max_tokens=4000, ignore_eos=True))
+    await anext(stream)
+    it._transport.abort()
+    await asyncio.to_thread(it._worker.join)
+    assert "ended" in str(it.failure)
+    with pytest.raises(ClosedError):
+        await outputs(stream)
+    with pytest.raises(ClosedError):
+        await outputs(it.stream([1, 2], None))
     assert not heard.events
     [record] = [each for each in watch.events if isinstance(each, RequestRecord)]
     assert record.finish_reason == "cancelled"
@@ -175,41 +160,33 @@ def test_an_engine_ends_when_its_connection_breaks(make_engine: MakeEngine) -> N
         engine.add([1, 2])
 
 
-def test_an_engine_whose_steps_all_fail_ends(make_engine: MakeEngine) -> None:
+async def test_an_engine_whose_steps_all_fail_ends(engine: Engine) -> None:
     """The process can then be restarted with a new context of the device."""
-    engine = make_engine()
 
     def submit(chunks: Any) -> Any:
         raise RuntimeError("the device is gone")
 
-    async def main() -> None:
-        it = hosted(engine, ends_with_device=True)
-        engine._runner.submit = submit  # type: ignore[method-assign]
-        for _ in range(5):
-            failed = joined(await outputs(it.stream([1, 2, 3])))
-            assert "gone" in str(failed.error)
-        await asyncio.to_thread(it._worker.join)
-        await it._gone.wait()
-        with pytest.raises(ClosedError, match="the last 5 steps have failed"):
-            await outputs(it.stream([1, 2, 3]))
-
-    run(main())
+    it = hosted(engine, ends_with_device=True)
+    engine._runner.submit = submit  # type: ignore[method-assign]
+    for _ in range(5):
+        failed = joined(await outputs(it.stream([1, 2, 3])))
+        assert "gone" in str(failed.error)
+    await asyncio.to_thread(it._worker.join)
+    await it._gone.wait()
+    with pytest.raises(ClosedError, match="the last 5 steps have failed"):
+        await outputs(it.stream([1, 2, 3]))
 
 
-def test_parameters_that_cannot_be_sent_are_refused(make_engine: MakeEngine) -> None:
+async def test_parameters_that_cannot_be_sent_are_refused(make_engine: MakeEngine) -> None:
     """A function, a number of more than 64 bits, half a character; other requests are served."""
-
-    async def main() -> None:
-        it = hosted(make_engine())
-        params = SamplingParams(logits_processors=[lambda ids, scores: scores])
-        for options in ({"params": params}, {"priority": 1 << 70}, {"tenant": "\ud800"}):
-            with pytest.raises(ConfigError, match=r"cannot be sent|64 bits"):
-                async for _ in it.stream([1, 2], **options):
-                    pass
-        assert (await outputs(it.stream([1, 2], None)))[-1].is_finished
-        await it.shutdown()
-
-    run(main())
+    it = hosted(make_engine())
+    params = SamplingParams(logits_processors=[lambda ids, scores: scores])
+    for options in ({"params": params}, {"priority": 1 << 70}, {"tenant": "\ud800"}):
+        with pytest.raises(ConfigError, match=r"cannot be sent|64 bits"):
+            async for _ in it.stream([1, 2], **options):
+                pass
+    assert (await outputs(it.stream([1, 2], None)))[-1].is_finished
+    await it.shutdown()
 
 
 def test_messages_are_decoded_from_pieces_of_any_size() -> None:
@@ -274,7 +251,7 @@ def _tiny_engine(tokens: int, observer: EngineObserver) -> Iterator[Engine]:
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_restarted() -> None:
+async def test_a_killed_process_is_restarted() -> None:
     """Requests fail, observers see an idle engine, and the new process serves the same tokens."""
     heard = Heard()
     engine = EngineProcess(functools.partial(_tiny_engine, 64), observer=heard)
@@ -285,28 +262,25 @@ def test_a_killed_process_is_restarted() -> None:
         asked = (outputs(engine.stream([5, 6, at], params)) for at in range(4))
         return [joined(each).outputs[0].token_ids for each in await asyncio.gather(*asked)]
 
-    async def main() -> None:
-        async with engine:
-            before = await answers()
-            stream = engine.stream([5], replace(params, max_tokens=63))
-            await anext(stream)
-            heard.is_idle.clear()
-            heard.idle_stats = None
-            engine._worker.kill()
-            with pytest.raises(ClosedError):
-                await outputs(stream)
-            assert "ended" in str(engine.failure)
-            # Observers see an idle engine even before another one has started.
-            assert heard.is_idle.is_set()
-            assert heard.idle_stats.num_sequences == heard.idle_stats.resident_bytes == 0
-            heard.is_idle.clear()
-            with pytest.raises(ClosedError, match="ended"):
-                await outputs(engine.stream([5], params))
-            assert await asyncio.to_thread(heard.is_idle.wait, PATIENCE_S)
-            assert engine.failure is None
-            assert before == await answers()
-
-    run(main())
+    async with engine:
+        before = await answers()
+        stream = engine.stream([5], replace(params, max_tokens=63))
+        await anext(stream)
+        heard.is_idle.clear()
+        heard.idle_stats = None
+        engine._worker.kill()
+        with pytest.raises(ClosedError):
+            await outputs(stream)
+        assert "ended" in str(engine.failure)
+        # Observers see an idle engine even before another one has started.
+        assert heard.is_idle.is_set()
+        assert heard.idle_stats.num_sequences == heard.idle_stats.resident_bytes == 0
+        heard.is_idle.clear()
+        with pytest.raises(ClosedError, match="ended"):
+            await outputs(engine.stream([5], params))
+        assert await asyncio.to_thread(heard.is_idle.wait, PATIENCE_S)
+        assert engine.failure is None
+        assert before == await answers()
     assert sum(isinstance(each, RequestRecord) for each in heard.events) == 8
     assert not engine._worker.is_alive()
     with pytest.raises(ConfigError, match="max_tokens"):
@@ -314,50 +288,42 @@ def test_a_killed_process_is_restarted() -> None:
 
 
 @pytest.mark.slow
-def test_a_hanging_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a shutdown without draining; its requests fail, and a draining shutdown ends, too."""
     monkeypatch.setattr(remote, "_CUT_S", 0.05)
     engine = EngineProcess(functools.partial(_tiny_engine, 64))
-
-    async def main() -> None:
-        async with engine:
-            stream = engine.stream([5], SamplingParams(max_tokens=63, ignore_eos=True))
-            await anext(stream)
-            os.kill(engine._worker.pid, signal.SIGSTOP)
-            draining = asyncio.create_task(engine.shutdown())
-            await asyncio.wait_for(engine.shutdown(drain=False), PATIENCE_S)
-            with pytest.raises(ClosedError):
-                await outputs(stream)
-            await draining
-
-    run(main())
+    async with engine:
+        stream = engine.stream([5], SamplingParams(max_tokens=63, ignore_eos=True))
+        await anext(stream)
+        os.kill(engine._worker.pid, signal.SIGSTOP)
+        draining = asyncio.create_task(engine.shutdown())
+        await asyncio.wait_for(engine.shutdown(drain=False), PATIENCE_S)
+        with pytest.raises(ClosedError):
+            await outputs(stream)
+        await draining
     assert not engine._worker.is_alive()
 
 
 @pytest.mark.slow
-def test_a_silent_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests fail, and the next process serves."""
     now_s = [0.0]
     monkeypatch.setattr(remote, "_WATCH_S", 0.01)
     make = functools.partial(_tiny_engine, 64)
     engine = EngineProcess(make, silence_max_s=30.0, clock=lambda: now_s[0])
     params = SamplingParams(max_tokens=63, ignore_eos=True)
-
-    async def main() -> None:
-        async with engine:
-            stream = engine.stream([5], params)
-            await anext(stream)
-            first = engine._worker
-            os.kill(first.pid, signal.SIGSTOP)
-            now_s[0] += 1000
-            with pytest.raises(ClosedError):
-                await outputs(stream)
-            while engine.failure is not None:
-                await asyncio.sleep(0.01)
-            assert first is not engine._worker
-            assert len(joined(await outputs(engine.stream([5], params))).outputs[0].token_ids) > 0
-
-    run(main())
+    async with engine:
+        stream = engine.stream([5], params)
+        await anext(stream)
+        first = engine._worker
+        os.kill(first.pid, signal.SIGSTOP)
+        now_s[0] += 1000
+        with pytest.raises(ClosedError):
+            await outputs(stream)
+        while engine.failure is not None:
+            await asyncio.sleep(0.01)
+        assert first is not engine._worker
+        assert len(joined(await outputs(engine.stream([5], params))).outputs[0].token_ids) > 0
 
 
 class FailsAfterwards:
@@ -374,17 +340,13 @@ class FailsAfterwards:
 
 
 @pytest.mark.slow
-def test_an_engine_that_cannot_be_restarted_says_why(tmp_path: Path) -> None:
+async def test_an_engine_that_cannot_be_restarted_says_why(tmp_path: Path) -> None:
     """The client can still be shut down."""
     engine = EngineProcess(FailsAfterwards(tmp_path / "mark"))
-
-    async def main() -> None:
-        async with engine:
-            engine._worker.kill()
-            while "no room" not in str(engine.failure):
-                await asyncio.to_thread(engine._worker.join)
-
-    run(main())
+    async with engine:
+        engine._worker.kill()
+        while "no room" not in str(engine.failure):
+            await asyncio.to_thread(engine._worker.join)
     assert not engine._worker.is_alive()
 
 
@@ -402,7 +364,7 @@ class WaitsForWord:
 
 
 @pytest.mark.slow
-def test_clients_may_leave_while_a_lazy_engine_starts(tmp_path: Path) -> None:
+async def test_clients_may_leave_while_a_lazy_engine_starts(tmp_path: Path) -> None:
     """The others wait for it; after a failure that nobody waited for, the next one tries again."""
     make = WaitsForWord(tmp_path / "pipe")
     engine = EngineProcess(make, is_lazy=True)
@@ -417,49 +379,42 @@ def test_clients_may_leave_while_a_lazy_engine_starts(tmp_path: Path) -> None:
     async def say(word: str) -> None:
         await asyncio.to_thread(make.pipe.write_text, word)
 
-    async def main() -> None:
-        async with engine:
-            first = await started()
-            first.cancel()
-            opening = engine._opening
-            assert opening is not None
-            await say("fail")
-            await asyncio.wait([opening])
-            first = await started()
-            patient = asyncio.create_task(outputs(engine.stream([6], params)))
-            await asyncio.sleep(0)
-            first.cancel()
-            await say("go on")
-            assert len(joined(await patient).outputs[0].token_ids) == 3
-            assert engine.failure is None
-        assert not engine._worker.is_alive()
-
-    run(main())
+    async with engine:
+        first = await started()
+        first.cancel()
+        opening = engine._opening
+        assert opening is not None
+        await say("fail")
+        await asyncio.wait([opening])
+        first = await started()
+        patient = asyncio.create_task(outputs(engine.stream([6], params)))
+        await asyncio.sleep(0)
+        first.cancel()
+        await say("go on")
+        assert len(joined(await patient).outputs[0].token_ids) == 3
+        assert engine.failure is None
+    assert not engine._worker.is_alive()
     engine.close()
 
 
 @pytest.mark.slow
-def test_a_lazy_engine_is_not_started_to_sleep(tmp_path: Path) -> None:
+async def test_a_lazy_engine_is_not_started_to_sleep(tmp_path: Path) -> None:
     engine = EngineProcess(WaitsForWord(tmp_path / "pipe"), is_lazy=True)
-    run(engine.sleep())
+    await engine.sleep()
     assert engine._worker is None
     assert not engine.page_bytes
     engine.close()
 
 
-def test_a_lazy_engine_is_shut_down_while_it_starts(tmp_path: Path) -> None:
+async def test_a_lazy_engine_is_shut_down_while_it_starts(tmp_path: Path) -> None:
     """The request that waits is refused."""
     engine = EngineProcess(WaitsForWord(tmp_path / "pipe"), is_lazy=True)
-
-    async def main() -> None:
-        asked = asyncio.create_task(outputs(engine.stream([5])))
-        while engine._worker is None:
-            await asyncio.sleep(0)
-        await engine.shutdown()
-        with pytest.raises(ClosedError):
-            await asked
-
-    run(main())
+    asked = asyncio.create_task(outputs(engine.stream([5])))
+    while engine._worker is None:
+        await asyncio.sleep(0)
+    await engine.shutdown()
+    with pytest.raises(ClosedError):
+        await asked
     engine.close()
 
 

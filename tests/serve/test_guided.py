@@ -420,7 +420,7 @@ def test_a_mask_that_takes_too_long_ends_its_request_only(
     assert first(slow).token_ids
 
 
-def test_grammars_are_compiled_beside_the_engines_thread(
+async def test_grammars_are_compiled_beside_the_engines_thread(
     engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other requests are served meanwhile, also those that come later; `drain` waits for them."""
@@ -432,27 +432,23 @@ def test_grammars_are_compiled_beside_the_engines_thread(
         return compile_(grammars, asked)
 
     monkeypatch.setattr(Grammars, "_compiled", held)
+    client = hosted(engine_of())
 
-    async def main() -> list[Any]:
-        client = hosted(engine_of())
+    async def ask(params: SamplingParams) -> CompletionOutput:
+        return joined([each async for each in client.stream("A", params)]).outputs[0]
 
-        async def ask(params: SamplingParams) -> CompletionOutput:
-            return joined([each async for each in client.stream("A", params)]).outputs[0]
-
-        params = guided(SamplingParams(seed=5, n=3, max_tokens=9), regex="[a-c]{9}")
-        waiting = [asyncio.ensure_future(ask(params)) for _ in range(2)]
-        bad = asyncio.ensure_future(ask(guided(json=ENDLESS)))
-        assert (await ask(replace(HOT, max_tokens=5))).token_ids
-        assert not any(each.done() for each in (*waiting, bad))
-        draining = asyncio.ensure_future(client.shutdown())
-        await asyncio.sleep(0)
-        may_go_on.set()
-        answers = await asyncio.gather(*waiting, bad, return_exceptions=True)
-        await draining
-        assert client._worker not in threads
-        return answers
-
-    first_, second, refused = asyncio.run(asyncio.wait_for(main(), 120))
+    params = guided(SamplingParams(seed=5, n=3, max_tokens=9), regex="[a-c]{9}")
+    waiting = [asyncio.ensure_future(ask(params)) for _ in range(2)]
+    bad = asyncio.ensure_future(ask(guided(json=ENDLESS)))
+    assert (await ask(replace(HOT, max_tokens=5))).token_ids
+    assert not any(each.done() for each in (*waiting, bad))
+    draining = asyncio.ensure_future(client.shutdown())
+    await asyncio.sleep(0)
+    may_go_on.set()
+    answers = await asyncio.gather(*waiting, bad, return_exceptions=True)
+    await draining
+    assert client._worker not in threads
+    first_, second, refused = answers
     assert re.fullmatch("[a-c]{9}", first_.text)
     assert first_.text == second.text
     assert isinstance(refused, ConfigError)
@@ -733,20 +729,16 @@ def test_grammars_are_kept_but_few() -> None:
 # ---- another process -----------------------------------------------------------------------------
 
 
-def test_a_grammar_reaches_the_engines_process(engine_of: MakeEngine) -> None:
+async def test_a_grammar_reaches_the_engines_process(engine_of: MakeEngine) -> None:
     """The client has the answer's text; its engine refuses what it did not notice."""
     engine = engine_of()
-
-    async def main() -> tuple[str, str]:
-        client = hosted(engine)
-        params = guided(json=SCHEMAS["nested"])
-        outputs = [each async for each in client.stream("A", params)]
-        with pytest.raises(ConfigError, match="no output satisfies"):
-            await anext(client.stream("A", guided(json=ENDLESS)))
-        await client.shutdown()
-        last = joined(outputs).outputs[0]
-        return last.text, str(last.finish_reason)
-
-    text, reason = asyncio.run(main())
+    client = hosted(engine)
+    params = guided(json=SCHEMAS["nested"])
+    outputs = [each async for each in client.stream("A", params)]
+    with pytest.raises(ConfigError, match="no output satisfies"):
+        await anext(client.stream("A", guided(json=ENDLESS)))
+    await client.shutdown()
+    last = joined(outputs).outputs[0]
+    text, reason = last.text, str(last.finish_reason)
     jsonschema.validate(json.loads(text), SCHEMAS["nested"])
     assert "stop" == reason

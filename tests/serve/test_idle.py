@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.requests import PATIENCE_S, check_said, last, run
+from helpers.requests import PATIENCE_S, check_said, last
 from helpers.requests import prompts as prompts_of
 from helpers.serving import Watch
 
@@ -181,7 +181,7 @@ async def shut_down(engine: AsyncEngine) -> None:
     assert engine.failure is not None
 
 
-def test_an_idle_thread_never_wakes_up(
+async def test_an_idle_thread_never_wakes_up(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for commands without a timeout."""
@@ -190,19 +190,15 @@ def test_an_idle_thread_never_wakes_up(
     with monkeypatch.context() as patch:
         patch.setattr(queue, "SimpleQueue", lambda: waits)
         it = AsyncEngine(engine)
-
-    async def main() -> None:
-        for prompt in prompts(3):
-            assert await asyncio.to_thread(waits.is_waiting.wait, PATIENCE_S)
-            before = waits.num_wakeups
-            for _ in range(1000):
-                await asyncio.sleep(0)
-            assert before == waits.num_wakeups
-            check_said([prompt], [await last(it.stream(prompt, GREEDY))])
-        await idle(watch)
-        await shut_down(it)
-
-    run(main())
+    for prompt in prompts(3):
+        assert await asyncio.to_thread(waits.is_waiting.wait, PATIENCE_S)
+        before = waits.num_wakeups
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert before == waits.num_wakeups
+        check_said([prompt], [await last(it.stream(prompt, GREEDY))])
+    await idle(watch)
+    await shut_down(it)
     assert {None} == set(waits.timeouts)
     # Each wake-up has a command: a request, a cancellation or the shutdown. Their number depends
     # on the thread's progress when a command arrives.
@@ -232,83 +228,71 @@ def slow_release(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Sl
     return backend, watch, make_engine(backend=backend, observer=watch, watermark_bytes=0)
 
 
-def test_a_request_interrupts_the_release_of_memory(
+async def test_a_request_interrupts_the_release_of_memory(
     slow_release: SlowRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest is released after the request."""
     backend, watch, engine = slow_release
     bytes_at_start = []
+    it = AsyncEngine(engine)
+    loop, prompt = asyncio.get_running_loop(), prompts(1, seed=9)[0]
+    comes = asyncio.Event()
 
-    async def main() -> None:
-        it = AsyncEngine(engine)
-        loop, prompt = asyncio.get_running_loop(), prompts(1, seed=9)[0]
-        comes = asyncio.Event()
+    def while_releasing() -> None:
+        loop.call_soon_threadsafe(comes.set)
+        # In the engine's thread, which continues once the request is in the queue.
+        assert posted.wait(PATIENCE_S)
 
-        def while_releasing() -> None:
-            loop.call_soon_threadsafe(comes.set)
-            # In the engine's thread, which continues once the request is in the queue.
-            assert posted.wait(PATIENCE_S)
+    posted = threading.Event()
+    real_add = engine.add
 
-        posted = threading.Event()
-        real_add = engine.add
+    def add(*arguments: Any, **options: Any) -> Any:
+        bytes_at_start.append(physical_bytes(engine))
+        return real_add(*arguments, **options)
 
-        def add(*arguments: Any, **options: Any) -> Any:
-            bytes_at_start.append(physical_bytes(engine))
-            return real_add(*arguments, **options)
-
-        wanted = prompts(6)
-        backend.while_releasing = while_releasing
-        outputs = asyncio.gather(*(last(it.stream(each, GREEDY)) for each in wanted))
-        # The outputs arrive although the release is not complete.
-        check_said(wanted, await outputs)
-        await comes.wait()
-        assert not watch.is_idle
-        monkeypatch.setattr(engine, "add", add)
-        late = asyncio.create_task(last(it.stream(prompt, GREEDY)))
-        while it._link.commands.empty():
-            await asyncio.sleep(0)
-        posted.set()
-        check_said([prompt], [await late])
-        await idle(watch)
-        assert 0 == physical_bytes(engine)
-        await shut_down(it)
-
-    run(main())
+    wanted = prompts(6)
+    backend.while_releasing = while_releasing
+    outputs = asyncio.gather(*(last(it.stream(each, GREEDY)) for each in wanted))
+    # The outputs arrive although the release is not complete.
+    check_said(wanted, await outputs)
+    await comes.wait()
+    assert not watch.is_idle
+    monkeypatch.setattr(engine, "add", add)
+    late = asyncio.create_task(last(it.stream(prompt, GREEDY)))
+    while it._link.commands.empty():
+        await asyncio.sleep(0)
+    posted.set()
+    check_said([prompt], [await late])
+    await idle(watch)
+    assert 0 == physical_bytes(engine)
+    await shut_down(it)
     assert len(bytes_at_start) == 1
     assert bytes_at_start[0] > 80 * KiB
 
 
-def test_other_commands_do_not_end_the_release_of_memory(slow_release: SlowRelease) -> None:
+async def test_other_commands_do_not_end_the_release_of_memory(slow_release: SlowRelease) -> None:
     """After a command without a request, the release continues."""
     backend, watch, engine = slow_release
-
-    async def main() -> None:
-        it = AsyncEngine(engine)
-        backend.while_releasing = lambda: it._send(Cancel(10**6))
-        check_said(prompts(1), [await last(it.stream(prompts(1)[0], GREEDY))])
-        await idle(watch)
-        assert 0 == physical_bytes(engine)
-        await shut_down(it)
-
-    run(main())
+    it = AsyncEngine(engine)
+    backend.while_releasing = lambda: it._send(Cancel(10**6))
+    check_said(prompts(1), [await last(it.stream(prompts(1)[0], GREEDY))])
+    await idle(watch)
+    assert 0 == physical_bytes(engine)
+    await shut_down(it)
 
 
-def test_shutdown_does_not_wait_for_the_release_of_memory(slow_release: SlowRelease) -> None:
+async def test_shutdown_does_not_wait_for_the_release_of_memory(slow_release: SlowRelease) -> None:
     """Closing the engine releases everything anyway."""
     backend, watch, engine = slow_release
-
-    async def main() -> None:
-        it = AsyncEngine(engine)
-        stopping = threading.Event()
-        backend.while_releasing = lambda: assert_set(stopping)
-        await last(it.stream(prompts(1)[0], GREEDY))
-        ending = asyncio.create_task(it.shutdown())
-        while not it._is_stopping:
-            await asyncio.sleep(0)
-        stopping.set()
-        await ending
-
-    run(main())
+    it = AsyncEngine(engine)
+    stopping = threading.Event()
+    backend.while_releasing = lambda: assert_set(stopping)
+    await last(it.stream(prompts(1)[0], GREEDY))
+    ending = asyncio.create_task(it.shutdown())
+    while not it._is_stopping:
+        await asyncio.sleep(0)
+    stopping.set()
+    await ending
     assert 0 == watch.num_idle
 
 
@@ -317,7 +301,7 @@ def assert_set(event: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("call", ["record_fence", "mem_unmap", "mem_release"])
-def test_a_driver_error_during_release_does_not_end_the_thread(
+async def test_a_driver_error_during_release_does_not_end_the_thread(
     make_engine: MakeEngine, call: str
 ) -> None:
     """The memory stays mapped until the engine is idle again; later requests are served."""
@@ -349,18 +333,15 @@ def test_a_driver_error_during_release_does_not_end_the_thread(
         backend.is_failing = False
         engine.fall_idle = real  # type: ignore[method-assign]
 
-    async def main() -> None:
-        it = AsyncEngine(engine)
-        await serve(it, 0, fails=True)
-        assert backend.failed_call == call
-        assert physical_bytes(engine)
-        engine.cache.check()
-        backend.arm(0)
-        await serve(it, 1, fails=False)
-        assert 0 == physical_bytes(engine)
-        await shut_down(it)
-
-    run(main())
+    it = AsyncEngine(engine)
+    await serve(it, 0, fails=True)
+    assert backend.failed_call == call
+    assert physical_bytes(engine)
+    engine.cache.check()
+    backend.arm(0)
+    await serve(it, 1, fails=False)
+    assert 0 == physical_bytes(engine)
+    await shut_down(it)
 
 
 # ---- the command ------------------------------------------------------------------------------

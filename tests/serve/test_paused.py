@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.interrupts import interrupted
+from helpers.runners import EAGER, PADDED, TRACED
 from helpers.serving import tiny_llama, tiny_tokenizer
 from helpers.tiny_models import VOCABULARY, tiny_model
 
@@ -20,23 +21,16 @@ from vmkv.serve import training_turns
 from vmkv.serve.engine import Engine
 from vmkv.serve.params import SamplingParams, StructuredOutputs
 from vmkv.serve.request import FinishReason
-from vmkv.serve.runner import RunnerOptions
 from vmkv.step import joined_layers
 from vmkv.step.joined_layers import SiblingLinear
 from vmkv.step.model_guard import checksums_of
 
-EAGER: dict[str, Any] = {"runner": "eager"}
-_TRACED = RunnerOptions(
-    compile_layers=True, compile_backend="aot_eager", capture=True, show_progress=False
-)
-TRACED: dict[str, Any] = {"runner": "graphs", "runner_options": _TRACED}
-_PADDED = RunnerOptions(capture=True, show_progress=False)
-PADDED: dict[str, Any] = {"runner": "graphs", "runner_options": _PADDED}
 RUNNERS = pytest.mark.parametrize(
     "options",
     [EAGER, PADDED, pytest.param(TRACED, marks=pytest.mark.slow)],
     ids=["eager", "padded", "traced"],
 )
+MakeEngine = Callable[..., Engine]
 #: Longer than a block of the prefix cache, which is what is looked up.
 PROMPT = torch.randint(3, VOCABULARY, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
@@ -51,6 +45,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def model() -> Any:
     """A model that a test may change."""
     return copy.deepcopy(tiny_model("llama", "sdpa"))
+
+
+@pytest.fixture
+def engine(model: Any, make_engine: MakeEngine, options: dict[str, Any]) -> Engine:
+    """An engine of the model."""
+    return make_engine(model, **options)
 
 
 def said_by(engine: Engine) -> list[int]:
@@ -127,7 +127,7 @@ def run_out_of_memory(*_: object) -> None:
 @RUNNERS
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["", "checkpointing"])
 def test_training_gets_the_model_as_it_was(
-    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any], checkpoints: bool
+    model: Any, make_engine: MakeEngine, options: dict[str, Any], checkpoints: bool
 ) -> None:
     """Attention, classes, attributes, modes and gradients, in every turn; bit for bit."""
     if checkpoints:
@@ -157,7 +157,7 @@ def test_training_gets_the_model_as_it_was(
 
 
 @pytest.mark.slow
-def test_a_training_step_may_be_compiled(model: Any, make_engine: Callable[..., Engine]) -> None:
+def test_a_training_step_may_be_compiled(model: Any, make_engine: MakeEngine) -> None:
     """Joint weights, which have no gradients, are not seen by the user's own compiler."""
     wanted = trained(copy.deepcopy(model).train())
     engine = make_engine(model, **TRACED)
@@ -169,9 +169,7 @@ def test_a_training_step_may_be_compiled(model: Any, make_engine: Callable[..., 
             torch.testing.assert_close(each.grad, wanted[name])
 
 
-def test_other_engines_of_the_model_are_paused_too(
-    model: Any, make_engine: Callable[..., Engine]
-) -> None:
+def test_other_engines_of_the_model_are_paused_too(model: Any, make_engine: MakeEngine) -> None:
     first, second = make_engine(model), make_engine(model)
     said = said_by(second)
     with first.paused(), second.paused():
@@ -181,10 +179,7 @@ def test_other_engines_of_the_model_are_paused_too(
     assert said == said_by(first)
 
 
-def test_an_attention_that_training_chooses_is_its_own(
-    model: Any, make_engine: Callable[..., Engine]
-) -> None:
-    engine = make_engine(model)
+def test_an_attention_that_training_chooses_is_its_own(model: Any, engine: Engine) -> None:
     with engine.paused():
         model.set_attn_implementation("eager")
     said_by(engine)
@@ -197,8 +192,7 @@ def test_an_attention_that_training_chooses_is_its_own(
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def test_a_paused_engine_does_not_serve(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine()
+def test_a_paused_engine_does_not_serve(engine: Engine) -> None:
     with engine.paused():
         for use in (
             lambda: engine.add(PROMPT),
@@ -214,8 +208,7 @@ def test_a_paused_engine_does_not_serve(make_engine: Callable[..., Engine]) -> N
     assert 6 == len(said_by(engine))
 
 
-def test_an_engine_with_requests_cannot_be_paused(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine()
+def test_an_engine_with_requests_cannot_be_paused(engine: Engine) -> None:
     handle = engine.add(PROMPT, GREEDY)
     for _ in range(3):
         engine.step()
@@ -231,10 +224,9 @@ def test_an_engine_with_requests_cannot_be_paused(make_engine: Callable[..., Eng
 
 @RUNNERS
 def test_checkpointing_that_comes_and_goes_needs_no_other_runner(
-    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any]
+    model: Any, engine: Engine
 ) -> None:
     """It registers a hook, which makes activations require gradients."""
-    engine = make_engine(model, **options)
     said, runner = said_by(engine), engine.loop.runner
     for change in ("enable", "disable", "enable"):
         with engine.paused():
@@ -247,8 +239,7 @@ def test_checkpointing_that_comes_and_goes_needs_no_other_runner(
         assert runner is engine.loop.runner
 
 
-def test_an_error_of_training_gives_the_model_back(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine()
+def test_an_error_of_training_gives_the_model_back(engine: Engine) -> None:
     said = said_by(engine)
     with pytest.raises(ZeroDivisionError), engine.paused():
         raise ZeroDivisionError
@@ -257,9 +248,8 @@ def test_an_error_of_training_gives_the_model_back(make_engine: Callable[..., En
 
 @RUNNERS
 def test_a_model_that_cannot_be_served_any_more_stays_with_training(
-    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any]
+    model: Any, engine: Engine
 ) -> None:
-    engine = make_engine(model, **options)
     said = said_by(engine)
     with pytest.raises(ConfigError, match=r"other keys and values"), engine.paused():
         model.to(torch.bfloat16).train()
@@ -274,10 +264,7 @@ def test_a_model_that_cannot_be_served_any_more_stays_with_training(
 
 
 @RUNNERS
-def test_an_engine_can_be_closed_inside(
-    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any]
-) -> None:
-    engine = make_engine(model, **options)
+def test_an_engine_can_be_closed_inside(model: Any, engine: Engine) -> None:
     with engine.paused():
         model.train()
         forward = set_forward(model.model.norm)
@@ -295,10 +282,9 @@ def test_an_engine_can_be_closed_inside(
 @RUNNERS
 @pytest.mark.parametrize("is_layer", [False, True], ids=["norm", "layer"])
 def test_a_forward_that_training_sets_stays(
-    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any], is_layer: bool
+    model: Any, engine: Engine, options: dict[str, Any], is_layer: bool
 ) -> None:
     """It is served, too, unless it is a compiled layer's."""
-    engine = make_engine(model, **options)
     plain = said_by(engine)
     module = model.model.layers[0] if is_layer else model.model.norm
     is_refused = is_layer and options is TRACED
@@ -320,11 +306,8 @@ def test_a_forward_that_training_sets_stays(
 
 
 @RUNNERS
-def test_layers_that_training_parametrises_stay(
-    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any]
-) -> None:
+def test_layers_that_training_parametrises_stay(model: Any, engine: Engine) -> None:
     """Their classes are torch's, made for each."""
-    engine = make_engine(model, **options)
     its = [layer.self_attn.q_proj for layer in model.model.layers]
     with engine.paused():
         for each in its:
@@ -339,9 +322,7 @@ def test_layers_that_training_parametrises_stay(
 
 
 @pytest.mark.slow
-def test_a_model_that_is_refused_is_not_left_joined(
-    model: Any, make_engine: Callable[..., Engine]
-) -> None:
+def test_a_model_that_is_refused_is_not_left_joined(model: Any, make_engine: MakeEngine) -> None:
     """With sleep mode its weights are joined, and moved, before its layers are compiled."""
     engine = make_engine(model, **TRACED, enable_sleep_mode=True)
     layer = model.model.layers[0]
@@ -357,9 +338,8 @@ def test_a_model_that_is_refused_is_not_left_joined(
 # ---- turns that fail -----------------------------------------------------------------------------
 
 
-def test_a_pause_can_be_interrupted(make_engine: Callable[..., Engine]) -> None:
+def test_a_pause_can_be_interrupted(engine: Engine) -> None:
     """At every third bytecode; the engine serves, and can be paused again."""
-    engine = make_engine()
     said, num_entered = said_by(engine), 0
 
     def pause() -> None:
@@ -380,10 +360,9 @@ def test_a_pause_can_be_interrupted(make_engine: Callable[..., Engine]) -> None:
 
 
 def test_an_error_of_the_first_look_at_weights_leaves_the_engine_serving(
-    model: Any, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that change in the next turn are noticed as ever."""
-    engine = make_engine(model)
     said = said_by(engine)
     with monkeypatch.context() as patch:
         patch.setattr(training_turns, "checksums_of", run_out_of_memory)
@@ -399,7 +378,7 @@ def test_an_error_of_the_first_look_at_weights_leaves_the_engine_serving(
 
 @pytest.mark.parametrize("moves", [False, True], ids=["", "moved"])
 def test_an_error_of_the_last_look_at_weights_leaves_them_with_training(
-    model: Any, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, moves: bool
+    model: Any, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, moves: bool
 ) -> None:
     changed = copy.deepcopy(model)
     change(changed, moves=False)
@@ -422,7 +401,7 @@ def test_an_error_of_the_last_look_at_weights_leaves_them_with_training(
 @pytest.mark.slow
 @pytest.mark.parametrize("sleeps", [False, True], ids=["", "sleep mode"])
 def test_without_memory_no_siblings_stay_joined(
-    model: Any, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, sleeps: bool
+    model: Any, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, sleeps: bool
 ) -> None:
     """At the start, and after a turn that has moved the weights."""
     options = {**TRACED, "enable_sleep_mode": sleeps}
@@ -455,7 +434,7 @@ def test_without_memory_no_siblings_stay_joined(
 @pytest.mark.slow
 @pytest.mark.parametrize("closes", [False, True], ids=["left", "closed"])
 def test_an_engine_that_is_made_inside_outlives_the_first(
-    model: Any, make_engine: Callable[..., Engine], closes: bool
+    model: Any, make_engine: MakeEngine, closes: bool
 ) -> None:
     """The first one is closed inside, or cannot serve the model again."""
     first = make_engine(model, **TRACED)
@@ -474,7 +453,7 @@ def test_an_engine_that_is_made_inside_outlives_the_first(
 
 
 def test_a_model_that_another_engine_let_sleep_is_not_paused(
-    model: Any, make_engine: Callable[..., Engine]
+    model: Any, make_engine: MakeEngine
 ) -> None:
     """Its weights have no memory; a look at them would end the process."""
     first, second = make_engine(model, enable_sleep_mode=True), make_engine(model)
@@ -491,11 +470,8 @@ def test_a_model_that_another_engine_let_sleep_is_not_paused(
 
 @RUNNERS
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_updates_are_seen(
-    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any], kind: str
-) -> None:
+def test_updates_are_seen(model: Any, engine: Engine, kind: str) -> None:
     """Greedy tokens after each update are those of transformers with the same weights."""
-    engine = make_engine(model, **options)
     optimizer = OPTIMIZERS[kind](model.parameters(), lr=0.05)
     runner, seen = engine.loop.runner, set()
     for _ in range(6):
@@ -515,14 +491,7 @@ def test_updates_are_seen(
 @RUNNERS
 @pytest.mark.parametrize("how", ["written", "replaced"])
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_data_that_is_set_is_seen(
-    model: Any,
-    make_engine: Callable[..., Engine],
-    options: dict[str, Any],
-    how: str,
-    where: str,
-) -> None:
-    engine = make_engine(model, **options)
+def test_data_that_is_set_is_seen(model: Any, engine: Engine, how: str, where: str) -> None:
     before = said_by(engine)
     if where == "outside":
         change(model, moves=how == "replaced")
@@ -537,9 +506,7 @@ def test_data_that_is_set_is_seen(
 
 
 @pytest.mark.parametrize("size", [VOCABULARY + 40, VOCABULARY - 40])
-def test_a_vocabulary_may_grow_or_shrink(
-    model: Any, make_engine: Callable[..., Engine], size: int
-) -> None:
+def test_a_vocabulary_may_grow_or_shrink(model: Any, make_engine: MakeEngine, size: int) -> None:
     """Tokens that are new are served, and those that are gone refused."""
     engine = make_engine(model, **EAGER)
     with engine.paused():
@@ -553,7 +520,7 @@ def test_a_vocabulary_may_grow_or_shrink(
 @RUNNERS
 @pytest.mark.parametrize("how", ["written", "replaced", "attribute"])
 def test_buffers_that_change_are_seen(
-    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any], how: str
+    model: Any, make_engine: MakeEngine, options: dict[str, Any], how: str
 ) -> None:
     """Frequencies of the rotary embedding, which prefixes and captured steps depend on."""
     rotary = model.model.rotary_emb
@@ -573,11 +540,8 @@ def test_buffers_that_change_are_seen(
     assert (how == "replaced") == (runner is not engine.loop.runner)
 
 
-def test_settings_of_the_configuration_are_seen(
-    model: Any, make_engine: Callable[..., Engine]
-) -> None:
+def test_settings_of_the_configuration_are_seen(model: Any, engine: Engine) -> None:
     """Some models read them in `forward`; whether a cache is wanted is for steps to say."""
-    engine = make_engine(model)
     for setting, is_seen in ({"use_cache": False}, False), ({"final_logit_softcapping": 3.0}, True):
         said_by(engine)
         runner = engine.loop.runner
@@ -587,7 +551,7 @@ def test_settings_of_the_configuration_are_seen(
         assert is_seen == (not num_cached(engine))
 
 
-def test_end_tokens_that_change_are_seen(make_engine: Callable[..., Engine]) -> None:
+def test_end_tokens_that_change_are_seen(make_engine: MakeEngine) -> None:
     """By requests and by grammars; an impossible one leaves the model with training."""
     model = copy.deepcopy(tiny_llama())
     engine = make_engine(model, tokenizer=tiny_tokenizer())
@@ -606,10 +570,7 @@ def test_end_tokens_that_change_are_seen(make_engine: Callable[..., Engine]) -> 
 
 
 @RUNNERS
-def test_weights_that_have_moved_are_seen_after_a_sleep(
-    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any]
-) -> None:
-    engine = make_engine(model, **options)
+def test_weights_that_have_moved_are_seen_after_a_sleep(model: Any, engine: Engine) -> None:
     said_by(engine)
     with engine.paused():
         change(model, moves=True)
@@ -618,18 +579,14 @@ def test_weights_that_have_moved_are_seen_after_a_sleep(
     assert wanted == said_by(engine)
 
 
-def test_prefixes_of_unchanged_weights_are_kept(
-    model: Any, make_engine: Callable[..., Engine]
-) -> None:
-    engine = make_engine(model)
+def test_prefixes_of_unchanged_weights_are_kept(model: Any, engine: Engine) -> None:
     said_by(engine)
     with engine.paused():
         trained(model.train())
     assert num_cached(engine)
 
 
-def test_forgotten_prefixes_leave_their_memory(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine()
+def test_forgotten_prefixes_leave_their_memory(engine: Engine) -> None:
     said_by(engine)
     assert num_cached(engine)
     before = engine.cache.pool.stats()
@@ -661,9 +618,7 @@ def test_a_checksum_sees_a_change_of_any_column(dtype: torch.dtype) -> None:
 
 
 @RUNNERS
-def test_adapters_are_seen(
-    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any]
-) -> None:
+def test_adapters_are_seen(model: Any, make_engine: MakeEngine, options: dict[str, Any]) -> None:
     """Attached, trained, merged, unmerged, disabled, and removed, while the engine stays."""
     peft = pytest.importorskip("peft")
     engine = make_engine(model, **options)
@@ -701,7 +656,7 @@ def test_adapters_are_seen(
 
 @RUNNERS
 def test_adapters_that_are_merged_and_disabled_are_taken_out(
-    model: Any, make_engine: Callable[..., Engine], options: dict[str, Any]
+    model: Any, make_engine: MakeEngine, options: dict[str, Any]
 ) -> None:
     """As the model's next call would, which changes weights; also within `paused()`."""
     peft = pytest.importorskip("peft")

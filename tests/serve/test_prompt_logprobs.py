@@ -120,9 +120,8 @@ def test_a_preempted_prompt_reports_once(
     assert plain.outputs[0].token_ids == handle.output().outputs[0].token_ids
 
 
-def test_cached_prefixes_are_computed_again(make_engine: MakeEngine) -> None:
+def test_cached_prefixes_are_computed_again(engine: Engine) -> None:
     """They are cached for others, which may hit them."""
-    engine = make_engine()
     prompt = prompts(1, shortest=40, longest=40)[0]
     plain = dataclasses.replace(SCORED, prompt_logprobs=None)
     for _ in range(2):

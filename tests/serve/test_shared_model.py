@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runners import EAGER, graphs
 from helpers.tiny_models import tiny_model
 from transformers import AttentionInterface
 
@@ -18,24 +19,13 @@ from vmkv.core.backend import BackendUsage
 from vmkv.errors import ConfigError
 from vmkv.hf.attention import vmkv_attention
 from vmkv.hf.proof import prove
-from vmkv.serve.runner import RunnerOptions
 from vmkv.step import Stepper
 from vmkv.step.model_guard import PACKED, attending_through, has_users
 
 PROMPT, GREEDY = list(range(5, 30)), SamplingParams(temperature=0, max_tokens=8)
-EAGER: dict[str, Any] = {"runner": "eager"}
-CAPTURED: dict[str, Any] = {
-    "runner": "graphs",
-    "runner_options": RunnerOptions(
-        compile_layers=False, capture=True, max_graph_tokens=8, show_progress=False
-    ),
-}
-COMPILED: dict[str, Any] = {
-    "runner": "graphs",
-    "runner_options": RunnerOptions(
-        compile_layers=True, compile_backend="eager", capture=False, show_progress=False
-    ),
-}
+CAPTURED = graphs(compile_layers=False, capture=True, max_graph_tokens=8)
+COMPILED = graphs(compile_layers=True, compile_backend="eager", capture=False)
+MakeEngine = Callable[..., Engine]
 RUNNERS = pytest.mark.parametrize(
     "options", [EAGER, CAPTURED, COMPILED], ids=["eager", "captured", "compiled"]
 )
@@ -74,6 +64,18 @@ def expected(model: Any) -> list[int]:
     return said
 
 
+@pytest.fixture
+def wanted(model: Any) -> list[int]:
+    """What engines of the model must say."""
+    return expected(model)
+
+
+@pytest.fixture
+def engine(wanted: list[int], make: MakeEngine, options: dict[str, Any]) -> Engine:
+    """An engine of the model, made after `wanted`; eager unless a test chooses another runner."""
+    return make(options or EAGER)
+
+
 def said_by(engine: Engine) -> list[int]:
     (output,) = engine.generate(PROMPT, GREEDY)
     return list(output.outputs[0].token_ids)
@@ -92,7 +94,7 @@ def refused_by(engine: Engine, num_tokens: int = 0) -> ConfigError:
 
 @pytest.mark.parametrize("options", [EAGER, CAPTURED], ids=["eager", "captured"])
 def test_engines_over_one_model_close_in_any_order(
-    model: Any, make: Callable[..., Engine], options: dict[str, Any]
+    model: Any, make: MakeEngine, options: dict[str, Any]
 ) -> None:
     """The second one's tokens do not change, and the last one restores the model."""
     wanted = expected(model)
@@ -108,9 +110,7 @@ def test_engines_over_one_model_close_in_any_order(
     assert not has_users(model)
 
 
-def test_a_collected_engine_does_not_affect_the_next_one(
-    model: Any, make: Callable[..., Engine]
-) -> None:
+def test_a_collected_engine_does_not_affect_the_next_one(model: Any, make: MakeEngine) -> None:
     """As when a notebook's cell is run twice; the one after that gets the first one's memory."""
     wanted = expected(model)
     engine = Engine(model, max_num_seqs=2, max_num_batched_tokens=32, max_tokens=100)
@@ -127,9 +127,7 @@ def test_a_collected_engine_does_not_affect_the_next_one(
     assert wanted == said_by(make(EAGER))
 
 
-def test_other_users_of_the_model_do_not_affect_an_engine(
-    model: Any, make: Callable[..., Engine]
-) -> None:
+def test_other_users_of_the_model_do_not_affect_an_engine(model: Any, make: MakeEngine) -> None:
     """A user that begins before the engine and ends before it, and calls of `vmkv.generate`."""
     wanted = expected(model)
     with attending_through(model, PACKED):
@@ -142,7 +140,7 @@ def test_other_users_of_the_model_do_not_affect_an_engine(
     assert wanted == said_by(engine)
 
 
-def test_models_may_share_a_configuration(model: Any, make: Callable[..., Engine]) -> None:
+def test_models_may_share_a_configuration(model: Any, make: MakeEngine) -> None:
     """Their attention implementation is one setting; closing one engine leaves it to the other."""
     wanted, other = expected(model), copy.deepcopy(model)
     other.config = model.config
@@ -154,7 +152,7 @@ def test_models_may_share_a_configuration(model: Any, make: Callable[..., Engine
     assert wanted == said_by(engine)
 
 
-def test_an_attention_set_by_the_user_is_kept(model: Any, make: Callable[..., Engine]) -> None:
+def test_an_attention_set_by_the_user_is_kept(model: Any, make: MakeEngine) -> None:
     """Closing the engine does not undo it."""
     engine = make(EAGER)
     model.set_attn_implementation("eager")
@@ -164,7 +162,7 @@ def test_an_attention_set_by_the_user_is_kept(model: Any, make: Callable[..., En
 
 @pytest.mark.parametrize("options", [EAGER, CAPTURED], ids=["eager", "captured"])
 def test_compiled_layers_exclude_a_second_engine(
-    model: Any, make: Callable[..., Engine], options: dict[str, Any]
+    model: Any, make: MakeEngine, options: dict[str, Any]
 ) -> None:
     """Whichever engine is the first; its tokens do not change."""
     wanted = expected(model)
@@ -197,11 +195,8 @@ def test_a_collected_engine_leaves_no_compiled_layers(model: Any) -> None:
 
 
 @RUNNERS
-def test_a_change_of_attention_is_noticed(
-    model: Any, make: Callable[..., Engine], options: dict[str, Any]
-) -> None:
+def test_a_change_of_attention_is_noticed(model: Any, wanted: list[int], engine: Engine) -> None:
     """The request's error says what to call, and then the engine serves again."""
-    wanted, engine = expected(model), make(options)
     serving = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     assert f"set_attn_implementation({serving!r})" in str(refused_by(engine))
@@ -220,11 +215,8 @@ def test_a_change_of_attention_is_noticed(
         (COMPILED, "model.norm"),
     ],
 )
-def test_training_mode_is_noticed(
-    model: Any, make: Callable[..., Engine], options: dict[str, Any], part: str
-) -> None:
+def test_training_mode_is_noticed(model: Any, part: str, wanted: list[int], engine: Engine) -> None:
     """The error names the module in training mode."""
-    wanted, engine = expected(model), make(options)
     model.get_submodule(part).train()
     assert f"{part} is in training mode" in str(refused_by(engine))
     model.eval()
@@ -233,10 +225,9 @@ def test_training_mode_is_noticed(
 
 @RUNNERS
 def test_a_conversion_is_noticed(
-    model: Any, make: Callable[..., Engine], options: dict[str, Any]
+    model: Any, wanted: list[int], engine: Engine, make: MakeEngine, options: dict[str, Any]
 ) -> None:
     """Eager engines serve once the model is converted back; others must be made anew."""
-    wanted, engine = expected(model), make(options)
     model.to(torch.bfloat16)
     assert "bfloat16" in str(refused_by(engine))
     model.to(torch.float32)
@@ -251,10 +242,9 @@ def test_a_conversion_is_noticed(
 
 @pytest.mark.parametrize("options", [EAGER, CAPTURED], ids=["eager", "captured"])
 def test_tokens_of_steps_before_a_change_are_kept(
-    model: Any, make: Callable[..., Engine], options: dict[str, Any]
+    model: Any, wanted: list[int], engine: Engine
 ) -> None:
     """A step is checked when it is launched, so its tokens are right."""
-    wanted, engine = expected(model), make(options)
     handle = engine.add(PROMPT, GREEDY)
     for _ in range(3):
         engine.step()
@@ -270,8 +260,9 @@ def test_tokens_of_steps_before_a_change_are_kept(
     assert wanted[: len(said)] == said
 
 
-def test_a_layer_that_does_not_attend_is_noticed(model: Any, make: Callable[..., Engine]) -> None:
-    wanted, engine = expected(model), make(EAGER)
+def test_a_layer_that_does_not_attend_is_noticed(
+    model: Any, wanted: list[int], engine: Engine
+) -> None:
     attention = model.model.layers[1].self_attn
     attention.forward = lambda hidden_states, **_: (hidden_states, None)
     assert "layer 1 of the model attended 0 times" in str(refused_by(engine))
@@ -280,10 +271,9 @@ def test_a_layer_that_does_not_attend_is_noticed(model: Any, make: Callable[...,
 
 
 def test_the_error_of_a_converted_module_is_explained(
-    model: Any, make: Callable[..., Engine]
+    model: Any, wanted: list[int], engine: Engine
 ) -> None:
     """Steps do not check this module; it fails in the model."""
-    wanted, engine = expected(model), make(EAGER)
     model.model.layers[1].mlp.to(torch.bfloat16)
     assert "model.layers.1.mlp" in str(refused_by(engine))
     model.to(torch.float32)

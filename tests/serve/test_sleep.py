@@ -18,6 +18,7 @@ import pytest
 import torch
 from helpers.hybrids import HYBRIDS, hybrid
 from helpers.requests import check_said, prompts, reference
+from helpers.runners import COMPILED, EAGER, PADDED
 from helpers.tiny_models import tiny_model
 
 from vmkv import BackendUsage, HostBackend
@@ -28,15 +29,10 @@ from vmkv.errors import ConfigError, DriverError, OutOfPagesError
 from vmkv.serve import engine as engine_module
 from vmkv.serve.engine import Engine
 from vmkv.serve.params import SamplingParams
-from vmkv.serve.runner import RunnerOptions
 from vmkv.testing.faults import FaultInjectingBackend
 from vmkv.units import KiB, MiB
 
-EAGER: dict[str, Any] = {"runner": "eager"}
-PADDED: dict[str, Any] = {
-    "runner": "graphs",
-    "runner_options": RunnerOptions(capture=True, show_progress=False),
-}
+MakeEngine = Callable[..., Engine]
 RUNNERS = pytest.mark.parametrize("options", [EAGER, PADDED], ids=["eager", "padded"])
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PENALISED = SamplingParams(
@@ -58,10 +54,9 @@ def check_books(engine: Engine) -> None:
 @pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
 @pytest.mark.parametrize("is_paused", [False, True], ids=["", "paused"])
 def test_sleep_gives_memory_to_the_driver(
-    make_engine: Callable[..., Engine], options: dict[str, Any], graphs: bool, is_paused: bool
+    engine: Engine, options: dict[str, Any], graphs: bool, is_paused: bool
 ) -> None:
     """The row of padding, too; tokens afterwards are the same, of every kind of request."""
-    engine = make_engine(**options)
     at_start = held_bytes(engine)
     assert (at_start > 0) == (options is PADDED)
     wanted = prompts(5, seed=1)
@@ -84,7 +79,7 @@ def test_sleep_gives_memory_to_the_driver(
         assert penalised == again
 
 
-def test_padding_without_memory_fails_a_step_alone(make_engine: Callable[..., Engine]) -> None:
+def test_padding_without_memory_fails_a_step_alone(make_engine: MakeEngine) -> None:
     """Its row is mapped with the first step's growth, and by a later one if that fails."""
     shared = _Shared(HostBackend(4 * KiB))
     engine = make_engine(backend=shared, **PADDED)
@@ -101,7 +96,7 @@ def test_padding_without_memory_fails_a_step_alone(make_engine: Callable[..., En
 
 
 def test_a_runner_made_after_sleep_has_padding_of_its_own(
-    make_engine: Callable[..., Engine],
+    make_engine: MakeEngine,
 ) -> None:
     engine = make_engine(model := copy.deepcopy(tiny_model("llama")), **PADDED)
     wanted = prompts(3, seed=8)
@@ -118,7 +113,7 @@ def test_a_runner_made_after_sleep_has_padding_of_its_own(
 
 
 def test_torch_gives_its_idle_memory_back_between_phases(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When training ends, before a pool grows; and when an engine sleeps, after its pool."""
     engine = make_engine(**PADDED)
@@ -135,7 +130,7 @@ def test_torch_gives_its_idle_memory_back_between_phases(
     assert [(True, 0)] * 2 == seen
 
 
-def test_workspaces_are_given_back(make_engine: Callable[..., Engine]) -> None:
+def test_workspaces_are_given_back(make_engine: MakeEngine) -> None:
     """Token counts always, logits with the graphs; each is there again when it is needed."""
     engine = make_engine(**PADDED)
     sampler, space = engine._runner.sampler, engine._runner.stepper._space
@@ -210,7 +205,7 @@ def test_an_engine_takes_what_is_free_afterwards(options: dict[str, Any], how: s
     assert not shared.num_refused
 
 
-def test_the_budget_of_a_shared_pool_is_its_owners(make_engine: Callable[..., Engine]) -> None:
+def test_the_budget_of_a_shared_pool_is_its_owners(make_engine: MakeEngine) -> None:
     shared = _Shared(HostBackend(4 * KiB))
     engine = make_engine(backend=shared)
     wanted, budget_bytes = prompts(1, seed=3), engine.cache.pool.budget_bytes
@@ -220,8 +215,7 @@ def test_the_budget_of_a_shared_pool_is_its_owners(make_engine: Callable[..., En
     assert budget_bytes == engine.cache.pool.budget_bytes
 
 
-def test_sleep_is_refused_with_requests_or_for_weights(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine()
+def test_sleep_is_refused_with_requests_or_for_weights(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="enable_sleep_mode=True"):
         engine.sleep(weights=True)
     handle = engine.add(prompts(1)[0], GREEDY)
@@ -236,10 +230,9 @@ def test_sleep_is_refused_with_requests_or_for_weights(make_engine: Callable[...
 
 
 def test_a_sampler_without_memory_says_so_and_tries_again(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory for token counts may be taken when the engine is to go on."""
-    engine = make_engine()
     engine.sleep()
     zeros, refused = torch.zeros, iter([True])
 
@@ -255,12 +248,6 @@ def test_a_sampler_without_memory_says_so_and_tries_again(
 
 # ---- weights -------------------------------------------------------------------------------------
 
-COMPILED: dict[str, Any] = {
-    "runner": "graphs",
-    "runner_options": RunnerOptions(
-        compile_layers=True, compile_backend="eager", capture=True, show_progress=False
-    ),
-}
 SLEEPY: dict[str, Any] = {"enable_sleep_mode": True, "host_budget_bytes": 1 * MiB}
 
 
@@ -282,7 +269,7 @@ def check_all_books(engine: Engine) -> None:
 @pytest.mark.parametrize("options", [EAGER, PADDED, COMPILED], ids=["eager", "padded", "compiled"])
 @pytest.mark.parametrize("prefixes", [False, True], ids=["", "prefixes"])
 def test_a_request_finds_weights_at_their_addresses(
-    make_engine: Callable[..., Engine], options: dict[str, Any], prefixes: bool
+    make_engine: MakeEngine, options: dict[str, Any], prefixes: bool
 ) -> None:
     """And prefixes, with what they share, where they were to be kept."""
     model = copy.deepcopy(tiny_model("llama"))
@@ -325,9 +312,7 @@ def test_a_request_finds_weights_at_their_addresses(
 
 
 @pytest.mark.parametrize("name", HYBRIDS[:1])
-def test_states_of_prefixes_sleep_with_their_rows(
-    make_engine: Callable[..., Engine], name: str
-) -> None:
+def test_states_of_prefixes_sleep_with_their_rows(make_engine: MakeEngine, name: str) -> None:
     """Those of ended rows, and checkpoints within them."""
     engine = make_engine(copy.deepcopy(hybrid(name)), **SLEEPY, **EAGER)
     at_start, (prompt,) = held_bytes(engine), prompts(1, shortest=40, longest=40, seed=1)
@@ -348,9 +333,7 @@ def test_states_of_prefixes_sleep_with_their_rows(
 
 
 @pytest.mark.parametrize("name", ["llama", *HYBRIDS[:1]])
-def test_prefixes_that_were_trimmed_meanwhile_stay_away(
-    make_engine: Callable[..., Engine], name: str
-) -> None:
+def test_prefixes_that_were_trimmed_meanwhile_stay_away(make_engine: MakeEngine, name: str) -> None:
     """`KVCache.trim` empties their rows, to which nothing comes back."""
     model = hybrid(name) if name in HYBRIDS else tiny_model(name)
     engine = make_engine(copy.deepcopy(model), **SLEEPY, **EAGER)
@@ -411,7 +394,7 @@ def test_a_collected_engine_gives_weights_back(options: dict[str, Any], sleeps: 
 
 
 def test_prefixes_that_the_host_does_not_hold_are_dropped(
-    make_engine: Callable[..., Engine],
+    make_engine: MakeEngine,
 ) -> None:
     """The last used ones stay; none without host memory, or without device memory afterwards."""
     wanted = prompts(4, shortest=60, longest=60, seed=4)
@@ -437,7 +420,7 @@ def test_prefixes_that_the_host_does_not_hold_are_dropped(
     assert [0] * 4 == cached(engine.generate(wanted, GREEDY))
 
 
-def test_training_has_the_weights_awake(make_engine: Callable[..., Engine]) -> None:
+def test_training_has_the_weights_awake(make_engine: MakeEngine) -> None:
     """Updates survive a sleep, and parameters that training moves are held anew."""
     model = copy.deepcopy(tiny_model("llama"))
     engine = make_engine(model, **SLEEPY, **COMPILED)
@@ -469,7 +452,7 @@ def test_training_has_the_weights_awake(make_engine: Callable[..., Engine]) -> N
         check_all_books(engine)
 
 
-def test_sleep_mode_needs_a_model_of_its_own(make_engine: Callable[..., Engine]) -> None:
+def test_sleep_mode_needs_a_model_of_its_own(make_engine: MakeEngine) -> None:
     model = copy.deepcopy(tiny_model("llama"))
     first = make_engine(model)
     with pytest.raises(ConfigError, match="served already"):
@@ -481,7 +464,7 @@ def test_sleep_mode_needs_a_model_of_its_own(make_engine: Callable[..., Engine])
 @pytest.mark.parametrize("part", ["weights", "cache"])
 @pytest.mark.parametrize("wakes", [False, True], ids=["sleep", "wake"])
 def test_an_engine_serves_after_any_failed_call(
-    make_engine: Callable[..., Engine],
+    make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
     part: str,
     wakes: bool,
@@ -522,7 +505,7 @@ def test_an_engine_serves_after_any_failed_call(
 
 
 def test_a_request_without_memory_to_wake_is_refused(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others may have the memory; the engine sleeps on. A wrong request does not wake it."""
     shared = _Shared(HostBackend(4 * KiB))
@@ -543,7 +526,7 @@ def test_a_request_without_memory_to_wake_is_refused(
     check_said(wanted, engine.generate(wanted, GREEDY))
 
 
-def test_many_models_sleep_and_wake_at_random(make_engine: Callable[..., Engine]) -> None:
+def test_many_models_sleep_and_wake_at_random(make_engine: MakeEngine) -> None:
     """Their answers are those of a model that never slept, whatever else happens in between."""
     draw, names = random.Random(7), ["llama", "qwen3", "mistral", "gemma2"]
     runners = [EAGER, PADDED, EAGER, PADDED]

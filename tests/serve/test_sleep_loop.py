@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from helpers.hosted import hosted
-from helpers.requests import PATIENCE_S, check_said, last, prompts, reference, run
+from helpers.requests import PATIENCE_S, check_said, last, prompts, reference
 from helpers.serving import Watch, tiny_llama, tiny_tokenizer
 
 from vmkv import ClosedError, ConfigError, HostBackend
@@ -391,7 +391,7 @@ def serve(request: pytest.FixtureRequest) -> Callable[..., Any]:
     return request.param
 
 
-def test_clients_let_it_sleep_and_wake_it(make_engine: MakeEngine, serve: Any) -> None:
+async def test_clients_let_it_sleep_and_wake_it(make_engine: MakeEngine, serve: Any) -> None:
     """By call or by request, any number of times; metrics say so."""
     metrics, watch = Metrics(), Watch()
     engine = make_engine(enable_sleep_mode=True, observer=Observers([metrics, watch]))
@@ -400,43 +400,37 @@ def test_clients_let_it_sleep_and_wake_it(make_engine: MakeEngine, serve: Any) -
     def gauge() -> float:
         return metrics.registry.get_sample_value("vmkv_sleeping")
 
-    async def main() -> None:
-        it = serve(engine)
-        for turn in range(3):
-            check_said(wanted, await asyncio.gather(*(last(it.stream(p, GREEDY)) for p in wanted)))
-            await it.sleep()
-            assert it.is_sleeping
-            assert gauge() == 1
-            await it.sleep()
-            if turn != 1:
-                await it.wake()
-                assert not it.is_sleeping
-                assert gauge() == 0
-            await it.wake() if turn == 2 else None
-            assert it.failure is None
-        check_said(wanted[:1], [await last(it.stream(wanted[0], GREEDY))])
-        assert not it.is_sleeping
-        await it.shutdown()
-        with pytest.raises(ClosedError):
-            await it.sleep()
-
-    run(main())
+    it = serve(engine)
+    for turn in range(3):
+        check_said(wanted, await asyncio.gather(*(last(it.stream(p, GREEDY)) for p in wanted)))
+        await it.sleep()
+        assert it.is_sleeping
+        assert gauge() == 1
+        await it.sleep()
+        if turn != 1:
+            await it.wake()
+            assert not it.is_sleeping
+            assert gauge() == 0
+        await it.wake() if turn == 2 else None
+        assert it.failure is None
+    check_said(wanted[:1], [await last(it.stream(wanted[0], GREEDY))])
+    assert not it.is_sleeping
+    await it.shutdown()
+    with pytest.raises(ClosedError):
+        await it.sleep()
 
 
-def test_an_engine_without_sleep_mode_says_so(make_engine: MakeEngine, serve: Any) -> None:
-    async def main() -> None:
-        it = serve(make_engine())
-        with pytest.raises(ConfigError, match="enable_sleep_mode=True"):
-            await it.sleep()
-        await it.wake()
-        check_said(prompts(1), [await last(it.stream(prompts(1)[0], GREEDY))])
-        await it.shutdown()
-
-    run(main())
+async def test_an_engine_without_sleep_mode_says_so(make_engine: MakeEngine, serve: Any) -> None:
+    it = serve(make_engine())
+    with pytest.raises(ConfigError, match="enable_sleep_mode=True"):
+        await it.sleep()
+    await it.wake()
+    check_said(prompts(1), [await last(it.stream(prompts(1)[0], GREEDY))])
+    await it.shutdown()
 
 
 @pytest.mark.parametrize("aborts", [False, True], ids=["waits", "aborts"])
-def test_requests_before_and_after_a_sleep(
+async def test_requests_before_and_after_a_sleep(
     make_engine: MakeEngine, serve: Any, monkeypatch: pytest.MonkeyPatch, aborts: bool
 ) -> None:
     """Those before finish first, or are cancelled; those after wake the engine, in order."""
@@ -457,32 +451,29 @@ def test_requests_before_and_after_a_sleep(
             assert posted.wait(PATIENCE_S)  # The other commands are there.
         return step()
 
-    async def main() -> None:
-        it, wanted = serve(engine), prompts(4)
-        before = [asyncio.create_task(last(it.stream(each, LONG))) for each in wanted[:2]]
-        await asyncio.to_thread(watch.wait, lambda: len(watch.added) >= 2, "two requests")
-        asleep = asyncio.create_task(it.sleep(aborts=aborts))
-        await asyncio.sleep(0)
-        after = [asyncio.create_task(last(it.stream(each, GREEDY))) for each in wanted[2:]]
-        gone = asyncio.create_task(last(it.stream(wanted[0], LONG)))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        gone.cancel()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        posted.set()
-        await asleep
-        ended = await asyncio.gather(*before)
-        check_said(wanted[2:], await asyncio.gather(*after))
-        if aborts:
-            assert {"cancelled"} == {str(each.outputs[0].finish_reason) for each in ended}
-        else:
-            check_said(wanted[:2], ended, 60)
-        assert not it.is_sleeping
-        await it.shutdown()
-
     monkeypatch.setattr(engine, "advance", advance)
-    run(main())
+    it, wanted = serve(engine), prompts(4)
+    before = [asyncio.create_task(last(it.stream(each, LONG))) for each in wanted[:2]]
+    await asyncio.to_thread(watch.wait, lambda: len(watch.added) >= 2, "two requests")
+    asleep = asyncio.create_task(it.sleep(aborts=aborts))
+    await asyncio.sleep(0)
+    after = [asyncio.create_task(last(it.stream(each, GREEDY))) for each in wanted[2:]]
+    gone = asyncio.create_task(last(it.stream(wanted[0], LONG)))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    gone.cancel()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    posted.set()
+    await asleep
+    ended = await asyncio.gather(*before)
+    check_said(wanted[2:], await asyncio.gather(*after))
+    if aborts:
+        assert {"cancelled"} == {str(each.outputs[0].finish_reason) for each in ended}
+    else:
+        check_said(wanted[:2], ended, 60)
+    assert not it.is_sleeping
+    await it.shutdown()
     assert [(2, 2)] == slept
     assert 4 == len(watch.added)
 
@@ -500,7 +491,7 @@ def test_a_sleep_that_aborts_ends_one_that_waits(make_engine: MakeEngine) -> Non
 
 
 @pytest.mark.parametrize("drain", [True, False], ids=["drain", "cut"])
-def test_a_shutdown_does_not_wait_for_a_sleep(
+async def test_a_shutdown_does_not_wait_for_a_sleep(
     make_engine: MakeEngine, serve: Any, monkeypatch: pytest.MonkeyPatch, drain: bool
 ) -> None:
     """Requests that waited for it are served, or cut as the others."""
@@ -513,29 +504,25 @@ def test_a_shutdown_does_not_wait_for_a_sleep(
         return step()
 
     monkeypatch.setattr(engine, "advance", advance)
-
-    async def main() -> None:
-        it, wanted = serve(engine), prompts(2)
-        tasks = [asyncio.create_task(last(it.stream(wanted[0], LONG)))]
-        await asyncio.to_thread(watch.wait, lambda: bool(watch.added), "a request")
-        asleep = asyncio.create_task(it.sleep())
+    it, wanted = serve(engine), prompts(2)
+    tasks = [asyncio.create_task(last(it.stream(wanted[0], LONG)))]
+    await asyncio.to_thread(watch.wait, lambda: bool(watch.added), "a request")
+    asleep = asyncio.create_task(it.sleep())
+    await asyncio.sleep(0)
+    tasks.append(asyncio.create_task(last(it.stream(wanted[1], GREEDY))))
+    for _ in range(5):
         await asyncio.sleep(0)
-        tasks.append(asyncio.create_task(last(it.stream(wanted[1], GREEDY))))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        ending = asyncio.create_task(it.shutdown(drain=drain))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        posted.set()
-        await ending
-        with pytest.raises(ClosedError):
-            await asleep
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        if drain:
-            check_said(wanted[:1], found[:1], 60)
-            check_said(wanted[1:], found[1:])
-        else:
-            assert isinstance(found[1], ClosedError)
-        assert not engine.is_sleeping
-
-    run(main())
+    ending = asyncio.create_task(it.shutdown(drain=drain))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    posted.set()
+    await ending
+    with pytest.raises(ClosedError):
+        await asleep
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    if drain:
+        check_said(wanted[:1], found[:1], 60)
+        check_said(wanted[1:], found[1:])
+    else:
+        assert isinstance(found[1], ClosedError)
+    assert not engine.is_sleeping
