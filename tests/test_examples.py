@@ -21,6 +21,7 @@ import torch
 import transformers
 from helpers import warm_python
 from helpers.serving import save_tiny_model, tiny_llama
+from helpers.tiny_models import llama_config
 
 import vmkv
 
@@ -237,14 +238,7 @@ def test_generate_uses_a_local_model(tmp_path):
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
     ).save_pretrained(folder)
-    config = transformers.LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        intermediate_size=32,
-        num_attention_heads=2,
-        vocab_size=len(words),
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.LlamaForCausalLM(llama_config(vocab_size=len(words))).save_pretrained(folder)
     output = run_script(
         str(ROOT / "examples/generate.py"),
         *("--model", str(folder), "--device", "cpu", "--batch", "3", "--new-tokens", "12"),

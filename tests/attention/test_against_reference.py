@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,12 @@ class Case:
             left_pad=self.left_pad,
         )
 
+    def options(self, generator: torch.Generator, device: str) -> dict[str, Any]:
+        """Options of its calls, with random sinks if it has any."""
+        sinks = torch.randn(self.heads, generator=generator).to(device) if self.sinks else None
+        its = {"scale": self.dim**-0.5, "window": self.window, "softcap": self.softcap}
+        return {**its, "sinks": sinks}
+
 
 def run(case: Case, shape: str, device: str, name: str) -> None:
     """Compare backend `name` with float64, or skip a case that it cannot serve."""
@@ -93,13 +100,7 @@ def run(case: Case, shape: str, device: str, name: str) -> None:
     query = random_query(
         batch, case.heads, case.dim, dtype=case.dtype, device=device, generator=generator
     )
-    sinks = torch.randn(case.heads, generator=generator).to(device) if case.sinks else None
-    options = {
-        "scale": case.dim**-0.5,
-        "window": case.window,
-        "softcap": case.softcap,
-        "sinks": sinks,
-    }
+    options = case.options(generator, device)
     before = dense.live(batch)
     out = backend.attend(Call(query, dense.keys, dense.values, batch, **options))
 
@@ -113,7 +114,7 @@ def run(case: Case, shape: str, device: str, name: str) -> None:
     into = torch.full_like(out, torch.nan)
     again = backend.attend(Call(query, dense.keys, dense.values, batch, **options, out=into))
     assert torch.equal(again, out)
-    if name == "flash3" and sinks is None and flash3._load() is flash3.library_kernel():
+    if name == "flash3" and options["sinks"] is None and flash3._load() is flash3.library_kernel():
         assert again.data_ptr() == into.data_ptr()
 
 
@@ -228,12 +229,7 @@ def test_padding_of_captured_steps_does_not_change_other_outputs(device, name, o
     query = random_query(
         batch, case.heads, case.dim, dtype=case.dtype, device=device, generator=generator
     )
-    options = {
-        "scale": case.dim**-0.5,
-        "window": case.window,
-        "softcap": case.softcap,
-        "sinks": torch.randn(case.heads, generator=generator).to(device) if case.sinks else None,
-    }
+    options = case.options(generator, device)
     out = get(name).attend(Call(query, dense.keys, dense.values, batch, **options))
     assert_close(out, query, dense, batch, options)
     for count, (start, end) in zip(num_tokens, itertools.pairwise(starts), strict=True):

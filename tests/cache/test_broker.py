@@ -5,141 +5,115 @@ The broker and its other members are tested in tests/memory/test_broker.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.members import PAGE, pool_of
 from helpers.stamps import append, assert_holds
 from helpers.waiting import until
 
 from vmkv import ExtentPool, HostBackend, KVCache
 from vmkv.core.cache import StateShape
-from vmkv.core.memory import Broker, PoolMember
-from vmkv.units import KiB
-
-PAGE = 4 * KiB
+from vmkv.core.memory import Broker
 
 
 @pytest.fixture
 def cache(tmp_path: Path, make_cache: Callable[..., KVCache]) -> Iterator[KVCache]:
     """A cache that has one page, and may have 64."""
-    backend = HostBackend(PAGE)
+    memory = {"host_budget_bytes": 64 * PAGE, "close_when_unused": True}
     with Broker(tmp_path / "pool.sock", 64 * PAGE, page_bytes=PAGE) as broker:
-        member = PoolMember.join(
-            broker.socket_path, name="cache", device=backend.name, free_bytes=0, floor_bytes=PAGE
-        )
-        pool = ExtentPool(
-            backend, member.budget_bytes, host_budget_bytes=64 * PAGE, close_when_unused=True
-        )
-        member.bind(pool)
-        made = make_cache(pool)
+        made = make_cache(pool_of(broker.socket_path, floor_bytes=PAGE, memory=memory))
         yield made
         made.close()
         until(lambda: not broker.members())
 
 
-def _has_its_floor_only(cache: KVCache) -> bool:
-    return cache.pool.budget_bytes == PAGE
+def _bytes_follow_the_cache(cache: KVCache) -> bool:
+    return cache.pool.budget_bytes == max(PAGE, cache.pool.stats().resident_bytes)
 
 
-def test_sequences_grow(cache: KVCache) -> None:
-    """Each growth that does not fit the budget raises it."""
-    sequence = cache.open()
-    for stamp in range(40):
+def _grow(cache: KVCache, sequence: Sequence, _: Path) -> None:
+    for stamp in range(40, 80):
         append(sequence, [stamp])
-    assert_holds(sequence, range(40))
+    sequence.truncate(40)
 
 
-def test_tokens_past_the_end_stay_resident(cache: KVCache) -> None:
-    """As a kernel that fetches whole tiles asks for, when an engine starts."""
-    sequence = cache.open()
-    append(sequence, range(4))
-    assert _has_its_floor_only(cache)
-    cache.keep_resident(20)
-    assert_holds(sequence, range(4))
-    cache.check()
-
-
-def test_a_swapped_sequence_comes_back(cache: KVCache) -> None:
-    """The broker has taken its memory back meanwhile."""
-    sequence = cache.open()
-    append(sequence, range(40))
+def _swap_in(cache: KVCache, sequence: Sequence, _: Path) -> None:
     sequence.swap_out()
-    until(lambda: _has_its_floor_only(cache))
+    until(lambda: _bytes_follow_the_cache(cache))
     sequence.swap_in()
-    assert_holds(sequence, range(40))
 
 
-def test_a_saved_sequence_is_loaded(cache: KVCache, tmp_path: Path) -> None:
-    """The broker has taken the memory of the ended sequence back."""
-    sequence = cache.open()
-    append(sequence, range(40))
-    sequence.save(tmp_path / "sequence")
-    sequence.close()
-    cache.trim()
-    until(lambda: _has_its_floor_only(cache))
-    assert_holds(cache.load(tmp_path / "sequence"), range(40))
+def _load(cache: KVCache, sequence: Sequence, folder: Path) -> None:
+    sequence.save(folder / "sequence")
+    sequence.swap_out()
+    until(lambda: _bytes_follow_the_cache(cache))
+    assert_holds(cache.load(folder / "sequence"), range(40))
+    sequence.swap_in()
 
 
-def test_a_fork_copies_the_tail(cache: KVCache) -> None:
-    """Which takes memory of its own."""
-    sequence = cache.open()
-    append(sequence, range(4))
-    assert _has_its_floor_only(cache)
+def _fork(cache: KVCache, sequence: Sequence, _: Path) -> None:
     fork = sequence.fork()
-    append(fork, [4])
-    assert_holds(fork, range(5))
-    assert_holds(sequence, range(4))
+    append(fork, [40])
+    assert_holds(fork, range(41))
 
 
-def test_a_checkpoint_is_kept(cache: KVCache) -> None:
-    """It is a copy of the layers' states."""
-    cache.add_states({2: [StateShape((16, 64), torch.float32)]})
-    sequence = cache.open()
-    append(sequence, range(4))
-    resident_bytes = cache.pool.stats().resident_bytes
-    until(lambda: cache.pool.budget_bytes == resident_bytes)
+def _checkpoint(cache: KVCache, sequence: Sequence, _: Path) -> None:
     sequence.checkpoint()
     assert cache.states is not None
-    assert [each[:2] for each in cache.states.checkpoints()] == [(sequence.row, 4)]
+    assert [each[:2] for each in cache.states.checkpoints()] == [(sequence.row, 40)]
 
 
-def test_beams_part(cache: KVCache) -> None:
-    """A beam whose memory the other beam shares goes on in memory of its own."""
-    first = cache.open()
-    append(first, range(40))
-    second = first.fork()
-    append(first, [100])
-    append(second, [200])
-    resident_bytes = cache.pool.stats().resident_bytes
-    until(lambda: cache.pool.budget_bytes == resident_bytes)
-    cache.reorder([first, second], [1, 1])
-    for beam in (first, second):
+def _part_beams(cache: KVCache, sequence: Sequence, _: Path) -> None:
+    beams = [sequence.fork(), sequence.fork()]
+    for at, beam in enumerate(beams):
+        append(beam, [100 + at])
+    until(lambda: _bytes_follow_the_cache(cache))
+    cache.reorder(beams, [1, 1])
+    for beam in beams:
         append(beam, [300])
-        assert_holds(beam, [*range(40), 200, 300])
+        assert_holds(beam, [*range(40), 101, 300])
 
 
-def test_layers_are_added_to_sequences_that_live(cache: KVCache) -> None:
-    """Their rows take memory for the tokens that are there."""
-    sequence = cache.open()
-    append(sequence, range(4))
-    assert _has_its_floor_only(cache)
-    cache.add_layers(range(2, 8), num_kv_heads=2, head_dim=32, dtype=torch.float32)
-    append(sequence, range(4, 40))
-    assert sequence.num_tokens == 40
-    cache.check()
+def _add_layers(cache: KVCache, sequence: Sequence, _: Path) -> None:
+    cache.add_layers(range(3, 9), num_kv_heads=2, head_dim=32, dtype=torch.float32)
+    cache.drop_layers(range(3, 9))
 
 
-def test_layers_are_compacted(cache: KVCache) -> None:
-    """For the copy, a sequence is mapped twice."""
+def _compact(cache: KVCache, sequence: Sequence, _: Path) -> None:
+    cache.drop_layers([1])
+    until(lambda: _bytes_follow_the_cache(cache))
+    assert cache.compact()
+
+
+ACTS = {
+    "sequences grow": _grow,
+    "tokens past the end stay resident": lambda cache, *_: cache.keep_resident(20),
+    "a swapped sequence comes back": _swap_in,
+    "a saved sequence is loaded": _load,
+    "a fork copies the tail": _fork,
+    "a checkpoint is kept": _checkpoint,
+    "beams part": _part_beams,
+    "layers are added to sequences that live": _add_layers,
+    "layers are compacted": _compact,
+}
+
+
+@pytest.mark.parametrize("what", ACTS)
+def test_operations_ask_the_broker_for_what_they_lack(
+    cache: KVCache, tmp_path: Path, what: str
+) -> None:
+    """The cache has no more than the pages of its sequence before."""
+    if what == "a checkpoint is kept":
+        cache.add_states({2: [StateShape((16, 64), torch.float32)]})
     sequence = cache.open()
     append(sequence, range(40))
-    cache.drop_layers([1])
-    resident_bytes = cache.pool.stats().resident_bytes
-    until(lambda: cache.pool.budget_bytes == resident_bytes)
-    assert cache.compact()
+    until(lambda: _bytes_follow_the_cache(cache))
+    ACTS[what](cache, sequence, tmp_path)
+    cache.check()
     assert_holds(sequence, range(40))
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import warm_python
+from helpers.faulty_cache import FaultyCache
+from helpers.members import PAGE
 from helpers.stamps import append, assert_holds
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -480,17 +482,8 @@ def test_other_geometry_is_refused(
 
 
 def _world(backend: FaultInjectingBackend) -> tuple[KVCache, Sequence]:
-    budget = 128 * backend.granularity_bytes
-    pool = ExtentPool(backend, budget, host_budget_bytes=budget, close_when_unused=True)
-    cache = KVCache(pool, max_tokens=400, max_sequences=3, layers_per_group=2)
-    for first, window_tokens in ((0, None), (2, 20)):
-        cache.add_layers(
-            [first, first + 1],
-            num_kv_heads=2,
-            head_dim=32,
-            dtype=torch.float32,
-            window_tokens=window_tokens,
-        )
+    pages = {"budget_pages": 128, "host_budget_bytes": 128 * PAGE}
+    cache = FaultyCache(backend, window_tokens=20, **pages).cache
     return cache, _filled(cache, 90)
 
 

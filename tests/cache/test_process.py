@@ -24,6 +24,7 @@ import pytest
 import torch
 from helpers import warm_python
 from helpers.another_user import BECOME_NOBODY, NOBODY, can_become_nobody
+from helpers.faulty_cache import FaultyCache
 from helpers.stamps import append, assert_holds
 
 from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, KVCache
@@ -759,16 +760,7 @@ def test_every_driver_call_of_import_can_fail(
     append(sequence, range(36, 39))
 
     def scenario(backend: FaultInjectingBackend) -> Scenario:
-        pool = ExtentPool(backend, 64 * PAGE, close_when_unused=True)
-        cache = KVCache(pool, max_tokens=400, max_sequences=2, layers_per_group=2)
-        for first, window_tokens in ((0, None), (2, 20)):
-            cache.add_layers(
-                [first, first + 1],
-                num_kv_heads=2,
-                head_dim=32,
-                dtype=torch.float32,
-                window_tokens=window_tokens,
-            )
+        cache = FaultyCache(backend, window_tokens=20, budget_pages=64).cache
         cache.keep_resident(8)
 
         def observe() -> object:

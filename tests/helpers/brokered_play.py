@@ -17,13 +17,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from helpers.generate_play import alone
+from helpers.members import pool_of
 from helpers.random_engine import HYBRIDS, RandomPlay
 from helpers.tiny_models import tiny_model
 from vmkv import BackendUsage, Engine, ExtentPool, HostBackend, OutOfPagesError, SamplingParams
-from vmkv.core.memory import Broker, Extent, PoolMember, asking_broker
+from vmkv.core.memory import Broker, Extent, asking_broker
 from vmkv.serve.request import FinishReason, RequestHandle
 from vmkv.serve.scheduler import PreemptionCosts
 from vmkv.units import KiB
@@ -75,13 +76,10 @@ class BrokeredPlay:
             thread.start()
 
     def _join(self, host_pages: int) -> ExtentPool:
-        backend = HostBackend(_PAGE)
-        its: dict[str, Any] = {"name": "pool", "device": backend.name, "free_bytes": 0}
-        member = PoolMember.join(self._broker.socket_path, **its, timeout_s=0.05)
-        pool = ExtentPool(backend, member.budget_bytes, host_budget_bytes=host_pages * _PAGE)
-        member.bind(pool)
+        memory = {"host_budget_bytes": host_pages * _PAGE}
+        pool = pool_of(self._broker.socket_path, timeout_s=0.05, memory=memory)
         pool.attach()
-        self._backends.append(backend)
+        self._backends.append(pool.backend)
         return pool
 
     def _make_engine(self) -> Engine:

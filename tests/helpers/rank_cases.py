@@ -23,6 +23,7 @@ import torch.distributed as dist
 import vmkv
 from helpers import tiny_models
 from helpers.hybrids import hybrid
+from helpers.members import pool_of
 from helpers.serving import tiny_llama, tiny_tokenizer
 from helpers.tiny_models import kernel_model, tiny_model
 from vmkv import (
@@ -30,13 +31,12 @@ from vmkv import (
     BackendUsage,
     ConfigError,
     Engine,
-    ExtentPool,
     HostBackend,
     OutOfPagesError,
     SamplingParams,
 )
 from vmkv.core.backend import ForwardingBackend, MemoryLocation
-from vmkv.core.memory import Broker, PoolMember, shares
+from vmkv.core.memory import Broker, shares
 from vmkv.errors import HostDriverError
 from vmkv.hf import VMKVCache
 from vmkv.serve.parallel import Ranks, TensorParallel, localise, lockstep, one_shot
@@ -154,6 +154,16 @@ def alone(name: str, prompts: Any, params: Any, **options: Any) -> list[list[tup
         return said(engine.generate(prompts, params))
 
 
+def speaks(
+    group: TensorParallel, model: Any, prompts: Any, params: Any, *its: Any, **options: Any
+) -> None:
+    """Requests of an engine on these ranks get the tokens of one process."""
+    expected = None if group.rank else alone("llama", prompts, params)
+    with engine_on(group, model, *its, **options) as engine:
+        if engine is not None:
+            assert expected == said(engine.generate(prompts, params))
+
+
 # ---- equal tokens --------------------------------------------------------------------------------
 
 
@@ -266,12 +276,9 @@ def compiles(backend: str, group: TensorParallel) -> None:
 
 def loads(folder: str, group: TensorParallel) -> None:
     """A model that transformers has loaded in parts is used, and so is one divided before."""
-    expected = None if group.rank else alone("llama", PROMPTS, GREEDY)
     model = load(folder, group)
     localise(model, group)
-    with engine_on(group, model, **ROOMY) as engine:
-        if engine is not None:
-            assert expected == said(engine.generate(PROMPTS, GREEDY))
+    speaks(group, model, PROMPTS, GREEDY, **ROOMY)
 
 
 def lacks_a_weight(folder: str, group: TensorParallel) -> None:
@@ -398,13 +405,10 @@ class _LateDevice(HostBackend):
 
 def is_late(group: TensorParallel) -> None:
     """Ranks whose drivers report fences differently give equal tokens."""
-    expected = None if group.rank else alone("llama", TRAFFIC, PARAMS)
     device = _LateDevice() if group.rank else None
     options = {**SMALL, "host_budget_bytes": 1 * MiB}
     options["preemption_costs"] = PreemptionCosts(flops_per_s=1.0)
-    with engine_on(group, copy.deepcopy(tiny_model("llama")), device, **options) as engine:
-        if engine is not None:
-            assert expected == said(engine.generate(TRAFFIC, PARAMS))
+    speaks(group, copy.deepcopy(tiny_model("llama")), TRAFFIC, PARAMS, device, **options)
 
 
 def is_slow(fifo: str, group: TensorParallel) -> None:
@@ -541,15 +545,10 @@ def ends_samples(what: str, group: TensorParallel) -> None:
 
 def lacks_slot_memory(failing_rank: int, group: TensorParallel) -> None:
     """One rank has no memory to set a slot; all ranks retry and give equal tokens."""
-    expected = None if group.rank else alone("llama", TRAFFIC, PARAMS)
     periods = (2, 0) if failing_rank == 0 else (0, 2)
-    with (
-        slots_without_memory(group, periods) as failures,
-        engine_on(group, copy.deepcopy(tiny_model("llama")), **SMALL) as engine,
-    ):
-        if engine is not None:
-            assert expected == said(engine.generate(TRAFFIC, PARAMS))
-        assert bool(failures) == (group.rank == failing_rank)
+    with slots_without_memory(group, periods) as failures:
+        speaks(group, copy.deepcopy(tiny_model("llama")), TRAFFIC, PARAMS, **SMALL)
+    assert bool(failures) == (group.rank == failing_rank)
 
 
 def has_a_processor_that_fails(failing_rank: int, group: TensorParallel) -> None:
@@ -709,12 +708,9 @@ class _Taker:
     """A member in a thread, which takes pages as it is told, and gives them back."""
 
     def __init__(self, socket_path: str):
-        backend = HostBackend(PAGE_BYTES)
-        its = {"name": "taker", "device": backend.name, "free_bytes": 0, "timeout_s": 60.0}
-        member = PoolMember.join(socket_path, **its)  # type: ignore[arg-type]
-        self.pool = ExtentPool(backend, member.budget_bytes)
-        self._member = member
-        member.bind(self.pool)
+        self.pool = pool_of(socket_path, "taker", timeout_s=60.0)
+        assert self.pool.member is not None
+        self._member = self.pool.member
 
     def take(self, num_pages: int) -> threading.Thread:
         """Begin to take so many pages, one by one."""

@@ -9,7 +9,6 @@ that they do not).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,205 +38,163 @@ _BASE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-_SLIDING_AND_FULL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-
-
-def tiny_shape(**changes: Any) -> dict[str, Any]:
-    """Sizes and tokens of most tiny models, with changes."""
-    return {**_BASE, **changes}
-
-
-def llama_config(**changes: Any) -> PretrainedConfig:
-    """The tiny Llama, with changes."""
-    return transformers.LlamaConfig(**tiny_shape(**changes))
-
-
-def _mistral() -> PretrainedConfig:
-    return transformers.MistralConfig(**_BASE, sliding_window=WINDOW)
-
-
-def _gemma2() -> PretrainedConfig:
-    return transformers.Gemma2Config(
-        **{**_BASE, "num_hidden_layers": 4},
-        head_dim=8,
-        query_pre_attn_scalar=8,
-        sliding_window=WINDOW,
-        layer_types=_SLIDING_AND_FULL,
-    )
-
-
-def _gemma3() -> PretrainedConfig:
-    return transformers.Gemma3TextConfig(
-        **_BASE,
-        head_dim=8,
-        query_pre_attn_scalar=8,
-        sliding_window=WINDOW,
-        layer_types=_SLIDING_AND_FULL[:2],
-    )
-
-
-def _gemma3n() -> PretrainedConfig:
-    return transformers.Gemma3nTextConfig(
-        **{**_BASE, "num_hidden_layers": 4, "intermediate_size": [48] * 4},
-        head_dim=8,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        num_kv_shared_layers=2,  # The last two layers use the keys and values of the first two.
-        vocab_size_per_layer_input=VOCABULARY,
-        hidden_size_per_layer_input=8,
-        altup_num_inputs=2,
-        altup_active_idx=0,
-        laurel_rank=4,
-        activation_sparsity_pattern=[0.0] * 4,
-    )
-
-
-def _gemma4() -> PretrainedConfig:
-    return transformers.Gemma4TextConfig(
-        **{**_BASE, "num_hidden_layers": 5},
-        head_dim=8,
-        global_head_dim=16,
-        num_global_key_value_heads=1,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
-        num_kv_shared_layers=3,
-        use_double_wide_mlp=True,
-        vocab_size_per_layer_input=VOCABULARY,
-        hidden_size_per_layer_input=8,
-    )
-
-
-def _qwen3() -> PretrainedConfig:
-    return transformers.Qwen3Config(**_BASE, head_dim=16)
-
-
-def _gpt_oss() -> PretrainedConfig:
-    return transformers.GptOssConfig(
-        **_BASE,
-        head_dim=16,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=WINDOW,
-        layer_types=_SLIDING_AND_FULL[:2],
-    )
-
-
-def _llama4() -> PretrainedConfig:
-    return transformers.Llama4TextConfig(
-        **{**_BASE, "num_hidden_layers": 4},
-        intermediate_size_mlp=48,
-        head_dim=8,
-        num_local_experts=4,
-        moe_layers=[1],
-        attention_chunk_size=WINDOW,
-        no_rope_layers=[1, 1, 1, 0],
-        attn_temperature_tuning=True,
-        floor_scale=4,  # Positions count after four tokens.
-        attn_scale=0.5,
-    )
-
-
-def _mixtral() -> PretrainedConfig:
-    return transformers.MixtralConfig(**_BASE, num_local_experts=4, num_experts_per_tok=2)
-
-
-def _phi3() -> PretrainedConfig:
-    return transformers.Phi3Config(**_BASE, original_max_position_embeddings=512)
-
-
-def _deepseek_v3() -> PretrainedConfig:
-    return transformers.DeepseekV3Config(
-        **{**_BASE, "num_key_value_heads": 4},
-        moe_intermediate_size=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=2,  # Dense: 4.57 cannot run its experts in float64.
-        kv_lora_rank=16,
-        q_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=12,  # Keys and values differ in width.
-        **({"num_mtp_layers": 0} if VERSION >= (5, 23) else {}),
-    )
-
-
-def _qwen3_next() -> PretrainedConfig:
-    return transformers.Qwen3NextConfig(
-        **_BASE,
-        head_dim=16,
-        layer_types=["linear_attention", "full_attention"],
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-
-
-def _t5() -> PretrainedConfig:
-    return transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=None,
-        decoder_start_token_id=0,
-        dropout_rate=0.0,
-    )
-
-
-def _whisper() -> PretrainedConfig:
-    return transformers.WhisperConfig(
-        vocab_size=VOCABULARY,
-        num_mel_bins=8,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_source_positions=20,
-        max_target_positions=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-        decoder_start_token_id=2,
-        begin_suppress_tokens=None,
-        suppress_tokens=None,
-        dropout=0.0,
-    )
-
-
-_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": llama_config,
-    "mistral": _mistral,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "gemma3n": _gemma3n,
-    **({"gemma4": _gemma4} if hasattr(transformers, "Gemma4TextConfig") else {}),
-    "qwen3": _qwen3,
-    "gpt_oss": _gpt_oss,
-    "llama4": _llama4,
-    "mixtral": _mixtral,
-    "phi3": _phi3,
-    "deepseek_v3": _deepseek_v3,
-    "qwen3_next": _qwen3_next,
-    "t5": _t5,
-    "whisper": _whisper,
+_SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
+_PER_LAYER = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+#: By name: the kind of configuration, and what it has beside `_BASE` or instead.
+_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": WINDOW,
+            "layer_types": _SLIDING_AND_FULL * 2,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": WINDOW,
+            "layer_types": _SLIDING_AND_FULL,
+        },
+    ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            **_PER_LAYER,
+            "num_hidden_layers": 4,
+            "intermediate_size": [48] * 4,
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "layer_types": _SLIDING_AND_FULL * 2,
+            "num_kv_shared_layers": 2,  # The last two layers use the keys of the first two.
+            "altup_num_inputs": 2,
+            "altup_active_idx": 0,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            **_PER_LAYER,
+            "num_hidden_layers": 5,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "sliding_window": WINDOW,
+            "layer_types": [*_SLIDING_AND_FULL * 2, "full_attention"],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **_EXPERTS,
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "layer_types": _SLIDING_AND_FULL,
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 48,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "moe_layers": [1],
+            "attention_chunk_size": WINDOW,
+            "no_rope_layers": [1, 1, 1, 0],
+            "attn_temperature_tuning": True,
+            "floor_scale": 4,  # Positions count after four tokens.
+            "attn_scale": 0.5,
+        },
+    ),
+    "mixtral": ("MixtralConfig", _EXPERTS),
+    "phi3": ("Phi3Config", {"original_max_position_embeddings": 512}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 2,  # Dense: 4.57 cannot run its experts in float64.
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,  # Keys and values differ in width.
+            **({"num_mtp_layers": 0} if VERSION >= (5, 23) else {}),
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "t5": (
+        "T5Config",
+        {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "bos_token_id": None,
+            "decoder_start_token_id": 0,
+            "dropout_rate": 0.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "whisper": (
+        "WhisperConfig",
+        {
+            "num_mel_bins": 8,
+            "d_model": 32,
+            "encoder_layers": 1,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "max_source_positions": 20,
+            "max_target_positions": 64,
+            "decoder_start_token_id": 2,
+            "begin_suppress_tokens": None,
+            "suppress_tokens": None,
+            "dropout": 0.0,
+        },
+    ),
 }
 ENCODER_DECODER = ("t5", "whisper")
-DECODERS = tuple(name for name in _CONFIGS if name not in ENCODER_DECODER)
-MODELS = tuple(_CONFIGS)
+DECODERS = tuple(
+    name
+    for name, (kind, _) in _CONFIGS.items()
+    if name not in ENCODER_DECODER and hasattr(transformers, kind)
+)
+MODELS = (*DECODERS, *ENCODER_DECODER)
 #: Models whose last layers read another layer's keys, where packed steps serve them.
 SHARED_KEYS = ("gemma3n", "gemma4") if hasattr(cache_utils, "DummyLayer") else ()
 #: Models that packed steps serve in late releases only: with shared keys, and with chunks.
@@ -251,8 +208,22 @@ def unsupported_because(name: str) -> str | None:
     return None
 
 
+def tiny_shape(**changes: Any) -> dict[str, Any]:
+    """Sizes and tokens of most tiny models, with changes."""
+    return {**_BASE, **changes}
+
+
+def llama_config(**changes: Any) -> PretrainedConfig:
+    """The tiny Llama, with changes."""
+    return transformers.LlamaConfig(**tiny_shape(**changes))
+
+
 def tiny_config(name: str) -> PretrainedConfig:
-    return _CONFIGS[name]()
+    kind, changes = _CONFIGS[name]
+    if name in ENCODER_DECODER:
+        tokens = {key: each for key, each in _BASE.items() if "token" in key or "vocab" in key}
+        return getattr(transformers, kind)(**{**tokens, **changes})
+    return getattr(transformers, kind)(**tiny_shape(**changes))
 
 
 @functools.cache
@@ -406,3 +377,28 @@ def forward(
         use_cache=True,
         **options,
     ).logits
+
+
+#: Heads and width of the tiny models' keys.
+HEADS, WIDTH = 2, 8
+
+
+def keys_of(batch_size: int, num_tokens: int, seed: int, **options: Any) -> torch.Tensor:
+    """Random keys or values, `[batch_size, HEADS, num_tokens, WIDTH]`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch_size, HEADS, num_tokens, WIDTH, generator=generator).to(**options)
+
+
+def append(
+    cache: Any, num_tokens: int, *, batch_size: int = 2, seed: int = 0
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Update every layer as one forward pass does; return the keys and values of each layer."""
+    with torch.no_grad():
+        return [
+            cache.update(
+                keys_of(batch_size, num_tokens, 1000 * seed + 2 * index),
+                keys_of(batch_size, num_tokens, 1000 * seed + 2 * index + 1),
+                index,
+            )
+            for index in range(len(cache.layers))
+        ]

@@ -19,16 +19,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from helpers.tiny_models import (
+    HEADS,
     VERSION,
+    WIDTH,
     WINDOW,
+    append,
     assert_same_contents,
     contents,
     dynamic_cache,
     forward,
     generate,
+    keys_of,
     make_cache,
+    model_from,
     parts_of,
     prompt,
     tiny_config,
@@ -55,28 +59,28 @@ from vmkv.units import KiB
 
 NewCache = Callable[..., Any]
 RECORDS_PAST = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
-#: Heads and width of the tiny models' keys, which `_append` uses.
-HEADS, WIDTH = 2, 8
 
 
-def _tensors(batch_size: int, num_tokens: int, seed: int, **options: Any) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch_size, HEADS, num_tokens, WIDTH, generator=generator).to(**options)
+def _pair(new_cache: NewCache, name: str = "llama") -> tuple[Any, Any]:
+    """A cache of transformers, the reference, and one of vmkv."""
+    config = tiny_config(name)
+    return dynamic_cache(config), new_cache(config)
 
 
-def _append(
-    cache: Any, num_tokens: int, *, batch_size: int = 2, seed: int = 0
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Update every layer as one forward pass does; return the keys and values of each layer."""
-    with torch.no_grad():
-        return [
-            cache.update(
-                _tensors(batch_size, num_tokens, 1000 * seed + 2 * index),
-                _tensors(batch_size, num_tokens, 1000 * seed + 2 * index + 1),
-                index,
-            )
-            for index in range(len(cache.layers))
-        ]
+@torch.no_grad()
+def _mixed_cache(new_cache: NewCache) -> Any:
+    """A cache with 13 tokens in layers of attention and, behind each, of linear attention."""
+    config = tiny_config("qwen3_next")
+    config.layer_types = ["full_attention", "linear_attention"] * 2
+    config.num_hidden_layers = 4
+    cache = new_cache(config)
+    forward(model_from(config), prompt("qwen3_next")["input_ids"], cache)
+    return cache
+
+
+def _assert_unchanged(before: list[Any], cache: Any) -> None:
+    for old, new in zip(before, contents(cache), strict=True):
+        assert old is new is None or all(map(torch.equal, old, new))
 
 
 def _used_bytes(cache: Any, batch_size: int) -> int:
@@ -102,9 +106,9 @@ def test_update_returns_views_of_exact_length_without_copy(
 ) -> None:
     """Every update of a layer returns the same memory, one run longer, with unit stride last."""
     cache = new_cache(tiny_config("llama"), layers_per_group=layers_per_group)
-    first = _append(cache, 5, seed=1)
-    second = _append(cache, 1, seed=2)
-    third = _append(cache, 40, seed=3)
+    first = append(cache, 5, seed=1)
+    second = append(cache, 1, seed=2)
+    third = append(cache, 40, seed=3)
     for index, (early, late, last) in enumerate(zip(first, second, third, strict=True)):
         for before, after, at_end in zip(early, late, last, strict=True):
             assert before.shape == (2, HEADS, 5, WIDTH)
@@ -128,15 +132,14 @@ def test_update_returns_views_of_exact_length_without_copy(
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_mask_sizes_are_those_of_the_next_update(name: str, new_cache: NewCache) -> None:
     """`get_mask_sizes` before an update returns the length of the updated keys."""
-    config = tiny_config(name)
-    expected, cache = dynamic_cache(config), new_cache(config)
+    expected, cache = _pair(new_cache, name)
     for seed, num_tokens in enumerate((1, 3, 2, 1, 1, 5, 12, 1)):
         sizes = [_mask_sizes(cache, num_tokens, index) for index in range(len(cache.layers))]
         assert [
             _mask_sizes(expected, num_tokens, index) for index in range(len(expected.layers))
         ] == sizes
-        returned = _append(cache, num_tokens, seed=seed)
-        _append(expected, num_tokens, seed=seed)
+        returned = append(cache, num_tokens, seed=seed)
+        append(expected, num_tokens, seed=seed)
         assert [length for length, _ in sizes] == [keys.shape[-2] for keys, _ in returned]
 
 
@@ -144,7 +147,7 @@ def test_lengths_are_python_integers(new_cache: NewCache) -> None:
     """`get_seq_length` is an int, before and after updates and for every kind of layer."""
     cache = new_cache(tiny_config("gemma2"))
     assert cache.get_seq_length() == 0
-    _append(cache, 11)
+    append(cache, 11)
     for index in range(len(cache.layers)):
         assert type(cache.get_seq_length(index)) is int
         assert cache.get_seq_length(index) == 11
@@ -152,7 +155,7 @@ def test_lengths_are_python_integers(new_cache: NewCache) -> None:
 
 def test_update_ignores_extra_arguments_of_other_releases(new_cache: NewCache) -> None:
     cache = new_cache(tiny_config("llama"))
-    keys, values = _tensors(1, 4, 0), _tensors(1, 4, 1)
+    keys, values = keys_of(1, 4, 0), keys_of(1, 4, 1)
     returned = cache.layers[0].update(keys, values, {"cache_position": torch.arange(4)}, extra=1)
     assert torch.equal(keys, returned[0])
     assert torch.equal(values, returned[1])
@@ -161,7 +164,7 @@ def test_update_ignores_extra_arguments_of_other_releases(new_cache: NewCache) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_update_keeps_every_dtype(dtype: torch.dtype, new_cache: NewCache) -> None:
     cache = new_cache(tiny_config("llama"))
-    keys, values = _tensors(2, 6, 0, dtype=dtype), _tensors(2, 6, 1, dtype=dtype)
+    keys, values = keys_of(2, 6, 0, dtype=dtype), keys_of(2, 6, 1, dtype=dtype)
     returned = cache.update(keys, values, 0)
     assert dtype == returned[0].dtype == cache.layers[0].values.dtype
     assert torch.equal(keys, returned[0])
@@ -199,8 +202,7 @@ def test_inference_mode_and_no_grad_mix(
 
 def test_cache_is_a_dynamic_cache_of_the_installed_release(new_cache: NewCache) -> None:
     """Code that asks for DynamicCache, layer kinds or compileability gets the right answers."""
-    config = tiny_config("gemma2")
-    expected, cache = dynamic_cache(config), new_cache(config)
+    expected, cache = _pair(new_cache, "gemma2")
     assert vmkv.VMKVCache is VMKVCache
     assert isinstance(cache, type(expected))
     assert len(expected) == len(cache)
@@ -212,17 +214,16 @@ def test_cache_is_a_dynamic_cache_of_the_installed_release(new_cache: NewCache) 
     for name in ("get_max_length", "get_max_cache_shape"):
         if hasattr(expected, name):
             assert getattr(expected, name)() == getattr(cache, name)()
-    _append(cache, 3)
+    append(cache, 3)
     assert "VMKV" in repr(cache)
     assert cache.is_initialized
 
 
 def test_iteration_shows_what_dynamic_cache_shows(new_cache: NewCache) -> None:
     """Iterating over the cache yields every layer's keys and values, as this release does."""
-    config = tiny_config("gemma2")
-    expected, cache = dynamic_cache(config), new_cache(config)
-    _append(expected, 12)
-    _append(cache, 12)
+    expected, cache = _pair(new_cache, "gemma2")
+    append(expected, 12)
+    append(cache, 12)
     for theirs, ours in zip(list(expected), list(cache), strict=True):
         assert len(theirs) == len(ours)
         for their, our in zip(theirs, ours, strict=True):
@@ -233,10 +234,9 @@ def test_iteration_shows_what_dynamic_cache_shows(new_cache: NewCache) -> None:
 @pytest.mark.skipif(VERSION >= (5, 0), reason="5.x has no indexing of caches")
 def test_indexing_shows_what_dynamic_cache_shows(new_cache: NewCache) -> None:
     """`cache[layer]` and `to_legacy_cache` give keys and values."""
-    config = tiny_config("llama")
-    expected, cache = dynamic_cache(config), new_cache(config)
-    _append(expected, 12)
-    _append(cache, 12)
+    expected, cache = _pair(new_cache)
+    append(expected, 12)
+    append(cache, 12)
     assert all(map(torch.equal, expected[1], cache[1]))
     for theirs, ours in zip(expected.to_legacy_cache(), cache.to_legacy_cache(), strict=True):
         assert all(map(torch.equal, theirs, ours))
@@ -245,7 +245,7 @@ def test_indexing_shows_what_dynamic_cache_shows(new_cache: NewCache) -> None:
 def test_keys_cannot_be_replaced_by_another_tensor(new_cache: NewCache) -> None:
     """Assigning keys is refused, except None, which transformers uses to forget."""
     cache = new_cache(tiny_config("llama"))
-    _append(cache, 4)
+    append(cache, 4)
     layer = cache.layers[0]
     before = layer.keys.clone()
     with pytest.raises(ConfigError, match="edit them in place"):
@@ -263,10 +263,9 @@ def test_keys_cannot_be_replaced_by_another_tensor(new_cache: NewCache) -> None:
 @pytest.mark.parametrize("argument", [0, 5, 12, 50])
 def test_crop_to_a_length_follows_the_release(argument: int, new_cache: NewCache) -> None:
     """Positive arguments mean a length until 5.17, and are refused since."""
-    config = tiny_config("llama")
-    expected, cache = dynamic_cache(config), new_cache(config)
+    expected, cache = _pair(new_cache)
     for each in (expected, cache):
-        _append(each, 12)
+        append(each, 12)
     if VERSION >= (5, 20) and argument > 0:
         for each in (expected, cache):
             with pytest.raises(ValueError, match="negative"):
@@ -280,11 +279,11 @@ def test_crop_to_a_length_follows_the_release(argument: int, new_cache: NewCache
 def test_crop_accepts_a_tensor_as_transformers_passes_it(new_cache: NewCache) -> None:
     """5.17's assisted decoding gives a zero-dimensional tensor; lengths stay Python integers."""
     cache = new_cache(tiny_config("gemma2"))
-    _append(cache, 6)
+    append(cache, 6)
     cache.crop(torch.tensor(-2))
     assert type(cache.get_seq_length()) is int
     assert cache.get_seq_length() == 4
-    _append(cache, 40, seed=1)
+    append(cache, 40, seed=1)
     assert type(cache.get_seq_length(1)) is int
     assert cache.get_seq_length(1) == 44
 
@@ -292,34 +291,27 @@ def test_crop_accepts_a_tensor_as_transformers_passes_it(new_cache: NewCache) ->
 @pytest.mark.skipif(not RECORDS_PAST, reason="this release cannot record a window's past")
 def test_crop_beyond_what_was_recorded_is_refused(new_cache: NewCache) -> None:
     """Tokens that left a window before the recording began are lost; the cache is unchanged."""
-    config = tiny_config("gemma2")
-    expected, cache = dynamic_cache(config), new_cache(config)
+    expected, cache = _pair(new_cache, "gemma2")
     for each in (expected, cache):
-        _append(each, 1000)
-        _append(each, 500, seed=1)  # The memory of the first tokens is freed by now.
+        append(each, 1000)
+        append(each, 500, seed=1)  # The memory of the first tokens is freed by now.
         each.activate_past_recording()
-        _append(each, 12, seed=2)
+        append(each, 12, seed=2)
     with pytest.raises(RuntimeError, match="window"):
         cache.crop(-1400)
     assert_same_contents(expected, cache)
     for each in (expected, cache):
         each.crop(-12)
-        _append(each, 3, seed=3)
+        append(each, 3, seed=3)
     assert_same_contents(expected, cache)
 
 
 @pytest.mark.skipif(not RECORDS_PAST, reason="this release cannot record a state's past")
 def test_a_crop_that_a_linear_attention_layer_refuses_changes_nothing(new_cache: NewCache) -> None:
     """Layers of transformers' own classes are cropped first."""
-    config = tiny_config("qwen3_next")
-    config.layer_types = ["full_attention", "linear_attention"] * 2
-    config.num_hidden_layers = 4
-    with torch.no_grad():
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
-        cache = new_cache(config)
-        forward(model, prompt("qwen3_next")["input_ids"], cache)
-        with pytest.raises(RuntimeError, match="crop"):
-            cache.crop(-2)
+    cache = _mixed_cache(new_cache)
+    with pytest.raises(RuntimeError, match="crop"), torch.no_grad():
+        cache.crop(-2)
     assert [13, 13] == [cache.get_seq_length(index) for index in (0, 2)]
 
 
@@ -361,8 +353,8 @@ def test_any_sequence_of_operations_matches_dynamic_cache(
     try:
         for seed, (operation, argument) in enumerate([("append", 6), *operations]):
             if operation == "append":
-                theirs = _append(expected, argument, batch_size=batch_size, seed=seed)
-                ours = _append(cache, argument, batch_size=batch_size, seed=seed)
+                theirs = append(expected, argument, batch_size=batch_size, seed=seed)
+                ours = append(cache, argument, batch_size=batch_size, seed=seed)
                 for their, our in zip(theirs, ours, strict=True):
                     # A release may return more tokens than its mask covers: compare the last.
                     length = our[0].shape[-2]
@@ -379,8 +371,7 @@ def test_any_sequence_of_operations_matches_dynamic_cache(
                     before = contents(cache)
                     with pytest.raises(type(error)):
                         cache.crop(argument)
-                    for old, new in zip(before, contents(cache), strict=True):
-                        assert all(map(torch.equal, old, new))
+                    _assert_unchanged(before, cache)
                     return  # The reference may be half cropped now.
                 cache.crop(argument)
             elif operation == "reorder":
@@ -429,10 +420,9 @@ def test_batch_select_accepts_what_indexes_a_tensor(
     of: Callable[..., Any], entries: list[Any], new_cache: NewCache
 ) -> None:
     """Masks and indices, also as lists and arrays, select entries as they do in DynamicCache."""
-    config = tiny_config("llama")
-    expected, cache = dynamic_cache(config), new_cache(config)
+    expected, cache = _pair(new_cache)
     for each in (expected, cache):
-        _append(each, 5, batch_size=4)
+        append(each, 5, batch_size=4)
         each.batch_select_indices(of(entries))
     assert_same_contents(expected, cache)
 
@@ -440,14 +430,13 @@ def test_batch_select_accepts_what_indexes_a_tensor(
 def test_batch_grows_up_to_max_batch_size(new_cache: NewCache) -> None:
     """A repetition beyond `max_batch_size` is refused and changes nothing."""
     cache = new_cache(tiny_config("llama"), max_batch_size=6)
-    _append(cache, 5, batch_size=2)
+    append(cache, 5, batch_size=2)
     cache.batch_repeat_interleave(3)
     before = contents(cache)
     with pytest.raises(ConfigError, match="max_batch_size"):
         cache.batch_repeat_interleave(2)
-    for old, new in zip(before, contents(cache), strict=True):
-        assert all(map(torch.equal, old, new))
-    _append(cache, 5, batch_size=6)
+    _assert_unchanged(before, cache)
+    append(cache, 5, batch_size=6)
 
 
 @pytest.mark.skipif(VERSION < (5, 0), reason="no such model in this release")
@@ -459,20 +448,14 @@ def test_a_batch_that_other_layers_cannot_rearrange_is_unchanged(
     method: str, argument: Any, new_cache: NewCache
 ) -> None:
     """The layers of attention come first here."""
-    config = tiny_config("qwen3_next")
-    config.layer_types = ["full_attention", "linear_attention"] * 2
-    config.num_hidden_layers = 4
-    cache = new_cache(config)
+    cache = _mixed_cache(new_cache)
     with torch.no_grad():
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
-        forward(model, prompt("qwen3_next")["input_ids"], cache)
         if all(hasattr(each, method) for each in cache.layers):
             pytest.skip("this release can")
         before = contents(cache)
         with pytest.raises(AttributeError):
             getattr(cache, method)(argument)
-        for old, new in zip(before, contents(cache), strict=True):
-            assert old is new is None or all(map(torch.equal, old, new))
+        _assert_unchanged(before, cache)
 
 
 @pytest.mark.parametrize(
@@ -482,10 +465,9 @@ def test_entries_that_are_not_in_the_batch_are_refused(
     chosen: torch.Tensor, new_cache: NewCache
 ) -> None:
     """The error is DynamicCache's, and the batch is unchanged."""
-    config = tiny_config("llama")
-    expected, cache = dynamic_cache(config), new_cache(config)
+    expected, cache = _pair(new_cache)
     for each in (expected, cache):
-        _append(each, 5, batch_size=4)
+        append(each, 5, batch_size=4)
         with pytest.raises(IndexError):
             each.batch_select_indices(chosen)
     with pytest.raises(IndexError):
@@ -495,15 +477,14 @@ def test_entries_that_are_not_in_the_batch_are_refused(
 
 def test_batch_operations_on_an_empty_cache_do_nothing(new_cache: NewCache) -> None:
     """As in DynamicCache: the next update sets the batch size."""
-    config = tiny_config("llama")
-    expected, cache = dynamic_cache(config), new_cache(config)
+    expected, cache = _pair(new_cache)
     for each in (expected, cache):
         if VERSION >= (5, 0):
             each.early_initialization(2, HEADS, WIDTH, torch.float32, torch.device("cpu"))
         each.batch_repeat_interleave(2)
         each.reorder_cache(torch.tensor([1, 0, 3, 2]))
         each.batch_select_indices(torch.tensor([3]))
-        _append(each, 5, batch_size=3)
+        append(each, 5, batch_size=3)
     assert_same_contents(expected, cache)
 
 
@@ -513,14 +494,14 @@ def test_batch_operations_on_an_empty_cache_do_nothing(new_cache: NewCache) -> N
 def test_reset_parks_memory_and_reuse_adopts_it(new_cache: NewCache) -> None:
     """A second batch of the same size as the first needs no new memory and no new mapping."""
     cache = new_cache(tiny_config("llama"))
-    _append(cache, 100)
+    append(cache, 100)
     before = cache.stats()
     cache.reset()
     parked = cache.stats()
     assert cache.get_seq_length() == 0
     assert parked.used_bytes == 0
     assert parked.parked_bytes == parked.resident_bytes == before.resident_bytes > 0
-    _append(cache, 100, seed=1)
+    append(cache, 100, seed=1)
     after = cache.stats()
     for call in ("mem_create", "mem_map", "mem_unmap", "mem_release"):
         assert before.driver_calls.get(call, 0) == after.driver_calls.get(call, 0), call
@@ -530,7 +511,7 @@ def test_reset_parks_memory_and_reuse_adopts_it(new_cache: NewCache) -> None:
 
 def test_reset_allows_another_shape_and_dtype(new_cache: NewCache) -> None:
     cache = new_cache(tiny_config("llama"))
-    _append(cache, 9)
+    append(cache, 9)
     cache.reset()
     keys = torch.randn(3, 5, 4, 16).half()
     returned = cache.update(keys, keys + 1, 0)
@@ -559,7 +540,7 @@ def test_encoder_decoder_pair_is_two_virtual_caches(new_cache: NewCache) -> None
 def test_pickle_and_save_are_refused(new_cache: NewCache) -> None:
     """The memory belongs to one process; the error proposes deepcopy."""
     cache = new_cache(tiny_config("llama"))
-    _append(cache, 4)
+    append(cache, 4)
     with pytest.raises(ConfigError, match="deepcopy"):
         pickle.dumps(cache)
     with pytest.raises(ConfigError, match="deepcopy"):
@@ -572,8 +553,8 @@ _REFUSED = 3
 _IN_A_CHILD: dict[str, tuple[Callable[[Any], object], int]] = {
     "close": (VMKVCache.close, 0),
     "reset": (VMKVCache.reset, _REFUSED),
-    "another cache": (lambda _: _append(make_cache(tiny_config("llama")), 9), 0),
-    "append": (lambda cache: _append(cache, 1), _REFUSED),
+    "another cache": (lambda _: append(make_cache(tiny_config("llama")), 9), 0),
+    "append": (lambda cache: append(cache, 1), _REFUSED),
     "trim": (VMKVCache.trim, _REFUSED),
     "copy": (copy.deepcopy, _REFUSED),
 }
@@ -584,7 +565,7 @@ _IN_A_CHILD: dict[str, tuple[Callable[[Any], object], int]] = {
 def test_a_forked_child_leaves_its_parents_tokens(new_cache: NewCache, act: str) -> None:
     """Both map the same memory; a child may close it and use caches of its own."""
     cache = new_cache(tiny_config("llama"), backend=HostBackend(4 * KiB))  # Closed with its pool.
-    _append(cache, 40)
+    append(cache, 40)
     before = contents(cache)
     function, status = _IN_A_CHILD[act]
     child = os.fork()
@@ -598,11 +579,8 @@ def test_a_forked_child_leaves_its_parents_tokens(new_cache: NewCache, act: str)
         finally:
             os._exit(got)
     assert status == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    for ours, theirs in zip(before, contents(cache), strict=True):
-        assert ours is not None
-        assert theirs is not None
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    _append(cache, 1)
+    _assert_unchanged(before, cache)
+    append(cache, 1)
     cache.check()
 
 
@@ -611,7 +589,7 @@ def test_offloading_is_refused(new_cache: NewCache) -> None:
     with pytest.raises(ConfigError, match="offload"):
         VMKVCache(tiny_config("llama"), offloading=True)
     cache = new_cache(tiny_config("llama"))
-    _append(cache, 4)
+    append(cache, 4)
     with pytest.raises(ConfigError, match="offload"):
         cache.layers[0].offload()
 
@@ -619,9 +597,9 @@ def test_offloading_is_refused(new_cache: NewCache) -> None:
 def test_keys_that_require_gradients_are_refused(new_cache: NewCache) -> None:
     """Before anything is written."""
     cache = new_cache(tiny_config("llama"))
-    keys = _tensors(1, 4, 0).requires_grad_()
+    keys = keys_of(1, 4, 0).requires_grad_()
     with pytest.raises(ConfigError, match="gradient"):
-        cache.update(keys, _tensors(1, 4, 1), 0)
+        cache.update(keys, keys_of(1, 4, 1), 0)
     assert cache.get_seq_length() == 0
     with torch.no_grad():
         assert torch.equal(keys, cache.update(keys, keys, 0)[0])
@@ -630,37 +608,35 @@ def test_keys_that_require_gradients_are_refused(new_cache: NewCache) -> None:
 @pytest.mark.parametrize("what", ["gradients", "dtype", "device"])
 def test_a_refused_update_does_not_grow_the_rows(what: str, new_cache: NewCache) -> None:
     """Otherwise the rows would be ahead of their layers and windows would free tokens too early."""
-    config = tiny_config("mistral")
-    expected, cache = dynamic_cache(config), new_cache(config)
-    keys = _tensors(2, 1000, 0)
+    expected, cache = _pair(new_cache, "mistral")
+    keys = keys_of(2, 1000, 0)
     refused = {
         "gradients": keys.clone().requires_grad_(),
         "dtype": keys.double(),
         "device": keys.to("meta"),
     }[what]
     for each in (expected, cache):
-        _append(each, 20)
+        append(each, 20)
     before = cache.stats()
     with pytest.raises(ConfigError):
         cache.update(refused, refused, 0)
     assert before == cache.stats()
     for seed in (1, 2):
         for each in (expected, cache):
-            _append(each, 1500, seed=seed)
+            append(each, 1500, seed=seed)
         assert_same_contents(expected, cache)
 
 
 def test_a_layer_whose_window_memory_is_freed_is_refused(new_cache: NewCache) -> None:
     """After passes that failed behind layer 0, layer 1 still needs tokens that left the window."""
-    config = tiny_config("mistral")
-    expected, cache = dynamic_cache(config), new_cache(config)
+    expected, cache = _pair(new_cache, "mistral")
     for num_tokens in (1500, 1):  # Passes that end behind the first layer.
-        cache.update(_tensors(2, num_tokens, 0), _tensors(2, num_tokens, 1), 0)
+        cache.update(keys_of(2, num_tokens, 0), keys_of(2, num_tokens, 1), 0)
     with pytest.raises(ConfigError, match="reset"):
-        cache.update(_tensors(2, 2000, 0), _tensors(2, 2000, 1), 1)
+        cache.update(keys_of(2, 2000, 0), keys_of(2, 2000, 1), 1)
     cache.reset()
     for each in (expected, cache):
-        _append(each, 30, batch_size=3)
+        append(each, 30, batch_size=3)
     assert_same_contents(expected, cache)
 
 
@@ -690,7 +666,7 @@ _CHANGES: dict[str, Callable[[torch.Tensor, torch.Tensor], _Pair]] = {
 
 
 def _changed(what: str) -> _Pair:
-    return _CHANGES[what](_tensors(2, 1, 8), _tensors(2, 1, 9))
+    return _CHANGES[what](keys_of(2, 1, 8), keys_of(2, 1, 9))
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -699,20 +675,19 @@ def test_tensors_that_change_between_updates_are_refused(
     what: str, layer: int, new_cache: NewCache
 ) -> None:
     """A layer keeps its shape, dtype and device; after the error it works as before."""
-    config = tiny_config("llama")
-    expected, cache = dynamic_cache(config), new_cache(config)
-    _append(expected, 7)
-    _append(cache, 7)
+    expected, cache = _pair(new_cache)
+    append(expected, 7)
+    append(cache, 7)
     if layer == 1:  # The first layer has begun the step, so the second uses prepared tensors.
         for each in (expected, cache):
-            each.update(_tensors(2, 1, 0), _tensors(2, 1, 1), 0)
+            each.update(keys_of(2, 1, 0), keys_of(2, 1, 1), 0)
     with pytest.raises(ConfigError):
         cache.update(*_changed(what), layer)
     assert cache.get_seq_length(layer) == 7
     assert_same_contents(expected, cache)
     for index in range(layer, len(cache)):
         for each in (expected, cache):
-            each.update(_tensors(2, 1, 2 * index), _tensors(2, 1, 2 * index + 1), index)
+            each.update(keys_of(2, 1, 2 * index), keys_of(2, 1, 2 * index + 1), index)
     assert_same_contents(expected, cache)
 
 
@@ -727,7 +702,7 @@ def test_a_first_update_with_mismatched_keys_and_values_is_refused(
     with pytest.raises(ConfigError):
         cache.update(*_changed(what), 0)
     assert cache.get_seq_length() == 0
-    _append(cache, 5)
+    append(cache, 5)
     assert cache.get_seq_length() == 5
 
 
@@ -766,9 +741,9 @@ def test_batch_above_max_batch_size_is_refused(new_cache: NewCache) -> None:
     """The cache stays empty and usable."""
     cache = new_cache(tiny_config("llama"), max_batch_size=2)
     with pytest.raises(ConfigError, match="max_batch_size"):
-        _append(cache, 3, batch_size=3)
+        append(cache, 3, batch_size=3)
     assert cache.get_seq_length() == 0
-    _append(cache, 3, batch_size=2)
+    append(cache, 3, batch_size=2)
 
 
 def test_budget_below_one_page_is_refused() -> None:
@@ -776,7 +751,7 @@ def test_budget_below_one_page_is_refused() -> None:
     backend = HostBackend(4 * KiB)
     with VMKVCache(tiny_config("llama"), backend=backend, budget_bytes=100) as cache:
         with pytest.raises(ConfigError, match="budget_bytes"):
-            _append(cache, 1)
+            append(cache, 1)
         assert cache.get_seq_length() == 0
     assert BackendUsage() == backend.usage()
 
@@ -784,7 +759,7 @@ def test_budget_below_one_page_is_refused() -> None:
 def test_tensors_on_another_device_than_the_backend_are_refused() -> None:
     """A cache with an explicit backend makes no second one."""
     with VMKVCache(tiny_config("llama"), backend=HostBackend(4 * KiB)) as cache:
-        _append(cache, 2)
+        append(cache, 2)
         with pytest.raises(ConfigError, match=r"meta"):
             cache.update(*_changed("device"), 1)
 
@@ -808,10 +783,10 @@ def test_exhausted_budget_leaves_every_sequence_at_its_length(name: str) -> None
     expected = dynamic_cache(config)
     backend = HostBackend(4 * KiB)
     with VMKVCache(config, backend=backend, budget_bytes=24 * 4 * KiB) as cache:
-        _append(expected, 20)
-        _append(cache, 20)
+        append(expected, 20)
+        append(cache, 20)
         with pytest.raises(OutOfPagesError) as error:
-            _append(cache, 3000, seed=1)
+            append(cache, 3000, seed=1)
         assert isinstance(error.value, MemoryError)
         assert error.value.needed_bytes > error.value.free_bytes >= 0
         assert "budget" in str(error.value)
@@ -819,10 +794,10 @@ def test_exhausted_budget_leaves_every_sequence_at_its_length(name: str) -> None
         assert_same_contents(expected, cache)
         cache.check()
         for each in (expected, cache):
-            _append(each, 1, seed=2)
+            append(each, 1, seed=2)
         assert_same_contents(expected, cache)
         cache.reset()
-        _append(cache, 10, seed=3)
+        append(cache, 10, seed=3)
     assert BackendUsage() == backend.usage()
 
 
@@ -832,13 +807,13 @@ def test_max_tokens_exceeded_leaves_the_sequence_usable(layer: int, new_cache: N
     config = tiny_config("llama")
     expected, cache = dynamic_cache(config), new_cache(config, max_tokens=16)
     for each in (expected, cache):
-        _append(each, 12)
+        append(each, 12)
     with pytest.raises(SequenceFullError, match="max_tokens=16") as error:
-        cache.update(_tensors(2, 5, 0), _tensors(2, 5, 1), layer)
+        cache.update(keys_of(2, 5, 0), keys_of(2, 5, 1), layer)
     assert error.value.max_tokens == 16
     assert_same_contents(expected, cache)
     for each in (expected, cache):
-        _append(each, 4, seed=1)
+        append(each, 4, seed=1)
     assert cache.get_seq_length() == 16
     assert_same_contents(expected, cache)
 
@@ -849,7 +824,7 @@ def test_max_tokens_exceeded_leaves_the_sequence_usable(layer: int, new_cache: N
 def test_deepcopy_costs_what_is_used_not_what_is_reserved(new_cache: NewCache) -> None:
     """A copy of a short sequence in a huge reservation is small."""
     cache = new_cache(tiny_config("llama"), max_tokens=1 << 18)
-    _append(cache, 30)
+    append(cache, 30)
     with copy.deepcopy(cache) as twin:
         assert twin.stats().resident_bytes <= cache.stats().resident_bytes
         assert twin.stats().reserved_bytes > 100 * twin.stats().resident_bytes
@@ -858,7 +833,7 @@ def test_deepcopy_costs_what_is_used_not_what_is_reserved(new_cache: NewCache) -
 def test_deepcopy_of_an_unused_cache_is_an_unused_cache(new_cache: NewCache) -> None:
     cache = new_cache(tiny_config("llama"))
     with copy.deepcopy(cache) as twin:
-        _append(twin, 3)
+        append(twin, 3)
         assert twin.get_seq_length() == 3
     assert cache.get_seq_length() == 0
 
@@ -867,14 +842,13 @@ def test_a_failed_deepcopy_leaves_nothing_behind() -> None:
     """The copy does not fit the budget."""
     backend = HostBackend(4 * KiB)
     with VMKVCache(tiny_config("llama"), backend=backend, budget_bytes=14 * 4 * KiB) as cache:
-        _append(cache, 50)
+        append(cache, 50)
         before = contents(cache)
         usage = backend.usage()
         with pytest.raises(OutOfPagesError):
             copy.deepcopy(cache)
         assert usage.num_reservations == backend.usage().num_reservations
-        for old, new in zip(before, contents(cache), strict=True):
-            assert all(map(torch.equal, old, new))
+        _assert_unchanged(before, cache)
         cache.check()
     assert BackendUsage() == backend.usage()
 
@@ -883,7 +857,7 @@ def test_a_failed_deepcopy_leaves_nothing_behind() -> None:
 
 
 _USES: dict[str, Callable[[Any], Any]] = {
-    "update": lambda cache: _append(cache, 1),
+    "update": lambda cache: append(cache, 1),
     "get_seq_length": lambda cache: cache.get_seq_length(),
     "keys": lambda cache: cache.layers[0].keys,
     "crop": lambda cache: cache.crop(-1),
@@ -900,7 +874,7 @@ _USES: dict[str, Callable[[Any], Any]] = {
 def test_use_after_close_is_refused(use: str, new_cache: NewCache) -> None:
     """Calls on a closed cache raise `ClosedError`; a second `close` does nothing."""
     cache = new_cache(tiny_config("gemma2"))
-    _append(cache, 4)
+    append(cache, 4)
     cache.close()
     cache.close()
     assert cache.is_closed
@@ -917,7 +891,7 @@ def test_unclosed_cache_warns_and_is_freed_by_the_next_one(new_cache: NewCache) 
     """The destructor frees nothing; the next cache that is made frees the memory."""
     backend = HostBackend(4 * KiB)
     caches = [VMKVCache(tiny_config("llama"), backend=backend)]
-    _append(caches[0], 30)
+    append(caches[0], 30)
     held = backend.usage()
     with pytest.warns(ResourceWarning, match="never closed"):
         _drop(caches)
@@ -933,7 +907,7 @@ def test_an_unclosed_cache_is_freed_again_where_a_call_failed(
     """By the next cache but one; the error is that of the next one."""
     backend = FaultInjectingBackend(HostBackend(4 * KiB))
     caches = [VMKVCache(tiny_config("llama"), backend=backend)]
-    _append(caches[0], 30)
+    append(caches[0], 30)
     with pytest.warns(ResourceWarning, match="never closed"):
         _drop(caches)
     backend.arm(fail_at)
@@ -949,7 +923,7 @@ def test_an_unclosed_cache_with_live_views_stays_mapped(
 ) -> None:
     backend = HostBackend(4 * KiB)
     caches = [VMKVCache(tiny_config("llama"), backend=backend)]
-    keys = _append(caches[0], 30)[1][0]
+    keys = append(caches[0], 30)[1][0]
     expected = keys.clone()
     with pytest.warns(ResourceWarning, match="never closed"):
         _drop(caches)
@@ -979,14 +953,14 @@ def test_a_prompt_after_decoding_is_told_once(
     """It continues the cache's tokens, as a chat does; a copy and an emptied cache say nothing."""
     cache = new_cache(tiny_config("llama"))
     for num_tokens in (4, 1, 1):
-        _append(cache, num_tokens)
+        append(cache, num_tokens)
     cache.reset()
     for num_tokens in (4, 3, 1):
-        _append(cache, num_tokens)
+        append(cache, num_tokens)
     with copy.deepcopy(cache) as twin:
-        _append(twin, 4)
+        append(twin, 4)
     assert not caplog.records
     for num_tokens in (4, 1, 4, 1, 4):
-        _append(cache, num_tokens)
+        append(cache, num_tokens)
     (record,) = caplog.records
     assert "continue the 8 that" in record.getMessage()

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from accelerate.utils import find_executable_batch_size
 from helpers.tiny_models import (
+    HEADS,
     VERSION,
+    WIDTH,
+    append,
     generate,
     make_cache,
     prompt,
@@ -26,16 +28,8 @@ from vmkv import BackendUsage, ExtentPool, HostBackend, VMKVCache
 from vmkv.units import KiB, MiB
 
 NewCache = Callable[..., Any]
-HEADS, WIDTH = 2, 8
 LAYER_TOKEN_BYTES = 2 * HEADS * WIDTH * 4
 PAGE_BYTES = 4 * KiB
-
-
-def _append(cache: Any, num_tokens: int, *, batch_size: int = 1) -> None:
-    keys = torch.randn(batch_size, HEADS, num_tokens, WIDTH)
-    with torch.no_grad():
-        for index in range(len(cache.layers)):
-            cache.update(keys, keys, index)
 
 
 def test_new_cache_takes_no_memory() -> None:
@@ -56,7 +50,7 @@ def test_resident_follows_tokens(layers_per_group: int) -> None:
         num_tokens = 0
         resident_bytes = 0
         for step in (1, 1, 40, 1, 300, 1, 1000, 1, 1):
-            _append(cache, step, batch_size=2)
+            append(cache, step, batch_size=2)
             num_tokens += step
             stats = cache.stats()
             assert 2 * 2 * num_tokens * LAYER_TOKEN_BYTES == stats.used_bytes
@@ -74,10 +68,10 @@ def test_resident_follows_tokens(layers_per_group: int) -> None:
 def test_growth_keeps_addresses_and_costs_few_calls(new_cache: NewCache) -> None:
     """In four thousand decode steps nothing moves, and few steps map."""
     cache = new_cache(tiny_config("llama"))
-    _append(cache, 1)
+    append(cache, 1, batch_size=1)
     address = cache.layers[1].values.data_ptr()
     for _ in range(4000):
-        _append(cache, 1)
+        append(cache, 1, batch_size=1)
     assert address == cache.layers[1].values.data_ptr()
     stats = cache.stats()
     assert stats.driver_calls["mem_map"] < 4000 // 16 * 2
@@ -87,7 +81,7 @@ def test_growth_keeps_addresses_and_costs_few_calls(new_cache: NewCache) -> None
 def test_addresses_are_reserved_for_long_sequences_without_cost(new_cache: NewCache) -> None:
     """A reservation for a million tokens needs no memory."""
     cache = new_cache(tiny_config("llama"), max_tokens=1 << 20, max_batch_size=8)
-    _append(cache, 3)
+    append(cache, 3, batch_size=1)
     stats = cache.stats()
     assert stats.reserved_bytes >= 8 * (1 << 20) * 2 * LAYER_TOKEN_BYTES
     assert stats.resident_bytes <= 2 * 2 * PAGE_BYTES
@@ -96,11 +90,13 @@ def test_addresses_are_reserved_for_long_sequences_without_cost(new_cache: NewCa
 def test_sliding_layers_are_flat_while_full_layers_grow(new_cache: NewCache) -> None:
     """In a model with both kinds only the full layers need memory per token."""
     cache = new_cache(tiny_config("gemma2"))
-    _append(cache, 1000)
-    _append(cache, 1)  # A step frees the tokens that left the windows in the step before.
+    append(cache, 1000, batch_size=1)
+    append(
+        cache, 1, batch_size=1
+    )  # A step frees the tokens that left the windows in the step before.
     before = cache.stats().resident_bytes
     for _ in range(1000):
-        _append(cache, 1)
+        append(cache, 1, batch_size=1)
     grown_bytes = cache.stats().resident_bytes - before
     full_bytes = 2 * 1000 * LAYER_TOKEN_BYTES  # Two of four layers.
     assert full_bytes - 4 * PAGE_BYTES <= grown_bytes <= full_bytes * 1.1 + 8 * PAGE_BYTES
@@ -111,11 +107,11 @@ def test_recording_window_returns_memory_at_crop(new_cache: NewCache) -> None:
     """The past recorded for a rollback is freed by `crop`."""
     cache = new_cache(tiny_config("mistral"))
     cache.activate_past_recording()
-    _append(cache, 100)
+    append(cache, 100, batch_size=1)
     cache.crop(0)
     resident_bytes = []
     for _ in range(600):
-        _append(cache, 5)
+        append(cache, 5, batch_size=1)
         cache.crop(-2)
         resident_bytes.append(cache.stats().resident_bytes)
     assert max(resident_bytes[150:]) <= max(resident_bytes[:150])
@@ -130,7 +126,7 @@ def test_accelerate_reduces_a_batch_that_does_not_fit() -> None:
     def run(batch_size: int) -> None:
         tried.append(batch_size)
         with VMKVCache(config, backend=HostBackend(PAGE_BYTES), budget_bytes=2 * MiB) as cache:
-            _append(cache, 1500, batch_size=batch_size)
+            append(cache, 1500, batch_size=batch_size)
 
     run()
     assert 8 == tried[0] > tried[-1]

@@ -49,6 +49,20 @@ def model() -> Any:
     model.generation_config = before
 
 
+WHERE = pytest.mark.parametrize("where", ["option", "generation_config", "model"])
+
+
+def _given(where: str, model: Any, **settings: Any) -> dict[str, Any]:
+    """Options of a call that has these settings as options, in a generation config, or nowhere."""
+    if where == "option":
+        return settings
+    if where == "generation_config":
+        return {"generation_config": GenerationConfig(do_sample=False, pad_token_id=0, **settings)}
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    return {}
+
+
 def _assert_as_alone(model: Any, **options: Any) -> list[list[int]]:
     expected = [alone(model, prompt, **options) for prompt in PROMPTS]
     assert expected == vmkv.generate(model, PROMPTS, **options)
@@ -69,7 +83,7 @@ def _ends() -> list[int]:
 # ---- lengths ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["option", "generation_config", "model"])
+@WHERE
 @pytest.mark.parametrize(
     "limits",
     [
@@ -88,15 +102,7 @@ def test_lengths_count_each_prompts_own_tokens(
     """Limits may come as options, in a generation config, from the model, or by default."""
     if "eos_token_id" in limits:
         limits = {**limits, "eos_token_id": _ends()}
-    if where == "option":
-        said = _assert_as_alone(model, do_sample=False, **limits)
-    elif where == "generation_config":
-        config = GenerationConfig(do_sample=False, pad_token_id=0, **limits)
-        said = _assert_as_alone(model, generation_config=config)
-    else:
-        for name, value in limits.items():
-            setattr(model.generation_config, name, value)
-        said = _assert_as_alone(model)
+    said = _assert_as_alone(model, **_given(where, model, **limits))
     if "max_length" in limits:
         assert [30] * 4 == [len(tokens) for tokens in said]
     if "forced_eos_token_id" in limits:
@@ -112,18 +118,11 @@ def test_a_length_criterion_of_the_callers_counts_own_tokens(model: Any) -> None
     assert [26] * 4 == [len(tokens) for tokens in said]
 
 
-@pytest.mark.parametrize("where", ["option", "generation_config", "model"])
+@WHERE
 def test_a_prompt_that_is_too_long_already_is_refused(where: str, model: Any) -> None:
     """The error is transformers'."""
-    options: dict[str, Any] = {}
-    if where == "option":
-        options["max_length"] = 19
-    elif where == "generation_config":
-        options["generation_config"] = GenerationConfig(max_length=19)
-    else:
-        model.generation_config.max_length = 19
     with pytest.raises(ConfigError, match=r"23.*max_length.*19"):
-        vmkv.generate(model, PROMPTS, **options)
+        vmkv.generate(model, PROMPTS, **_given(where, model, max_length=19))
 
 
 # ---- logits processors --------------------------------------------------------------------------
@@ -184,9 +183,7 @@ def test_logits_processors_get_each_prompt_alone(options: dict[str, Any], model:
 def test_a_processor_with_state_per_row_keeps_the_prompts_apart(model: Any) -> None:
     """SynthID remembers contexts by row."""
     config = SynthIDTextWatermarkingConfig(keys=[3, 5, 7, 11], ngram_len=3, context_history_size=8)
-    options = {"watermarking_config": config, "max_new_tokens": NEW_TOKENS}
-    expected = [alone(model, prompt, **options) for prompt in PROMPTS]
-    assert expected == vmkv.generate(model, PROMPTS, **options)
+    _assert_as_alone(model, watermarking_config=config, max_new_tokens=NEW_TOKENS)
 
 
 def test_allowed_tokens_are_asked_for_by_prompt(model: Any) -> None:
@@ -268,22 +265,13 @@ def _tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="a")
 
 
-@pytest.mark.parametrize("where", ["option", "generation_config", "model"])
+@WHERE
 def test_stop_strings_end_each_prompt_where_they_would(where: str, model: Any) -> None:
     """As option, in a generation config, or from the model."""
     token = _plain()[1][25]
     stop = _tokenizer().convert_ids_to_tokens(token)
-    options: dict[str, Any] = {"tokenizer": _tokenizer()}
-    if where == "option":
-        options |= {"stop_strings": [stop], "max_new_tokens": NEW_TOKENS}
-    elif where == "generation_config":
-        options["generation_config"] = GenerationConfig(
-            stop_strings=[stop], max_new_tokens=NEW_TOKENS, pad_token_id=0
-        )
-    else:
-        model.generation_config.stop_strings = [stop]
-        options["max_new_tokens"] = NEW_TOKENS
-    said = _assert_as_alone(model, **options)
+    options = _given(where, model, stop_strings=[stop], max_new_tokens=NEW_TOKENS)
+    said = _assert_as_alone(model, tokenizer=_tokenizer(), **options)
     assert len(said[1]) < len(_plain()[1]), "nothing ended: the test proves nothing"
 
 

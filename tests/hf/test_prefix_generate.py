@@ -91,6 +91,19 @@ def _num_prefilled(sizes: list[int], num_prompts: int) -> int:
     return sum(sizes) - num_prompts * (NEW_TOKENS - 1)
 
 
+def _llama(new_cache: NewCache) -> tuple[Any, RaggedCache]:
+    model = tiny_model("llama")
+    return model, new_cache(model)
+
+
+def _assert_computed(num_tokens: int, model: Any, prompts: list[list[int]], **options: Any) -> None:
+    """Check that a call is exact, and how many tokens of its prompts go through the model."""
+    expected = [_alone(model, prompt) for prompt in prompts]
+    with _passes(model) as sizes:
+        assert expected == _generate(model, prompts, **options)
+    assert num_tokens == _num_prefilled(sizes, len(prompts))
+
+
 # ---- within a call ------------------------------------------------------------------------------
 
 
@@ -159,20 +172,13 @@ def test_sharing_saves_memory(name: str, new_cache: NewCache) -> None:
 def test_without_prefix_caching_all_prompts_are_computed(name: str, new_cache: NewCache) -> None:
     """Such calls neither find prefixes nor leave any."""
     model = tiny_model(name)
-    cache = new_cache(model)
-    expected = [_alone(model, prompt) for prompt in PROMPTS]
+    cache, whole = new_cache(model), sum(map(len, PROMPTS))
     for _ in range(2):
-        with _passes(model) as sizes:
-            assert expected == _generate(model, PROMPTS, cache=cache, prefix_caching=False)
-        assert sum(map(len, PROMPTS)) == _num_prefilled(sizes, len(PROMPTS))
+        _assert_computed(whole, model, PROMPTS, cache=cache, prefix_caching=False)
     assert cache.stats().num_prefix_hits == cache.stats().num_prefix_misses == 0
-    with _passes(model) as sizes:
-        assert expected == _generate(model, PROMPTS, cache=cache)
-    assert sum(map(len, PROMPTS)) - 4 * SHARED_TOKENS == _num_prefilled(sizes, len(PROMPTS))
+    _assert_computed(whole - 4 * SHARED_TOKENS, model, PROMPTS, cache=cache)
     assert (cache.stats().num_prefix_hits, cache.stats().num_prefix_misses) == (4, 1)
-    with _passes(model) as sizes:
-        _generate(model, PROMPTS, cache=cache, prefix_caching=False)
-    assert sum(map(len, PROMPTS)) == _num_prefilled(sizes, len(PROMPTS))
+    _assert_computed(whole, model, PROMPTS, cache=cache, prefix_caching=False)
 
 
 # ---- across calls -------------------------------------------------------------------------------
@@ -247,8 +253,7 @@ def test_adopting_a_conversation_makes_no_driver_call(name: str, new_cache: NewC
 
 def test_prefix_hits_and_misses_are_in_the_stats(new_cache: NewCache) -> None:
     """A new cache has none."""
-    model = tiny_model("llama")
-    cache = new_cache(model)
+    model, cache = _llama(new_cache)
     assert cache.stats().num_prefix_hits == cache.stats().num_prefix_misses == 0
     _generate(model, PROMPTS, cache=cache)
     _generate(model, [STRANGER, PROMPTS[2]], cache=cache)
@@ -288,8 +293,7 @@ def test_copies_are_refused(new_cache: NewCache) -> None:
 
 def test_custom_generate_takes_a_cache(new_cache: NewCache) -> None:
     """Left-padded batches through `model.generate`, one after another, with its options."""
-    model = tiny_model("llama")
-    cache = new_cache(model)
+    model, cache = _llama(new_cache)
     width = max(map(len, PROMPTS))
     inputs = {
         "input_ids": torch.tensor([[0] * (width - len(each)) + each for each in PROMPTS]),
@@ -316,8 +320,7 @@ def test_sequences_that_end_early_are_found_with_their_generated_tokens(
     new_cache: NewCache,
 ) -> None:
     """An end-of-sequence token parks the row during decode."""
-    model = tiny_model("llama")
-    cache = new_cache(model)
+    model, cache = _llama(new_cache)
     plain = [_alone(model, prompt) for prompt in PROMPTS]
     end = plain[0][len(PROMPTS[0]) + 2]
     said = _generate(model, PROMPTS, cache=cache, eos_token_id=end)
@@ -325,17 +328,13 @@ def test_sequences_that_end_early_are_found_with_their_generated_tokens(
     assert len(said[0]) <= len(PROMPTS[0]) + 3
     assert len({len(a) - len(b) for a, b in zip(said, PROMPTS, strict=True)}) > 1
     prompts = [tokens + random_tokens(20, 3) for tokens in said]
-    expected = [_alone(model, prompt) for prompt in prompts]
-    with _passes(model) as sizes:
-        assert expected == _generate(model, prompts, cache=cache)
     known = sum((len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for tokens in said)
-    assert sum(map(len, prompts)) - known == _num_prefilled(sizes, len(prompts))
+    _assert_computed(sum(map(len, prompts)) - known, model, prompts, cache=cache)
 
 
 def test_a_streamer_gets_the_whole_prompt_of_a_prefix_hit(new_cache: NewCache) -> None:
     """Including the tokens that are not computed."""
-    model = tiny_model("llama")
-    cache = new_cache(model)
+    model, cache = _llama(new_cache)
     for _ in range(2):
         streamer = Collects()
         (expected,) = _generate(model, PROMPTS[:1], cache=cache, streamer=streamer)
@@ -451,8 +450,7 @@ def test_more_prompts_than_rows_are_refused(new_cache: NewCache) -> None:
 
 def test_a_busy_or_closed_cache_is_refused(new_cache: NewCache) -> None:
     """A cache is busy while a streamer of the running call calls `generate`."""
-    model = tiny_model("llama")
-    cache = new_cache(model)
+    model, cache = _llama(new_cache)
 
     class Nests(Collects):
         def put(self, value: torch.Tensor) -> None:

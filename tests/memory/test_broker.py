@@ -18,6 +18,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
+from helpers.members import PAGE, member_of, pool_of
 from helpers.waiting import PATIENCE_S, until
 
 from vmkv import BackendUsage, ConfigError, ExtentPool, HostBackend, OutOfPagesError
@@ -32,10 +33,9 @@ from vmkv.core.memory import (
 )
 from vmkv.core.memory.broker import VERSION
 from vmkv.core.memory.shares import Report
-from vmkv.units import KiB
 
-PAGE = 4 * KiB
 BUDGET = 64 * PAGE
+Join = Callable[..., ExtentPool]
 Spawn = Callable[[Broker, str, int], "subprocess.Popen[str]"]
 
 #: A member in another process: grows to so many pages, says so, and waits for its end.
@@ -94,22 +94,12 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
 
 
 @pytest.fixture
-def join(broker: Broker) -> Iterator[Callable[..., ExtentPool]]:
+def join(broker: Broker) -> Iterator[Join]:
     """Make pools that join the broker; closed at the end, which leaves no member."""
     pools: list[ExtentPool] = []
 
     def make(name: str, floor_pages: int = 1, **options: float) -> ExtentPool:
-        backend = HostBackend(PAGE)
-        member = PoolMember.join(
-            broker.socket_path,
-            name=name,
-            device=backend.name,
-            free_bytes=0,
-            floor_bytes=floor_pages * PAGE,
-            **options,  # type: ignore[arg-type]
-        )
-        pools.append(ExtentPool(backend, member.budget_bytes))
-        member.bind(pools[-1])
+        pools.append(pool_of(broker.socket_path, name, floor_bytes=floor_pages * PAGE, **options))
         return pools[-1]
 
     yield make
@@ -164,7 +154,7 @@ def budgets(broker: Broker) -> dict[str, int]:
     return {each.name: each.given_bytes // PAGE for each in broker.members()}
 
 
-def test_free_memory_moves_to_who_asks(broker: Broker, join: Callable[..., ExtentPool]) -> None:
+def test_free_memory_moves_to_who_asks(broker: Broker, join: Join) -> None:
     """It is released to the driver first: together the pools never hold more than the budget."""
     first, second = join("first"), join("second", floor_pages=4)
     assert budgets(broker) == {"first": 1, "second": 4}
@@ -179,7 +169,7 @@ def test_free_memory_moves_to_who_asks(broker: Broker, join: Callable[..., Exten
 
 
 def test_free_memory_of_members_that_wait_is_not_withheld(
-    join: Callable[..., ExtentPool],
+    join: Join,
 ) -> None:
     """Each has 30 pages free, and needs 40: first one gets them, then the other."""
     pools = [join("first"), join("second")]
@@ -197,7 +187,7 @@ def test_free_memory_of_members_that_wait_is_not_withheld(
         assert [40, 40] == list(threads.map(take_many, pools))
 
 
-def test_live_memory_stays_with_its_member(broker: Broker, join: Callable[..., ExtentPool]) -> None:
+def test_live_memory_stays_with_its_member(broker: Broker, join: Join) -> None:
     """A pool without an engine gives up nothing that is in use; the others get the rest."""
     first, second = join("first"), join("second")
     filled(first, 40)
@@ -208,7 +198,7 @@ def test_live_memory_stays_with_its_member(broker: Broker, join: Callable[..., E
     assert first.budget_bytes >= 40 * PAGE
 
 
-def test_an_idle_pool_keeps_its_floor_only(broker: Broker, join: Callable[..., ExtentPool]) -> None:
+def test_an_idle_pool_keeps_its_floor_only(broker: Broker, join: Join) -> None:
     """What nobody uses goes back to the driver, although nobody has asked for it."""
     pool = join("idle", floor_pages=3)
     pool.disown(filled(pool, 30))  # type: ignore[arg-type]
@@ -217,9 +207,7 @@ def test_an_idle_pool_keeps_its_floor_only(broker: Broker, join: Callable[..., E
     assert broker.members()[0].report.created_bytes <= 3 * PAGE
 
 
-def test_a_killed_process_has_given_all_back(
-    broker: Broker, join: Callable[..., ExtentPool], spawn: Spawn
-) -> None:
+def test_a_killed_process_has_given_all_back(broker: Broker, join: Join, spawn: Spawn) -> None:
     """Its memory is counted as free once the kernel reports its end."""
     pool, child = join("pool"), spawn(broker, "child", 50)
     assert pool.member is not None
@@ -241,7 +229,7 @@ def test_a_process_that_closes_its_pool_has_given_all_back(broker: Broker, spawn
 def test_memory_of_a_stopped_process_counts_until_its_end(
     monkeypatch: pytest.MonkeyPatch,
     broker: Broker,
-    join: Callable[..., ExtentPool],
+    join: Join,
     spawn: Spawn,
 ) -> None:
     """It is mapped whether the process runs or not; others go on with the rest meanwhile."""
@@ -263,12 +251,9 @@ def test_a_child_that_hangs_is_killed(
     """Only a process that this one has started, and only when its memory is wanted."""
     monkeypatch.setattr(shares, "HANG_S", 0.7)
     monkeypatch.setattr(shares, "IDLE_S", 1000.0)
-    backend = HostBackend(PAGE)
     path = tmp_path / "pool.sock"
     with Broker(path, BUDGET, page_bytes=PAGE, kills_after_s=0.3) as broker:
-        member = PoolMember.join(path, name="pool", device=backend.name, free_bytes=0)
-        pool = ExtentPool(backend, member.budget_bytes)
-        member.bind(pool)
+        pool = pool_of(path)
         child = spawn(broker, "idle", 40)
         until(lambda: not broker.members()[-1].report.live_bytes)
         stop(child)
@@ -281,53 +266,47 @@ def test_a_child_that_hangs_is_killed(
 
 def test_a_broker_that_ends_leaves_members_what_they_have(tmp_path: Path) -> None:
     """They go on within it, and ask nobody for more."""
-    backend = HostBackend(PAGE)
-    with Broker(tmp_path / "pool.sock", BUDGET, page_bytes=PAGE) as broker:
-        member = PoolMember.join(broker.socket_path, name="pool", device=backend.name, free_bytes=0)
-        with closing(ExtentPool(backend, member.budget_bytes)) as pool:
-            member.bind(pool)
-            extents = filled(pool, 20)
-            broker.close()
-            until(lambda: not member.may_grow)
-            assert not member.grow(PAGE)
-            until(lambda: member.most_bytes == pool.budget_bytes)
-            pool.disown(extents)  # type: ignore[arg-type]
-            pool.disown(pool.acquire([0] * 20))
+    path = tmp_path / "pool.sock"
+    with Broker(path, BUDGET, page_bytes=PAGE) as broker, closing(pool_of(path)) as pool:
+        member = pool.member
+        extents = filled(pool, 20)
+        broker.close()
+        until(lambda: not member.may_grow)
+        assert not member.grow(PAGE)
+        until(lambda: member.most_bytes == pool.budget_bytes)
+        pool.disown(extents)  # type: ignore[arg-type]
+        pool.disown(pool.acquire([0] * 20))
 
 
 def test_the_budget_follows_what_the_device_has(tmp_path: Path) -> None:
     """Without a given one it is nine tenths of what is free when members join, or less."""
-    backend = HostBackend(PAGE)
     path = tmp_path / "pool.sock"
     with Broker(path, page_bytes=PAGE) as broker:
         assert broker.budget_bytes is None
-        its = {"device": backend.name, "floor_bytes": 10 * PAGE}
-        first = PoolMember.join(path, name="first", free_bytes=100 * PAGE, **its)  # type: ignore[arg-type]
-        assert broker.budget_bytes == 90 * PAGE
-        with closing(ExtentPool(backend, first.budget_bytes)) as pool:
-            first.bind(pool)
+        its = {"floor_bytes": 10 * PAGE}
+        with closing(pool_of(path, "first", free_bytes=100 * PAGE, **its)) as pool:
+            first = pool.member
+            assert broker.budget_bytes == 90 * PAGE
             pool.disown(pool.acquire([0] * 10))
             first.fit(40 * PAGE)
             until(lambda: broker.budget_bytes == 50 * PAGE)
-            second = PoolMember.join(path, name="second", free_bytes=200 * PAGE, **its)  # type: ignore[arg-type]
+            second = member_of(path, "second", free_bytes=200 * PAGE, **its)
             assert broker.budget_bytes == 50 * PAGE
             assert second.most_bytes == 40 * PAGE
             second.leave()
 
 
-def test_who_cannot_join_is_told_why(
-    broker: Broker, join: Callable[..., ExtentPool], tmp_path: Path
-) -> None:
+def test_who_cannot_join_is_told_why(broker: Broker, join: Join, tmp_path: Path) -> None:
     """No broker, floors that do not fit, another device, another version, a broken message."""
     join("first", floor_pages=40)
     path = broker.socket_path
     its = {"name": "late", "device": HostBackend(PAGE).name, "free_bytes": 0}
     with pytest.raises(ConfigError, match="start `vmkv pool`"):
-        PoolMember.join(tmp_path / "none.sock", **its)  # type: ignore[arg-type]
+        member_of(tmp_path / "none.sock")
     with pytest.raises(ConfigError, match="refuses: late wants a floor of"):
-        PoolMember.join(path, **its, floor_bytes=30 * PAGE)  # type: ignore[arg-type]
+        member_of(path, "late", floor_bytes=30 * PAGE)
     with pytest.raises(ConfigError, match="late runs on cuda:7, and the broker"):
-        PoolMember.join(path, **its | {"device": "cuda:7"})  # type: ignore[arg-type]
+        member_of(path, "late", device="cuda:7")
     asked = {**its, "limit_bytes": None, "floor_bytes": 0, "brought_bytes": 0, "weight": 1}
     asked |= {"name": "odd", "version": VERSION}
     of_another_version = ["join", {"version": VERSION + 1, "name": "odd", "unknown": 1}]
@@ -381,7 +360,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
 
 @pytest.mark.parametrize("number", ["7", 10**400, -1], ids=["text", "large", "negative"])
 def test_a_member_that_reports_no_numbers_is_sent_away(
-    broker: Broker, join: Callable[..., ExtentPool], number: object
+    broker: Broker, join: Join, number: object
 ) -> None:
     """The others stay."""
     asked = {"version": VERSION, "name": "odd", "device": HostBackend(PAGE).name, "weight": 1}
@@ -393,9 +372,7 @@ def test_a_member_that_reports_no_numbers_is_sent_away(
     until(lambda: {"second"} == budgets(broker).keys())
 
 
-def test_members_do_not_wait_for_a_broker_that_is_stopped(
-    broker: Broker, join: Callable[..., ExtentPool]
-) -> None:
+def test_members_do_not_wait_for_a_broker_that_is_stopped(broker: Broker, join: Join) -> None:
     """Its queue fills; what it could not hold is told once there is room."""
     pool = join("first")
     assert pool.member is not None
@@ -409,19 +386,17 @@ def test_a_stopped_broker_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By members that wait for it: at the beginning, in an engine, and to grow."""
-    path, backend = tmp_path / "pool.sock", HostBackend(PAGE)
-    its = {"name": "pool", "device": backend.name, "free_bytes": 0}
+    path = tmp_path / "pool.sock"
     command = [sys.executable, "-c", BROKER, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "open\n"
-        joined = PoolMember.join(path, **its, timeout_s=0.2)  # type: ignore[arg-type]
-        with closing(ExtentPool(backend, joined.budget_bytes)) as pool:
-            joined.bind(pool)
+        with closing(pool_of(path, timeout_s=0.2)) as pool:
+            joined = pool.member
             stop(child)
             named = rf"{path} \(process {child.pid}, which is stopped: .*\)"
             with pytest.raises(TimeoutError, match=f"broker at {named} could not"):
-                PoolMember.join(path, **its, timeout_s=0.2)  # type: ignore[arg-type]
+                member_of(path, timeout_s=0.2)
             monkeypatch.setattr(member, "HANG_S", 0.0)
             joined.wait(0.0, pool.budget_bytes)
             assert not joined.grow(PAGE)
@@ -434,7 +409,7 @@ def test_a_stopped_broker_is_named(
 
 
 def test_a_quiet_member_tells_what_the_queue_could_not_hold(
-    broker: Broker, join: Callable[..., ExtentPool], monkeypatch: pytest.MonkeyPatch
+    broker: Broker, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread waits for ever then, and no order of the broker's wakes it."""
     member = (pool := join("first")).member
@@ -450,9 +425,7 @@ def test_a_quiet_member_tells_what_the_queue_could_not_hold(
     until(lambda: pool.budget_bytes >= 30 * PAGE)
 
 
-def test_a_member_that_leaves_waits_for_room_in_the_queue(
-    broker: Broker, join: Callable[..., ExtentPool]
-) -> None:
+def test_a_member_that_leaves_waits_for_room_in_the_queue(broker: Broker, join: Join) -> None:
     """Its memory would count until its process ends."""
     pool = join("first")
     assert pool.member is not None
@@ -463,7 +436,7 @@ def test_a_member_that_leaves_waits_for_room_in_the_queue(
 
 
 def test_a_child_that_drops_an_inherited_pool_does_not_leave(
-    broker: Broker, join: Callable[..., ExtentPool], monkeypatch: pytest.MonkeyPatch
+    broker: Broker, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member = join("first").member
     assert member is not None
@@ -475,9 +448,7 @@ def test_a_child_that_drops_an_inherited_pool_does_not_leave(
     assert budgets(broker).keys() == {"first", "second"}
 
 
-def test_members_of_one_name_are_told_apart(
-    broker: Broker, join: Callable[..., ExtentPool]
-) -> None:
+def test_members_of_one_name_are_told_apart(broker: Broker, join: Join) -> None:
     for _ in range(3):
         join("a cache")
     assert budgets(broker).keys() == {"a cache", "a cache (2)", "a cache (3)"}
@@ -517,26 +488,12 @@ def test_brokers_replace_an_abandoned_socket_one_at_a_time(
     assert seen == [str(path)]
 
 
-def test_a_member_waits_for_its_floor_no_longer_than_it_says(
-    broker: Broker, join: Callable[..., ExtentPool]
-) -> None:
+def test_a_member_waits_for_its_floor_no_longer_than_it_says(broker: Broker, join: Join) -> None:
     """Live rows of a pool without an engine hold it."""
-
-    def join_late(floor_bytes: int) -> None:
-        PoolMember.join(
-            broker.socket_path,
-            name="late",
-            device=HostBackend(PAGE).name,
-            free_bytes=0,
-            floor_bytes=floor_bytes,
-            timeout_s=0.3,
-        )
-
     filled(join("first"), 64)
-    with pytest.raises(TimeoutError, match="other members hold the memory"):
-        join_late(20 * PAGE)
-    with pytest.raises(TimeoutError, match="could not give a page"):
-        join_late(0)
+    for floor_pages, why in ((20, "other members hold the memory"), (0, "could not give a page")):
+        with pytest.raises(TimeoutError, match=why):
+            member_of(broker.socket_path, floor_bytes=floor_pages * PAGE, timeout_s=0.3)
     assert budgets(broker) == {"first": 64}
 
 
@@ -571,14 +528,9 @@ def test_members_come_and_go(broker: Broker) -> None:
     def play(seed: int) -> None:
         draw = random.Random(seed)
         for _ in range(40):
-            backend = HostBackend(PAGE)
-            facts = {"name": str(seed), "device": backend.name, "free_bytes": 0}
-            weight = draw.choice((0.5, 1.0, 3.0))
-            member = PoolMember.join(
-                broker.socket_path, **facts, floor_bytes=draw.randint(1, 4) * PAGE, weight=weight
-            )
-            pool = ExtentPool(backend, member.budget_bytes)
-            member.bind(pool)
+            its = {"weight": draw.choice((0.5, 1.0, 3.0)), "floor_bytes": draw.randint(1, 4) * PAGE}
+            pool = pool_of(broker.socket_path, str(seed), **its)
+            member = pool.member
             held: list[Extent] = []
             for _ in range(draw.randint(0, 30)):
                 if draw.random() < 0.5:
@@ -590,7 +542,7 @@ def test_members_come_and_go(broker: Broker) -> None:
                     pool.disown([held.pop()])
             pool.disown(held)
             pool.close()
-            assert backend.usage() == BackendUsage()
+            assert pool.backend.usage() == BackendUsage()
 
     def playing(seed: int) -> None:
         try:

@@ -12,13 +12,15 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from helpers.runners import EAGER, TRACED
+from helpers.tiny_models import llama_config
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from vmkv import Engine, StructuredOutputs
@@ -41,16 +43,11 @@ ROOT = Path(__file__).parents[2]
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 :?"
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '?' }}{% endfor %}"
 GREEDY: dict[str, Any] = {"do_sample": False}
-_TRACED = RunnerOptions(
-    compile_layers=True, compile_backend="aot_eager", capture=True, show_progress=False
-)
 RUNNERS = pytest.mark.parametrize(
     "engine_options",
     [
-        {"runner": "eager"},
-        pytest.param(
-            {"runner": "graphs", "runner_options": _TRACED}, marks=pytest.mark.slow, id="traced"
-        ),
+        EAGER,
+        pytest.param(TRACED, marks=pytest.mark.slow, id="traced"),
     ],
 )
 #: Two groups of two samples, longer than a block of the prefix cache.
@@ -71,20 +68,9 @@ def tokenizer() -> Any:
 def tiny_llama(seed: int = 0, **changes: Any) -> Any:
     """A model of 40 tokens in float32, whose answers differ from prompt to prompt."""
     torch.manual_seed(seed)
-    shape = {
-        "vocab_size": len(LETTERS) + 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "initializer_range": 0.3,
-    }
-    config = transformers.LlamaConfig(**{**shape, **changes})
+    ends = {"bos_token_id": None, "eos_token_id": 1, "initializer_range": 0.3}
+    shape = {"intermediate_size": 64, "max_position_embeddings": 256, **ends, **changes}
+    config = llama_config(**{"vocab_size": len(LETTERS) + 2, **shape})
     return transformers.LlamaForCausalLM(config)
 
 
@@ -93,8 +79,9 @@ def share_of_digits(completions: list[str], **_: Any) -> list[float]:
 
 
 @pytest.fixture
-def trainer_of(tmp_path: Path) -> Callable[..., Any]:
-    """Makes a trainer of a class, with changes of its configuration."""
+def trainer_of(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Makes a trainer of a class, with changes of its configuration; closes its engine."""
+    made: list[Any] = []
 
     def make(kind: Any, model: Any = None, **changes: Any) -> Any:
         AcceleratorState._reset_state(reset_partial_state=True)  # It remembers the last precision.
@@ -117,21 +104,25 @@ def trainer_of(tmp_path: Path) -> Callable[..., Any]:
                 **changes,
             },
         )
-        return kind(
+        trainer = kind(
             model=model or tiny_llama(),
             reward_funcs=share_of_digits,
             args=config,
             train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS}),
             **{"processing_class": tokenizer(), **options},
         )
+        if hasattr(trainer, "rollouts"):
+            made.append(trainer)
+        return trainer
 
-    return make
+    yield make
+    for trainer in made:
+        trainer.rollouts.close()
 
 
-def test_rollouts_capture_few_steps_and_hold_no_row(trainer_of: Any, opened: list[Any]) -> None:
+def test_rollouts_capture_few_steps_and_hold_no_row(trainer_of: Any) -> None:
     """By their own options, which say how steps are captured wherever they are."""
     trainer = trainer_of(VMKVGRPOTrainer, engine_options={"runner": "eager"})
-    opened.append(trainer)
     trainer._generate([[{"role": "user", "content": text}] for text in PROMPTS])
     engine = trainer.rollouts.engine
     assert RunnerOptions(max_graph_tokens=0, few_sizes=True) == engine.options.runner_options
@@ -167,24 +158,14 @@ def tokens_of(trainer: Any) -> list[list[int]]:
     return found[0] if isinstance(trainer, trl.GRPOTrainer) else found
 
 
-@pytest.fixture
-def opened() -> Any:
-    """Trainers whose engines are closed after the test."""
-    found: list[Any] = []
-    yield found
-    for trainer in found:
-        trainer.rollouts.close()
-
-
 @TRAINERS
 @RUNNERS
 def test_greedy_tokens_are_those_of_the_plain_trainer(
-    trainer_of: Any, opened: list[Any], ours: Any, theirs: Any, engine_options: Any
+    trainer_of: Any, ours: Any, theirs: Any, engine_options: Any
 ) -> None:
     """Before and after steps of the optimizer, which change the answers."""
     model = tiny_llama()
     trainer = trainer_of(ours, model, generation_kwargs=GREEDY, engine_options=engine_options)
-    opened.append(trainer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     said = []
     for _ in range(4):
@@ -200,14 +181,11 @@ def test_greedy_tokens_are_those_of_the_plain_trainer(
 
 
 @RUNNERS
-def test_log_probabilities_are_the_trainers_own(
-    trainer_of: Any, opened: list[Any], engine_options: Any
-) -> None:
+def test_log_probabilities_are_the_trainers_own(trainer_of: Any, engine_options: Any) -> None:
     """At the temperature of training, which both divide logits by."""
     trainer = trainer_of(
         VMKVGRPOTrainer, temperature=0.7, max_completion_length=24, engine_options=engine_options
     )
-    opened.append(trainer)
     completion_ids, logprobs = one_turn(trainer)
     prompts = [trainer.processing_class(text)["input_ids"] for text in PROMPTS for _ in range(2)]
     assert any(each != completion_ids[0] for each in completion_ids)
@@ -276,14 +254,13 @@ def test_gradients_of_a_step_are_the_plain_trainers(
     assert corrects == ("sampling/importance_sampling_ratio/mean" in names)
 
 
-def test_adapters_are_served_as_they_are_trained(trainer_of: Any, opened: list[Any]) -> None:
+def test_adapters_are_served_as_they_are_trained(trainer_of: Any) -> None:
     """The engine serves the model inside; steps change adapters alone."""
     config = peft.LoraConfig(
         target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False
     )
     options = {"generation_kwargs": GREEDY, "peft_config": config}
     trainer = trainer_of(VMKVGRPOTrainer, **options)
-    opened.append(trainer)
     model, said = trainer.model, []
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], 0.1)
     for _ in range(3):
@@ -330,10 +307,9 @@ def test_a_model_in_float32_trains_in_bfloat16(trainer_of: Any, ours: Any, adapt
         assert max(differences) < 0.02
 
 
-def test_samples_of_a_prompt_are_one_request(trainer_of: Any, opened: list[Any]) -> None:
+def test_samples_of_a_prompt_are_one_request(trainer_of: Any) -> None:
     """Two prompts twice compute two prompts; draws follow torch's seed."""
     trainer = trainer_of(VMKVGRPOTrainer, temperature=1.0)
-    opened.append(trainer)
     torch.manual_seed(5)
     first = tokens_of(trainer)
     engine = trainer.rollouts.engine
@@ -370,12 +346,9 @@ def test_memory_is_given_back_while_the_model_is_trained(trainer_of: Any) -> Non
     assert held == [0, 0]
 
 
-def test_turns_of_a_rollout_find_the_earlier_ones_cached(
-    trainer_of: Any, opened: list[Any]
-) -> None:
+def test_turns_of_a_rollout_find_the_earlier_ones_cached(trainer_of: Any) -> None:
     """Tools make several turns under the same weights, whose conversations go on."""
     trainer = trainer_of(VMKVGRPOTrainer, engine_options={"prefix_caching": True})
-    opened.append(trainer)
     one_turn(trainer)
     engine = trainer.rollouts.engine
     prompt = trainer.processing_class(PROMPTS[0])["input_ids"]
@@ -432,7 +405,7 @@ def test_evaluation_closes_the_engine_outside_of_training(trainer_of: Any) -> No
 
 
 def test_a_failed_rollout_leaves_the_model_to_training(
-    trainer_of: Any, opened: list[Any], monkeypatch: pytest.MonkeyPatch
+    trainer_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next rollout uses the same engine. Python collects garbage again after each."""
     trainer, generate, collects = trainer_of(VMKVGRPOTrainer), Engine.generate, []
@@ -442,7 +415,6 @@ def test_a_failed_rollout_leaves_the_model_to_training(
         return generate(*args)
 
     monkeypatch.setattr(Engine, "generate", watched)
-    opened.append(trainer)
     before = tokens_of(trainer)
     assert gc.isenabled()
     with pytest.raises(ConfigError, match="leaves no room"):
@@ -474,7 +446,7 @@ def letters_of_qwen() -> Any:
     )
 
 
-def test_tools_are_called_and_their_results_are_read(trainer_of: Any, opened: list[Any]) -> None:
+def test_tools_are_called_and_their_results_are_read(trainer_of: Any) -> None:
     """Each turn is forced to call the tool; the second begins with what the first computed."""
     called: list[int] = []
 
@@ -501,7 +473,6 @@ def test_tools_are_called_and_their_results_are_read(trainer_of: Any, opened: li
         max_completion_length=400,
         generation_kwargs={"structured_outputs": StructuredOutputs(choice=[call])},
     )
-    opened.append(trainer)
     chats = [[{"role": "user", "content": "double 21"}]] * 2
     # TRL makes these for each batch, before it generates.
     trainer._sync_tool_dicts, trainer._async_tool_dicts = [{"double": double}] * 2, [{}] * 2
@@ -516,9 +487,8 @@ def test_tools_are_called_and_their_results_are_read(trainer_of: Any, opened: li
         assert inner.decode(ids).count(call) == 3
 
 
-def test_chats_follow_the_template(trainer_of: Any, opened: list[Any]) -> None:
+def test_chats_follow_the_template(trainer_of: Any) -> None:
     trainer = trainer_of(VMKVGRPOTrainer, generation_kwargs=GREEDY)
-    opened.append(trainer)
     plain = trainer_of(trl.GRPOTrainer, generation_kwargs=GREEDY)
     chats = [[{"role": "user", "content": text}] for text in PROMPTS]
     assert trainer._generate(chats)[:2] == plain._generate(chats)[:2]
@@ -527,10 +497,8 @@ def test_chats_follow_the_template(trainer_of: Any, opened: list[Any]) -> None:
 @pytest.mark.slow
 def test_a_checkpoint_has_the_weights_of_training(trainer_of: Any, tmp_path: Path) -> None:
     """Also where the engine keeps weights of joined projections side by side."""
-    options = {"runner": "graphs", "runner_options": _TRACED}
-    trainer = trainer_of(
-        VMKVGRPOTrainer, max_steps=2, save_strategy="steps", save_steps=1, engine_options=options
-    )
+    options = {"save_strategy": "steps", "save_steps": 1, "engine_options": TRACED}
+    trainer = trainer_of(VMKVGRPOTrainer, max_steps=2, **options)
     trainer.train()
     folder = tmp_path / "checkpoint-2"
     saved = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()

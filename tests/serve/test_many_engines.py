@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.members import pool_of
 from helpers.tiny_models import tiny_model
 from helpers.waiting import until
 
-from vmkv import BackendUsage, ConfigError, ExtentPool, HostBackend
-from vmkv.core.memory import Broker, PoolMember, shares
+from vmkv import BackendUsage, ConfigError, HostBackend
+from vmkv.core.memory import Broker, shares
 from vmkv.core.memory.arbiter import PATIENCE_STEPS
 from vmkv.serve import engine as engine_module
 from vmkv.serve import served_rows, step_loop
@@ -173,10 +174,8 @@ def test_a_request_waits_for_memory_that_another_member_keeps(
     """For as long as it takes: the broker may give it at any time."""
     monkeypatch.setattr(step_loop, "_ORDER_WAIT_S", 0.001)
     engine = open_engine(floor_bytes=2 * PAGE)
-    its = {"name": "other", "device": engine.cache.pool.backend.name, "free_bytes": 0}
-    member = PoolMember.join(broker.socket_path, **its)  # type: ignore[arg-type]
-    with closing(ExtentPool(HostBackend(PAGE), member.budget_bytes)) as pool:
-        member.bind(pool)
+    with closing(pool_of(broker.socket_path, "other")) as pool:
+        member = pool.member
         until(lambda: held(engine) <= 2)
         extents = []
         while len(extents) < 96:  # A request takes more than the four pages that are left.
