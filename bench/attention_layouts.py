@@ -23,7 +23,7 @@ import torch
 from vmkv.core import _native
 from vmkv.core.backend import Access, AccessOp, Backend, MapOp, UnmapOp
 from vmkv.core.cache.geometry import Geometry, LayerShape
-from vmkv.core.cache.layer_group import group_views
+from vmkv.core.cache.kv_group import group_views
 
 PAGE_BYTES = 2 * 2**20
 PAD_BYTES = 2048

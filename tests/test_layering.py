@@ -231,7 +231,7 @@ def test_circles_are_found(tmp_path: Path, way_back: str) -> None:
         ("core/memory/extent.py", "import os", False),
         ("core/memory/extent.py", "if TYPE_CHECKING:\n    from .pool import Pool", False),
         (
-            "core/cache/row_space.py",
+            "core/cache/rows.py",
             "if typing.TYPE_CHECKING:\n    from ..memory.pool import Pool",
             True,
         ),
@@ -243,9 +243,9 @@ def test_types_make_a_circle_only_across_packages(
     """Imports under TYPE_CHECKING count across packages only."""
     texts = {
         "core/memory/__init__.py": "from .pool import Pool",
-        "core/memory/pool.py": "from .extent import Extent\nfrom ..cache import row_space",
+        "core/memory/pool.py": "from .extent import Extent\nfrom ..cache import rows",
         "core/memory/extent.py": "",
-        "core/cache/row_space.py": "",
+        "core/cache/rows.py": "",
         file: text,
     }
     for name, each in texts.items():

@@ -208,8 +208,8 @@ def _group_map(cache: KVCache, group: LayerGroup) -> GroupMap:
 
     return GroupMap(
         layers,
-        group.geometry.token_bytes,
-        group.geometry.page_bytes,
+        group.token_bytes,
+        group.page_bytes,
         tuple(
             RowMap(
                 row,

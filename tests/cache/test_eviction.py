@@ -238,7 +238,7 @@ def test_lower_budget_counts_freed_bytes_not_unmapped_ones(
     _say(cache, range(1000, 1064)).close()
     host.hold_fences()
     fork.close()
-    cache.retire_parked(fork.row, 0)
+    cache.rows.retire_parked(fork.row)
     cache.pool.set_budget(20 * PAGE)
     host.pass_fences()
     assert_holds(live, range(64))

@@ -117,7 +117,7 @@ def test_scales_are_positive_numbers(wrong: Any) -> None:
 
 def test_a_page_holds_twice_the_tokens_of_bfloat16(make: MakeCache) -> None:
     wide, narrow = make(dtype=torch.bfloat16), make()
-    of_page = [each.groups[0].geometry.whole_tokens_below(1) for each in (wide, narrow)]
+    of_page = [each.groups[0].token_at(1) for each in (wide, narrow)]
     assert [8, 16] == of_page
 
 
@@ -245,7 +245,7 @@ def test_memory_of_another_type_is_never_nan(make: MakeCache) -> None:
         fresh = narrow.open()
         fresh.append(1)
         group = narrow.groups[0]
-        seen = group.geometry.whole_tokens_below(group.table.rows[fresh.row].end_page)
+        seen = group.token_at(group.table.rows[fresh.row].end_page)
         for view in (group.views.keys, group.views.values):
             assert bool(view[:, fresh.row, :, 1:seen].float().isfinite().all())
         fresh.close()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vmkv import ConfigError
 from vmkv.core.cache import Geometry, LayerShape
 from vmkv.core.cache.geometry import fitting_rows
-from vmkv.core.cache.layer_group import split_layers
+from vmkv.core.cache.layers import split_layers
 from vmkv.units import GiB, KiB, MiB
 
 LLAMA_3_8B = LayerShape(num_k_heads=8, k_dim=128, num_v_heads=8, v_dim=128, itemsize_bytes=2)

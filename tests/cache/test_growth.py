@@ -10,7 +10,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vmkv.core.cache.geometry import growth_quantum_class, largest_class_for_window, pages_to_map
+from vmkv.core.cache.layer_group import growth_quantum_class, largest_class_for_window, pages_to_map
 from vmkv.core.memory import size_classes
 
 LARGEST_CLASS = 5

@@ -2,70 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfAddressSpaceError
-from vmkv.core.cache.row_space import Rows
+from vmkv.core.cache.rows import Rows
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
 MakeCache = Callable[..., KVCache]
 
 
-def _parked(sizes: Sequence[int], num_empty: int = 0) -> tuple[Rows, Callable[[int], int]]:
-    """Rows parked in this order with these sizes, and some empty ones after them."""
-    rows = Rows(len(sizes) + num_empty)
-    for row in range(len(sizes)):
-        rows.take(row)
-    for row in range(len(sizes)):
-        rows.park(row)
-    return rows, lambda row: sizes[row]
+@contextmanager
+def _parked(sizes: Sequence[int], num_empty: int = 0) -> Iterator[Rows]:
+    """Rows parked in this order with so many tokens, of a page each, and empty ones after them."""
+    num_rows = len(sizes) + num_empty
+    with KVCache(
+        HostBackend(PAGE),
+        max_tokens=256,
+        max_sequences=num_rows,
+        budget_bytes=256 * num_rows * PAGE,
+    ) as cache:
+        cache.add_layers([0], num_kv_heads=1, head_dim=512, dtype=torch.float32)
+        sequences = [cache.open() for _ in sizes]
+        for sequence, size in zip(sequences, sizes, strict=True):
+            sequence.append(size)
+        for sequence in sequences:
+            sequence.close()
+        yield cache.rows
 
 
 # ---- the choice ---------------------------------------------------------------------------
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=8), st.integers(1, 200))
 def test_choose_takes_the_parked_row_that_fits_best(sizes: list[int], num_tokens: int) -> None:
     """The smallest row that is long enough; the longest one if none is."""
-    rows, size_of = _parked(sizes, num_empty=2)
-    chosen = sizes[rows.choose(num_tokens, size_of)]
-    fitting = [size for size in sizes if size >= num_tokens]
-    assert (min(fitting) if fitting else max(sizes)) == chosen
+    with _parked(sizes, num_empty=2) as rows:
+        held = [rows.adoptable_tokens(row) for row in range(len(sizes))]
+        chosen = held[rows.choose(num_tokens)]
+        assert chosen == held[rows.choose(num_tokens)], "a choice changes nothing"
+    fitting = [size for size in held if size >= num_tokens]
+    assert (min(fitting) if fitting else max(held)) == chosen
 
 
 def test_choose_takes_the_lowest_empty_row_when_nothing_is_parked() -> None:
     """Low rows first, so that views stay narrow."""
-    rows = Rows(3)
-    rows.take(0)
-    assert 1 == rows.choose(10, lambda row: 0)
-
-
-def test_choose_changes_nothing() -> None:
-    rows, size_of = _parked([10, 20])
-    assert rows.choose(5, size_of) == rows.choose(5, size_of)
+    with _parked([], num_empty=3) as rows:
+        rows.take(0, 0, None, stream=0)
+        assert 1 == rows.choose(10)
 
 
 def test_no_row_left_is_out_of_address_space() -> None:
     """Live rows cannot be chosen."""
-    rows = Rows(2)
-    for row in range(2):
-        rows.take(row)
-    with pytest.raises(OutOfAddressSpaceError, match="all 2 rows"):
-        rows.choose(1, lambda row: 0)
+    with _parked([], num_empty=2) as rows:
+        for row in range(2):
+            rows.take(row, 0, None, stream=0)
+        with pytest.raises(OutOfAddressSpaceError, match="all 2 rows"):
+            rows.choose(1)
 
 
 @pytest.mark.parametrize("row", [-1, 2, 0])
 def test_taking_a_row_that_is_not_free_is_refused(row: int) -> None:
     """Row 0 is live, the others do not exist."""
-    rows = Rows(2)
-    rows.take(0)
-    with pytest.raises(ConfigError, match=f"row {row} of 2 is not free"):
-        rows.take(row)
+    with _parked([], num_empty=2) as rows:
+        rows.take(0, 0, None, stream=0)
+        with pytest.raises(ConfigError, match=f"row {row} of 2 is not free"):
+            rows.take(row, 0, None, stream=0)
 
 
 # ---- adoption, through the cache ----------------------------------------------------------

@@ -66,7 +66,7 @@ def _read_unwritten(cache: KVCache, way: str, tenant: str | None) -> torch.Tenso
     if way == "mapped":
         for row in range(4):
             if row in cache.rows.parked:
-                cache.retire_parked(row, 0)
+                cache.rows.retire_parked(row)
         cache.pool.reclaimer.wait()
         created = cache.stats().driver_calls["mem_create"]
     sequence = cache.open(30, tenant=tenant)
@@ -150,7 +150,7 @@ def test_new_tenant_reads_zeros_on_every_backend(cache_of_two_token_pages: MakeC
     assert not _contents(adopted).any()
     _write(adopted)
     adopted.close()
-    cache.retire_parked(adopted.row, 0)
+    cache.rows.retire_parked(adopted.row)
     cache.pool.reclaimer.wait()
     mapped = cache.open(tenant="c")
     mapped.append(30)
@@ -180,7 +180,7 @@ def test_adopted_row_with_shared_extents_is_scrubbed(
 
     def end_other() -> None:
         other.close()
-        cache.retire_parked(other.row, 0)
+        cache.rows.retire_parked(other.row)
         cache.pool.reclaimer.wait()
 
     mine.close()
@@ -235,7 +235,7 @@ def test_memory_behind_copied_tokens_is_scrubbed(
     """The copy is made in memory that has held another tenant's tokens."""
     cache = make_scrubbed("cross-tenant", pages=pages)
     _leave_secret(cache, "a", num_tokens)
-    cache.retire_parked(0, 0)
+    cache.rows.retire_parked(0)
     cache.pool.reclaimer.wait()
     for sequence, num_kept in copy(cache):
         assert not _contents(sequence)[:, num_kept:].any()

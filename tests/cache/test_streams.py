@@ -145,7 +145,7 @@ def test_source_waits_for_a_fork_that_has_ended(make_play: Callable[..., _Play])
     fork.close()
     play.on(_FIRST)
     with play.cache.pool.lock:
-        play.cache.retire_parked(fork.row, 0)  # Evicted without a wait.
+        play.cache.rows.retire_parked(fork.row)  # Evicted without a wait.
     play.write(source, 25, first=100)
     play.read(source)
 

@@ -24,7 +24,7 @@ from helpers.members import pool_of
 from helpers.random_engine import HYBRIDS, RandomPlay
 from helpers.tiny_models import tiny_model
 from vmkv import BackendUsage, Engine, ExtentPool, HostBackend, OutOfPagesError, SamplingParams
-from vmkv.core.memory import Broker, Extent, asking_broker
+from vmkv.core.memory import Broker, Extent
 from vmkv.serve.request import FinishReason, RequestHandle
 from vmkv.serve.scheduler import PreemptionCosts
 from vmkv.units import KiB
@@ -114,7 +114,7 @@ class BrokeredPlay:
         extents: list[Extent] = []
         with suppress(OutOfPagesError):
             for _ in range(draw.choice([1, 100, 300])):
-                extents += asking_broker(self._other, lambda: self._other.acquire([0]))
+                extents += self._other.asking_broker(lambda: self._other.acquire([0]))
         self._other.disown(extents)
 
     # ---- operations -----------------------------------------------------------------------

@@ -153,7 +153,7 @@ class GeneratePlay(PoolPlay):
             return None
         [core] = self.cache.store.cores
         return sum(
-            group.geometry.pages_for(min(length + core.overread_tokens, group.geometry.row_tokens))
+            group.pages_for(min(length + core.overread_tokens, group.row_tokens))
             for length in lengths
             for group in core.groups
         )

@@ -187,7 +187,7 @@ class PoolPlay:
         missing = 0
         for group in rows.cache.groups:
             run = group.table.rows[row]
-            needed = group.geometry.pages_for(end + rows.cache.overread_tokens)
+            needed = group.pages_for(end + rows.cache.overread_tokens)
             # Shared extents may have to be copied.
             missing += max(0, needed - run.end_page) + run.shared_end_page
         try:

@@ -147,7 +147,7 @@ class StampedRows:
         places = [(group, row) for group in self.cache.groups]
         places += [(self.cache.states, at) for _, at in checkpoints]
         for group, row in places:
-            page_bytes, token_bytes = group.geometry.page_bytes, group.geometry.token_bytes
+            page_bytes, token_bytes = group.page_bytes, group.token_bytes
             page, end_page = start * token_bytes // page_bytes, -(-end * token_bytes // page_bytes)
             if group is self.cache.states:
                 page, end_page = 0, token_bytes // page_bytes
@@ -220,7 +220,7 @@ class StampedRows:
         """
         if self._states is not None:
             group = self.cache.states
-            address, num_bytes = group.table.page_address(at, 0), group.geometry.token_bytes
+            address, num_bytes = group.table.page_address(at, 0), group.token_bytes
             self.device.check_access(f"{what} reads", address, num_bytes, Access.READ)
             if (self._states.tensor[at] != self._states.stamp(history, num_tokens)).any():
                 self.device.fail(
@@ -251,7 +251,7 @@ class StampedRows:
             return  # See `compare_state`.
         if group.window_tokens is not None:
             first = max(0, num_past - group.window_tokens + 1 - self._underread_tokens)
-        last = min(end + self.cache.overread_tokens, group.geometry.row_tokens)
+        last = min(end + self.cache.overread_tokens, group.row_tokens)
         address, num_bytes = _range(group, row, first, last)
         self.device.check_access(f"{what} reads", address, num_bytes, Access.READ)
 
@@ -284,7 +284,7 @@ def _why_not_written(mapping: PageMapping) -> str | None:
 
 def _range(group: LayerGroup, row: int, start: int, end: int) -> tuple[int, int]:
     """Address and number of bytes of tokens `[start, end)` of a row."""
-    token_bytes = group.geometry.token_bytes
+    token_bytes = group.token_bytes
     return group.table.page_address(row, 0) + start * token_bytes, (end - start) * token_bytes
 
 

@@ -168,7 +168,7 @@ class CacheMachine(RuleBasedStateMachine):
             pages = group.table.rows[self.by_id[key].row]
             if pages.shared_end_page:
                 return False  # Shared extents may have to be copied.
-            missing += max(0, group.geometry.pages_for(num_tokens) - pages.end_page)
+            missing += max(0, group.pages_for(num_tokens) - pages.end_page)
         live_bytes = stats.resident_bytes - stats.parked_bytes
         return live_bytes + missing * PAGE <= self.cache.pool.stats().budget_bytes
 

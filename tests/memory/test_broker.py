@@ -26,7 +26,6 @@ from vmkv.core.memory import (
     Broker,
     Extent,
     PoolMember,
-    asking_broker,
     default_socket_path,
     member,
     shares,
@@ -179,7 +178,7 @@ def test_free_memory_of_members_that_wait_is_not_withheld(
         pool.member._grow_timeout_s = PATIENCE_S / 2
 
     def take_many(pool: ExtentPool) -> int:
-        extents = asking_broker(pool, lambda: pool.acquire([0] * 40))
+        extents = pool.asking_broker(lambda: pool.acquire([0] * 40))
         pool.disown(extents)
         return len(extents)
 

@@ -226,7 +226,7 @@ def _fork_in_place_of_a_parked_row(state: FaultyCache) -> Prepared:
 def _fork_into_scrubbed_memory(state: FaultyCache) -> Prepared:
     sequence = state.begin(98)
     state.begin(1).close()
-    state.cache.retire_parked(1, 0)
+    state.cache.rows.retire_parked(1)
     state.pool.reclaimer.wait()
     return lambda: state.fork(sequence)
 
@@ -263,7 +263,7 @@ def _write_what_was_shared(state: FaultyCache) -> Prepared:
     sequence = state.begin(98)
     fork = state.fork(sequence)
     sequence.close()
-    state.cache.retire_parked(0, 0)
+    state.cache.rows.retire_parked(0)
     fork.truncate(50)
     return lambda: fork.append(5)
 
@@ -326,7 +326,7 @@ def _adopt_with_scrubbing(state: FaultyCache) -> Prepared:
 def _append_with_scrubbing(state: FaultyCache) -> Prepared:
     sequence = state.begin(10)
     state.begin(40).close()
-    state.cache.retire_parked(1, 0)
+    state.cache.rows.retire_parked(1)
     state.pool.reclaimer.wait()
     return lambda: sequence.append(30)
 
@@ -410,12 +410,12 @@ def _move_prefixes_and_bring_them_back(state: FaultyCache) -> Prepared:
             assert cache.away is not None
             away.append(cache.away)
         assert {*away[0].rows} == cache.rows.parked.keys() == {0, 1}
-        if not cache.resident_tokens(0):
+        if not cache.rows.resident_tokens(0):
             away[0].come_back()
 
     def observe() -> object:
         """What the prefixes hold, and which pages they share; read where they are resident."""
-        if state.is_closing or not cache.resident_tokens(0):
+        if state.is_closing or not cache.rows.resident_tokens(0):
             return observed
         pages = [
             (row, each.first_page, each.extent.num_pages, each.extent.num_live_mappings)
@@ -437,7 +437,7 @@ def _move_prefixes_and_bring_them_back(state: FaultyCache) -> Prepared:
     assert any(num_mappings > 1 for *_, num_mappings in observed[0])
 
     def close() -> None:
-        if away and not cache.resident_tokens(0):
+        if away and not cache.rows.resident_tokens(0):
             away[0].drop()
         state.close_cache()
 

@@ -296,7 +296,7 @@ def test_log_probabilities_of_prompts(make_engine: MakeEngine) -> None:
 
 def test_a_budget_below_one_state_is_refused(make_engine: MakeEngine) -> None:
     engine = make_engine(_model(NAME))
-    state_bytes = engine.cache.states.geometry.row_bytes
+    state_bytes = engine.cache.states.table.row_bytes
     with pytest.raises((ConfigError, OutOfPagesError)):
         make_engine(_model(NAME), budget_bytes=state_bytes)
 

@@ -16,14 +16,12 @@ from typing import Any
 import torch
 
 from ..core.cache.fp8 import FP8
-from ..core.cache.geometry import (
-    Geometry,
-    LayerShape,
-    check_positive,
+from ..core.cache.geometry import Geometry, LayerShape, check_positive
+from ..core.cache.layer_group import (
+    UNDERREAD_TOKENS,
     growth_quantum_class,
     largest_class_for_window,
 )
-from ..core.cache.layer_group import UNDERREAD_TOKENS
 from ..errors import ConfigError
 from ..hf import compat, probe
 from ..hf.configuration import stated_max_tokens

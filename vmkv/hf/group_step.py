@@ -12,7 +12,7 @@ import torch
 
 from ..attention import AttentionBatch
 from ..attention.append import Place, append_uniform
-from ..core.cache import KVCache, LayerGroup, Sequence
+from ..core.cache import KVCache, KVGroup, Sequence
 from ..core.cache.fp8 import FP8, decode, encode
 from ..errors import ConfigError
 
@@ -156,7 +156,7 @@ class GroupStep:
     layer, `[B, H, end - first, D]` as stored.
     """
 
-    def __init__(self, rows: DeviceRows, group: LayerGroup):
+    def __init__(self, rows: DeviceRows, group: KVGroup):
         self.rows = rows
         self.group = group
         self.forget()
@@ -248,7 +248,7 @@ class GroupStep:
                 query_starts=query_starts,
                 max_query_tokens=num_queries,
                 max_num_tokens=self.end,
-                row_tokens=self.group.geometry.row_tokens,
+                row_tokens=self.group.row_tokens,
                 left_pad=left_pad,
             )
             self._batch = (padding, batch)

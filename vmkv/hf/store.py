@@ -418,7 +418,7 @@ class Store:
                 core.keeps_past = self.keeps_past
                 twin.cores.append(core)
                 twin.rows[device] = DeviceRows(core)
-                for group in rows.core.groups:
+                for group in rows.core.kv_groups:
                     members = dict(rows.core.members(group))
                     # Gaps stay gaps, because only equal groups share memory.
                     layers = [members.get(at, ~at) for at in range(group.geometry.num_layers)]

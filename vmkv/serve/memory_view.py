@@ -22,7 +22,7 @@ from ..core.cache import (
     grow_ahead,
     make_ready,
 )
-from ..core.cache.growing import lacking_room, retire_surplus, surplus_bytes
+from ..core.cache.growing import retire_surplus, surplus_bytes
 from ..core.cache.layer_group import UNDERREAD_TOKENS
 from ..core.cache.prefix import BLOCK_TOKENS
 from ..core.cache.swap import move_prefixes
@@ -175,7 +175,7 @@ class MemoryView:
         begins or resumes next, and `begins_empty` is whether it has no cached tokens. A
         `DriverError` affects parked rows at most.
         """
-        short = lacking_room(self.cache, [(each.sequence, to) for each, to in wanted])
+        short = self.cache.lacking_room([(each.sequence, to) for each, to in wanted])
         if not short and not num_new_tokens:
             return True
         is_ready = is_ready_for_short = make_ready(
@@ -372,13 +372,13 @@ class MemoryView:
         return sum([self._peak_pages(group, num_tokens) for group in self.cache.groups])
 
     def _peak_pages(self, group: LayerGroup, num_tokens: int) -> int:
-        geometry, overread = group.geometry, self.cache.overread_tokens
-        pages = geometry.pages_for(min(num_tokens + overread, geometry.row_tokens))
+        overread = self.cache.overread_tokens
+        pages = group.pages_for(num_tokens + overread)
         if group.window_tokens is None:
             return pages
         window = group.window_tokens + UNDERREAD_TOKENS + self._max_chunk_tokens + overread
         # Extents are released whole, and both ends of the window may lie within one.
-        return min(pages, geometry.pages_for(window) + 1 + (2 << group.largest_class))
+        return min(pages, group.pages_for(window) + 1 + (2 << group.largest_class))
 
     def pages_to_begin(self, request: Request, num_tokens: int) -> int:
         """Pages that a new sequence takes to hold `num_tokens`, without those shared by a fork."""
@@ -393,7 +393,7 @@ class MemoryView:
 
     def lacking(self, wanted: abc.Sequence[tuple[Request, int]]) -> dict[Request, int]:
         """Pages that sequences lack for `(request, num_tokens)` targets they cannot hold yet."""
-        short = lacking_room(self.cache, [(each.sequence, to) for each, to in wanted])
+        short = self.cache.lacking_room([(each.sequence, to) for each, to in wanted])
         if not short:
             return {}
         requests = {each.sequence: each for each, _ in wanted}

@@ -83,7 +83,7 @@ class GraphSpace:
         self._pool: Any = None
         self._stream = stream
         # A sequence occupies a processor per key head; kernels split if under 0.8 are occupied.
-        groups = [group for group in stepper.caches[0].groups if not group.is_fixed]
+        groups = stepper.caches[0].kv_groups
         heads = min(group.geometry.shape.num_k_heads for group in groups)
         self._split_below = int(0.8 * stepper.num_processors / heads) + 1
 

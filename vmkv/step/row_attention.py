@@ -438,7 +438,7 @@ def _attend_in_parts(
 
 def row_capacities(cache: KVCache) -> set[int]:
     """Return the row capacities of a cache's layer groups, in tokens."""
-    return {group.geometry.row_tokens for group in cache.groups if not group.is_fixed}
+    return {group.row_tokens for group in cache.kv_groups}
 
 
 def batches(capacities: set[int], whole: AttentionBatch) -> dict[int, AttentionBatch]:

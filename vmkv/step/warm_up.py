@@ -138,7 +138,7 @@ def _sizes_name(stepper: Stepper) -> str:
         machine = (torch.cuda.get_device_name(device), torch.version.cuda, driver)
     (cache,), weights = stepper.caches, stepper.model.named_parameters()
     shapes = [(name, tuple(each.shape), each.dtype) for name, each in weights]
-    groups = [each for each in cache.groups if not each.is_fixed]
+    groups = cache.kv_groups
     layers = [(each.geometry.shape, each.dtype, each.window_tokens) for each in groups]
     sizes = space and (space.max_num_seqs, space.max_tokens, tuple(space.logits.shape))
     how = stepper.attention.kernel_names, stepper.uses_operator

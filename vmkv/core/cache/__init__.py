@@ -1,8 +1,9 @@
 """Sequences over contiguous virtual memory ranges, usable without transformers.
 
-`sequence.py` and `kv_cache.py` are the user's interface. `geometry.py` computes byte offsets,
-`fp8.py` converts to eight bits, `layer_group.py` owns one reservation, `state_group.py` that of
-layers' states, and `row_space.py` all of them. `layers.py`, `growing.py`, `forking.py` and
+`sequence.py` and `kv_cache.py` are the user's interface. `layer_group.py` is what all kinds of
+layers have in common, `kv_group.py` keys and values, `state_group.py` states. `geometry.py`
+computes byte offsets, `fp8.py` converts to eight bits. `rows.py` says which rows are empty, live or
+parked. `layers.py`, `growing.py`, `forking.py` and
 `swap.py` change what rows hold; `prefix.py` indexes their tokens; `disk.py` and `process.py` save
 and share them.
 """
@@ -14,6 +15,7 @@ from .geometry import LayerShape as LayerShape
 from .growing import grow_ahead as grow_ahead
 from .growing import make_ready as make_ready
 from .kv_cache import KVCache as KVCache
+from .kv_group import KVGroup as KVGroup
 from .layer_group import LayerGroup as LayerGroup
 from .sequence import Sequence as Sequence
 from .sequence import begun_checkpoint as begun_checkpoint

@@ -37,10 +37,10 @@ from ..interrupts import interruptible
 from .device_memory import call_with_room
 from .growing import Target, map_rows
 from .layer_group import LayerGroup
-from .row_space import RowSpace
 from .swap import Swapped
 
 if TYPE_CHECKING:
+    from .kv_cache import KVCache
     from .sequence import Sequence
 
 _FORMAT, _VERSION = "vmkv sequence", "3"
@@ -94,19 +94,19 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 _REMEDIES = {"dtype": "dtype, or kv_dtype", "scales": "kv_scales"}
 
 
-def describe_groups(space: RowSpace) -> list[dict[str, Any]]:
+def describe_groups(cache: KVCache) -> list[dict[str, Any]]:
     """Describe the layout of each layer group, in order, as plain values."""
     return [
-        {"places_and_layers": [list(each) for each in space.members(group)], **group.layout}
-        for group in space.groups
+        {"places_and_layers": [list(each) for each in cache.members(group)], **group.layout}
+        for group in cache.groups
     ]
 
 
 def check_fits(
-    space: RowSpace, theirs: abc.Sequence[Mapping[str, Any]], num_tokens: int, where: str
+    cache: KVCache, theirs: abc.Sequence[Mapping[str, Any]], num_tokens: int, where: str
 ) -> None:
     """Raise `ConfigError`, naming the difference, unless the cache has these groups and length."""
-    mine = describe_groups(space)
+    mine = describe_groups(cache)
     if not mine:
         raise ConfigError(f"this cache has no layers yet; add those of {where} first")
     if len(mine) != len(theirs):
@@ -122,10 +122,10 @@ def check_fits(
                     f"cache has {_shortened(value)}: make the cache with the same "
                     f"{_REMEDIES.get(name, 'layers')}"
                 )
-    if num_tokens > space.max_tokens:
+    if num_tokens > cache.max_tokens:
         raise ConfigError(
             f"{where} holds {num_tokens} tokens, and rows of this cache end at "
-            f"max_tokens={space.max_tokens}: make it with a larger one"
+            f"max_tokens={cache.max_tokens}: make it with a larger one"
         )
 
 
@@ -144,42 +144,42 @@ class _Buffer:
     host memory, the driver would use the CPU, which has no access to them.
     """
 
-    def __init__(self, space: RowSpace):
-        self._space = space
-        self._is_cuda = space.device.type == "cuda"
+    def __init__(self, cache: KVCache):
+        self._cache = cache
+        self._is_cuda = cache.device.type == "cuda"
         self._near = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._is_cuda)
         self._far = self._near
         if self._is_cuda:
-            self._far = _device_buffer(space)
+            self._far = _device_buffer(cache)
 
     def read(self, address: int, total_bytes: int) -> Iterator[memoryview]:
         """Yield the contents of a range in parts, each valid until the next."""
-        space = self._space
+        cache = self._cache
         for start in range(0, total_bytes, _CHUNK_BYTES):
             num_bytes = min(_CHUNK_BYTES, total_bytes - start)
-            at, stream = Address(address + start), space.current_stream()
-            space.pool.backend.copy(Address(self._far.data_ptr()), at, num_bytes, stream)
+            at, stream = Address(address + start), cache.current_stream()
+            cache.pool.backend.copy(Address(self._far.data_ptr()), at, num_bytes, stream)
             if self._is_cuda:
                 self._near[:num_bytes].copy_(self._far[:num_bytes], non_blocking=True)
-                torch.cuda.current_stream(space.device).synchronize()
+                torch.cuda.current_stream(cache.device).synchronize()
             yield self._near.numpy().data[:num_bytes]
 
     def write(self, address: Address, data: torch.Tensor) -> None:
         """Copy CPU bytes, at most a buffer full, to an address of the cache's memory."""
-        space, num_bytes = self._space, len(data)
+        cache, num_bytes = self._cache, len(data)
         interruptible(self._near[:num_bytes].copy_, data)  # Reads the file.
         if self._is_cuda:
             self._far[:num_bytes].copy_(self._near[:num_bytes], non_blocking=True)
-        source, stream = Address(self._far.data_ptr()), space.current_stream()
-        space.pool.backend.copy(address, source, num_bytes, stream)
+        source, stream = Address(self._far.data_ptr()), cache.current_stream()
+        cache.pool.backend.copy(address, source, num_bytes, stream)
         if self._is_cuda:
-            torch.cuda.current_stream(space.device).synchronize()
+            torch.cuda.current_stream(cache.device).synchronize()
 
 
-def _device_buffer(space: RowSpace) -> torch.Tensor:
+def _device_buffer(cache: KVCache) -> torch.Tensor:
     try:
         return call_with_room(
-            space.pool, lambda: torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=space.device)
+            cache.pool, lambda: torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=cache.device)
         )
     except torch.OutOfMemoryError as error:
         raise OutOfPagesError(
@@ -187,7 +187,7 @@ def _device_buffer(space: RowSpace) -> torch.Tensor:
             "close or trim sequences, or lower budget_bytes",
             needed_bytes=_CHUNK_BYTES,
             free_bytes=0,
-            retired_bytes=space.pool.stats().retired_bytes,
+            retired_bytes=cache.pool.stats().retired_bytes,
         ) from error
 
 
@@ -196,28 +196,28 @@ def _device_buffer(space: RowSpace) -> torch.Tensor:
 
 def save(sequence: Sequence, swapped: Swapped | None, path: str | os.PathLike[str]) -> None:
     """Implement `Sequence.save`; `swapped` is the sequence's host copy. Its row is pinned."""
-    space, row, num_tokens = sequence.cache, sequence.row, sequence.num_tokens
-    with space.pool.lock:
-        token_ids = space.prefixes.token_ids(row)
-    first_tokens = [group.first_kept_token(row, num_tokens) for group in space.groups]
+    cache, row, num_tokens = sequence.cache, sequence.row, sequence.num_tokens
+    with cache.pool.lock:
+        token_ids = cache.prefixes.token_ids(row)
+    first_tokens = [group.first_kept_token(row, num_tokens) for group in cache.groups]
     description = {
         "num_tokens": num_tokens,
         "first_tokens": first_tokens,
-        "groups": describe_groups(space),
+        "groups": describe_groups(cache),
     }
-    space.note_stream()
-    space.pool.backend.join_streams(space.current_stream())
+    cache.note_stream()
+    cache.pool.backend.join_streams(cache.current_stream())
     # The file takes its name after everything that can fail.
     with whole_file(Path(path)) as file:
-        buffer, digest = _Buffer(space), hashlib.sha256()
+        buffer, digest = _Buffer(cache), hashlib.sha256()
 
         def write(data: bytes | memoryview) -> None:
             digest.update(data)
             file.write(data)
 
-        write(_header(description, len(token_ids), _shapes(space, num_tokens, first_tokens)))
+        write(_header(description, len(token_ids), _shapes(cache, num_tokens, first_tokens)))
         write(struct.pack(f"<{len(token_ids)}q", *token_ids))
-        for group, first_token in zip(space.groups, first_tokens, strict=True):
+        for group, first_token in zip(cache.groups, first_tokens, strict=True):
             for each in _ranges(group, row, first_token, num_tokens, swapped):
                 for part in buffer.read(*each):
                     interruptible(write, part)
@@ -245,22 +245,22 @@ def _header(
 
 
 def _shapes(
-    space: RowSpace, num_tokens: int, first_tokens: abc.Sequence[int]
+    cache: KVCache, num_tokens: int, first_tokens: abc.Sequence[int]
 ) -> dict[str, tuple[int, int]]:
     """Shapes of the layer groups' tensors, by their names in the file."""
     shapes = {}
-    for at, (group, first_token) in enumerate(zip(space.groups, first_tokens, strict=True)):
+    for at, (group, first_token) in enumerate(zip(cache.groups, first_tokens, strict=True)):
         start, end = _span(group, first_token, num_tokens)
-        row_bytes = group.geometry.bytes_for(1)
+        row_bytes = group.bytes_for(1)
         shapes[f"group.{at}"] = (end - start) // row_bytes, row_bytes
     return shapes
 
 
 def _span(group: LayerGroup, first_token: int, num_tokens: int) -> tuple[int, int]:
     """Return where the bytes of tokens, or of the state after them, start and end in a row."""
-    bytes_for = group.geometry.bytes_for
+    bytes_for = group.bytes_for
     end = bytes_for(num_tokens)
-    return (0 if group.is_fixed else min(end, bytes_for(first_token))), end
+    return min(end, bytes_for(first_token)), end
 
 
 def _ranges(
@@ -270,7 +270,7 @@ def _ranges(
 
     The first ones lie in the row, and those that were swapped out in staging.
     """
-    page_bytes, (start, end) = group.geometry.page_bytes, _span(group, first_token, num_tokens)
+    page_bytes, (start, end) = group.page_bytes, _span(group, first_token, num_tokens)
     moved, moved_address = end, Address(0)  # Bytes from `moved` on were swapped out.
     for each in () if swapped is None else swapped.firsts():
         if swapped is not None and each.group is group:
@@ -284,26 +284,26 @@ def _ranges(
 
 
 def load(
-    space: RowSpace, path: str | os.PathLike[str], tenant: str | None
+    cache: KVCache, path: str | os.PathLike[str], tenant: str | None
 ) -> tuple[int, int, abc.Sequence[int]]:
     """Implement `KVCache.load`; returns the row, live now, its token count and its known tokens."""
-    space.check_open()
+    cache.check_open()
     where = os.fspath(path)
     if not stat.S_ISREG(os.stat(where).st_mode):
         raise ConfigError(f"{where} is no regular file; Sequence.save writes those")
     try:
         opened: Any = safe_open(where, framework="pt")  # The library's types are incomplete.
         with opened as file:
-            description = _checked(space, file, where)
+            description = _checked(cache, file, where)
             num_tokens, first_tokens = description["num_tokens"], description["first_tokens"]
             token_ids = file.get_tensor(_TOKEN_IDS).tolist()
-            space.note_stream()
-            with space.beginning() as row:
-                map_rows(space, [Target(row, num_tokens, num_tokens, tenant)])
-                buffer = _Buffer(space)
+            cache.note_stream()
+            with cache.rows.beginning() as row:
+                map_rows(cache, [Target(row, num_tokens, num_tokens, tenant)])
+                buffer = _Buffer(cache)
                 for at, first_token in enumerate(first_tokens):
                     rows = file.get_slice(f"group.{at}")
-                    _fill(space, space.groups[at], row, num_tokens, first_token, rows, buffer)
+                    _fill(cache, cache.groups[at], row, num_tokens, first_token, rows, buffer)
             return row, num_tokens, token_ids
     except SafetensorError as error:
         raise ConfigError(
@@ -311,7 +311,7 @@ def load(
         ) from error
 
 
-def _checked(space: RowSpace, file: Any, where: str) -> dict[str, Any]:
+def _checked(cache: KVCache, file: Any, where: str) -> dict[str, Any]:
     """Return the file's description, or raise `ConfigError` if this cache cannot load it."""
     metadata = file.metadata() or {}
     if metadata.get("format") != _FORMAT:
@@ -324,8 +324,8 @@ def _checked(space: RowSpace, file: Any, where: str) -> dict[str, Any]:
     interruptible(_check_digest, where)
     description: dict[str, Any] = json.loads(metadata["sequence"])
     num_tokens = description["num_tokens"]
-    check_fits(space, description["groups"], num_tokens, where)
-    for name, shape in _shapes(space, num_tokens, description["first_tokens"]).items():
+    check_fits(cache, description["groups"], num_tokens, where)
+    for name, shape in _shapes(cache, num_tokens, description["first_tokens"]).items():
         if file.get_slice(name).get_shape() != list(shape):
             raise ConfigError(
                 f"{where}: {name} is not {list(shape)}, as its description says; save the "
@@ -347,7 +347,7 @@ def _check_digest(where: str) -> None:
 
 
 def _fill(
-    space: RowSpace,
+    cache: KVCache,
     group: LayerGroup,
     row: int,
     num_tokens: int,
@@ -356,24 +356,18 @@ def _fill(
     buffer: _Buffer,
 ) -> None:
     """Copy saved token rows, the first of which is token `saved_from`, to a group's mapped row."""
-    if group.is_fixed:
-        cursor = Address(group.table.page_address(row, 0))
-        for part in rows[:].flatten().split(_CHUNK_BYTES) if num_tokens else ():
-            interruptible(buffer.write, cursor, part)
-            cursor = Address(cursor + len(part))
-        return
-    token_bytes = group.geometry.token_bytes
     # With another page size the window's first page differs from the saving cache's.
     first_token = max(saved_from, group.first_mapped_token(row, num_tokens))
-    cursor = Address(group.table.page_address(row, 0) + first_token * token_bytes)
+    cursor = Address(group.table.page_address(row, 0) + group.bytes_for(first_token))
     # A kernel may fetch unused tokens before that, which must not be NaN.
     pages = group.table.rows[row]
     mapped = group.table.page_address(row, pages.first_page)
     if pages.mappings and mapped < cursor:
-        space.pool.backend.fill(mapped, cursor - mapped, 0, space.current_stream())
-    chunk_tokens = max(1, _CHUNK_BYTES // token_bytes)
-    for at in range(first_token - saved_from, num_tokens - saved_from, chunk_tokens):
-        for part in rows[at : at + chunk_tokens].flatten().split(_CHUNK_BYTES):
+        cache.pool.backend.fill(mapped, cursor - mapped, 0, cache.current_stream())
+    num_rows, row_bytes = rows.get_shape()
+    chunk_rows = max(1, _CHUNK_BYTES // row_bytes)
+    for at in range(first_token - saved_from, num_rows, chunk_rows):
+        for part in rows[at : at + chunk_rows].flatten().split(_CHUNK_BYTES):
             interruptible(buffer.write, cursor, part)
             cursor = Address(cursor + len(part))
     group.begin_row(row, first_token)

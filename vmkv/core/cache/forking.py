@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable, Container, Iterable, Iterator, Set
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,37 +28,39 @@ import torch
 from ...errors import CapacityError, ConfigError, OutOfPagesError
 from ...units import Address
 from ..backend import Access, CopyOp
-from ..interrupts import uninterrupted
-from ..memory import Change, PageMapping, RowChange, asking_broker, make_writable, size_classes
+from ..memory import Change, PageMapping, RowChange, make_writable, size_classes
 from .layer_group import LayerGroup
 from .prefix import BLOCK_TOKENS, Where
-from .row_space import RowSpace
 
 if TYPE_CHECKING:
+    from .kv_cache import KVCache
     from .sequence import Sequence
 
 # ---- forking -------------------------------------------------------------------------------------
 
 
-def fork(space: RowSpace, source: Sequence, num_tokens: int, row: int | None = None) -> int:
-    """Implement `Sequence.fork`: take a row of `space`, or `row`, that begins as `source` does."""
-    space.check_open()
+def fork(cache: KVCache, source: Sequence, num_tokens: int, row: int | None = None) -> int:
+    """Implement `Sequence.fork`: take a row of `cache`, or `row`, that begins as `source` does."""
+    cache.check_open()
     source.check_open()
     if not 0 <= num_tokens <= source.num_tokens:
         raise ConfigError(f"{source} cannot be forked at {num_tokens} tokens")
-    space.note_stream()
+    cache.note_stream()
+
+    origin = source.cache
 
     def take_and_fill() -> int:
-        with space.pool.lock:
-            source.cache.check_keeps(source.row, num_tokens, "fork at")
-            return fork_row(source.cache, space, source.row, num_tokens, source.tenant, row)
+        with cache.pool.lock:
+            origin.check_keeps(source.row, num_tokens, "fork at")
+            return fork_row(origin, cache, source.row, num_tokens, source.tenant, row)
 
-    return asking_broker(space.pool, take_and_fill)
+    taken: int = cache.pool.asking_broker(take_and_fill)
+    return taken
 
 
 def fork_row(
-    origin: RowSpace,
-    space: RowSpace,
+    origin: KVCache,
+    cache: KVCache,
     source_row: int,
     num_tokens: int,
     tenant: str | None,
@@ -74,62 +75,62 @@ def fork_row(
     copy of the tail on the current stream.
     """
     if num_tokens:
-        _check_alike(origin, space, num_tokens)
+        _check_alike(origin, cache, num_tokens)
     if row is None:
-        row = space.rows.choose_unneeded(but=source_row if origin is space else None)
-        parked = islice(space.rows.parked, _LOOKED_AT)
-        plain = (each for each in parked if each not in space.prefixes.recorded)
-        is_empty = row not in space.rows.parked
+        row = cache.rows.choose_unneeded(but=source_row if origin is cache else None)
+        parked = islice(cache.rows.parked, _LOOKED_AT)
+        plain = (each for each in parked if each not in cache.prefixes.recorded)
+        is_empty = row not in cache.rows.parked
         if num_tokens and is_empty and (unneeded := next(plain, None)) is not None:
-            space.retire_parked(unneeded, 0)
-        space.pool.reclaimer.poll()
-    with space.beginning(row):
+            cache.rows.retire_parked(unneeded)
+        cache.pool.reclaimer.poll()
+    with cache.rows.beginning(row):
         if num_tokens:
-            space.pool.backend.join_streams(space.current_stream())
+            cache.pool.backend.join_streams(cache.current_stream())
             if origin.states is not None:
                 origin.states.lent.add(source_row)
             try:
-                _fill(origin, space, (source_row, row), num_tokens, tenant)
+                _fill(origin, cache, (source_row, row), num_tokens, tenant)
             finally:
                 # Also a fork that fails may have submitted reads of the source.
-                origin.rows.touch(source_row, space.pool.pressure.tick())
-    if origin is space:
-        space.prefixes.copy([(source_row, row, tenant)], num_tokens)
+                origin.rows.touch(source_row)
+    if origin is cache:
+        cache.prefixes.copy([(source_row, row, tenant)], num_tokens)
     else:
-        space.prefixes.record(row, origin.prefixes.token_ids(source_row)[:num_tokens], tenant)
+        cache.prefixes.record(row, origin.prefixes.token_ids(source_row)[:num_tokens], tenant)
     return row
 
 
 def _fill(
-    origin: RowSpace, space: RowSpace, rows: tuple[int, int], num_tokens: int, tenant: object
+    origin: KVCache, cache: KVCache, rows: tuple[int, int], num_tokens: int, tenant: object
 ) -> None:
-    pool, stream = space.pool, space.current_stream()
-    plan = _plan(origin, space, rows, num_tokens, tenant)
+    pool, stream = cache.pool, cache.current_stream()
+    plan = plan_fork(origin, cache, rows, num_tokens, tenant)
     # Pins the source's extents: making room must not evict them, even if the source is parked or
     # moving to the host.
     with Change(pool, plan.changes, reads=plan.reads) as made:
         made.map(stream)
         made.fill(stream, plan.copies)
-    for theirs, mine in zip(origin.groups, space.groups, strict=True):
+    for theirs, mine in zip(origin.groups, cache.groups, strict=True):
         mine.begin_row(rows[1], theirs.first_written(rows[0]))
-    sharing = space.sharing
+    sharing = cache.sharing
     sharing.num_forks += 1
     sharing.aliased_bytes += plan.aliased_bytes
     for copy in plan.copies:
         sharing.copied_bytes += copy.num_bytes
 
 
-def _check_alike(origin: RowSpace, space: RowSpace, num_tokens: int) -> None:
-    if origin.pool is not space.pool:
+def _check_alike(origin: KVCache, cache: KVCache, num_tokens: int) -> None:
+    if origin.pool is not cache.pool:
         raise ConfigError("only caches over the same pool can share memory")
-    if origin is not space and [each.layout for each in origin.groups] != [
-        each.layout for each in space.groups
+    if origin is not cache and [each.layout for each in origin.groups] != [
+        each.layout for each in cache.groups
     ]:
         raise ConfigError("the caches lay their layers out differently: make both alike")
-    if num_tokens > space.max_tokens:
+    if num_tokens > cache.max_tokens:
         raise ConfigError(
             f"{num_tokens} tokens do not fit: rows of the fork's cache end at "
-            f"max_tokens={space.max_tokens}"
+            f"max_tokens={cache.max_tokens}"
         )
 
 
@@ -145,48 +146,32 @@ class _Plan(NamedTuple):
     copies: abc.Sequence[CopyOp]
 
 
-def pages_to_fork(space: RowSpace, sequence: Sequence, num_tokens: int) -> int:
-    """Pages that a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing.
-
-    Raises `ConfigError` if it cannot be forked there.
-    """
-    with space.pool.lock:
-        space.check_keeps(sequence.row, num_tokens, "fork at")
-        plan = _plan(space, space, (sequence.row, -1), num_tokens, None)
-    return sum(1 << size_class for each in plan.changes for size_class in each.classes)
-
-
-def _plan(
-    origin: RowSpace, space: RowSpace, rows: tuple[int, int], num_tokens: int, tenant: object
+def plan_fork(
+    origin: KVCache, cache: KVCache, rows: tuple[int, int], num_tokens: int, tenant: object
 ) -> _Plan:
+    """Plan a fork of row `rows[0]` of `origin` to row `rows[1]` of `cache`. Locked."""
     changes: list[RowChange] = []
     reads: list[PageMapping] = []
     copies: list[CopyOp] = []
     aliased_bytes = 0
-    target_row = rows[1]
-    for source, target in zip(origin.groups, space.groups, strict=True):
-        geometry, source_row = target.geometry, rows[0]
-        if source is origin.states:
-            found = origin.state_row(source_row, num_tokens)
-            assert found is not None  # See `RowSpace.keeps`.
-            source_row = found
-        first_needed = source.first_kept_page(source_row, num_tokens, keeps_past=space.keeps_past)
-        aliased = _aliased(space, source, source_row, first_needed, num_tokens)
+    target_row, live_tokens = rows[1], origin.live_tokens(rows[0])
+    for source, target in zip(origin.groups, cache.groups, strict=True):
+        source_row = source.row_at(rows[0], num_tokens, live_tokens)
+        first_needed = source.first_kept_page(source_row, num_tokens, keeps_past=cache.keeps_past)
+        aliased = _aliased(cache, source, source_row, first_needed, num_tokens)
         first_page = aliased[0].first_page if aliased else first_needed
         fresh_page = aliased[-1].end_page if aliased else first_needed
-        aliased_bytes += (fresh_page - first_page) * geometry.page_bytes
-        end_tokens = min(num_tokens + space.overread_tokens, geometry.row_tokens)
-        num_fresh_pages = geometry.pages_for(end_tokens) - fresh_page
+        aliased_bytes += (fresh_page - first_page) * source.page_bytes
+        num_fresh_pages = target.pages_for(num_tokens + cache.overread_tokens) - fresh_page
         fresh = size_classes(num_fresh_pages, target.largest_class) if num_fresh_pages > 0 else ()
         its_source = source.table, source_row
         changes.append(
             RowChange(target.table, target_row, first_page, fresh, tenant, aliased, its_source)
         )
-        copied_bytes = geometry.bytes_for(num_tokens) - fresh_page * geometry.page_bytes
+        copied_bytes = source.bytes_for(num_tokens) - fresh_page * source.page_bytes
         if copied_bytes > 0:
-            reads += source.table.overlapping(
-                source_row, fresh_page, geometry.pages_for(num_tokens)
-            )
+            end_page = source.pages_for(num_tokens)
+            reads += source.table.overlapping(source_row, fresh_page, end_page)
             start = source.table.page_address(source_row, fresh_page)
             copies.append(
                 CopyOp(target.table.page_address(target_row, fresh_page), start, copied_bytes)
@@ -195,12 +180,12 @@ def _plan(
 
 
 def _aliased(
-    space: RowSpace, source: LayerGroup, row: int, first_page: int, num_tokens: int
+    cache: KVCache, source: LayerGroup, row: int, first_page: int, num_tokens: int
 ) -> list[PageMapping]:
     """Return the mappings of `row`, from `first_page` on, that a fork at `num_tokens` shares."""
     aliased = source.whole_mappings(row, first_page, num_tokens)
     # Small extents at the end are cheaper to copy, together with the tail.
-    while aliased and not space.cost_model.prefers_alias_in_fork(aliased[-1].extent.num_bytes):
+    while aliased and not cache.cost_model.prefers_alias_in_fork(aliased[-1].extent.num_bytes):
         aliased.pop()
     return aliased
 
@@ -219,7 +204,7 @@ def unshare(
     replacement.
     """
     pages = group.table.rows[row]
-    first_page = group.geometry.whole_pages_below(first)
+    first_page = group.whole_pages_below(first)
     if pages.shared_end_page <= first_page:
         return 0
     # An ended sequence that shared an extent may still be read on another stream.
@@ -228,7 +213,7 @@ def unshare(
     shared = next((mapping for mapping in concerned if mapping.extent.is_shared), None)
     copied_bytes = 0
     if shared is not None:
-        if shared.first_page < group.geometry.pages_for(num_tokens):
+        if shared.first_page < group.pages_for(num_tokens):
             try:
                 copied_bytes = _replace(group, row, shared, num_tokens, tenant, stream)
             except OutOfPagesError:
@@ -251,8 +236,8 @@ def _replace(
 ) -> int:
     """Replace `shared` by a copy of its tokens up to `num_tokens`; returns the bytes copied."""
     pool, table, first_page = group.pool, group.table, shared.first_page
-    copied_bytes = num_tokens * group.geometry.token_bytes - first_page * pool.page_bytes
-    num_pages = group.geometry.pages_for(num_tokens) - first_page
+    copied_bytes = num_tokens * group.token_bytes - first_page * pool.page_bytes
+    num_pages = group.pages_for(num_tokens) - first_page
     classes = size_classes(num_pages, group.largest_class)
     old = table.overlapping(row, first_page, table.rows[row].end_page)
     copied = RowChange(table, row, first_page, classes, tenant, old=old, kept_bytes=copied_bytes)
@@ -264,49 +249,25 @@ def _replace(
 # ---- reorder -------------------------------------------------------------------------------------
 
 
-def reorder(space: RowSpace, sequences: abc.Sequence[Sequence], sources: abc.Sequence[int]) -> None:
-    """Let each sequence continue from another one and its recorded tokens, as in beam search.
-
-    Args:
-        space: The cache.
-        sequences: Live sequences of this cache, of equal length, each once.
-        sources: For each, the index in `sequences` of the one it continues.
-
-    Raises:
-        ConfigError: The arguments are not as described.
-        OutOfPagesError: The pool cannot supply the pages.
-        DriverError: Nothing changed, unless a copy failed: then the continued sequences have
-            undefined tails, and nothing recorded.
-
-    Cost: a copy of what the beams have written since they parted; the first time, extents are
-        mapped instead, which waits for the device once.
-    Ordering: after all work submitted so far on the current stream and others.
-    """
-    asking_broker(space.pool, partial(_reorder, space, sequences, sources))
-
-
-@uninterrupted
-def _reorder(space: RowSpace, beams: abc.Sequence[Sequence], sources: abc.Sequence[int]) -> None:
-    space.check_open()
-    space.check_stateless("reorder")
-    _check_beams(space, beams, sources)
+def reorder(cache: KVCache, beams: abc.Sequence[Sequence], sources: abc.Sequence[int]) -> None:
+    """Implement `KVCache.reorder`, for beams that were checked."""
     rows = [(beams[source].row, beam.row) for source, beam in zip(sources, beams, strict=True)]
     rows = [(source, target) for source, target in rows if source != target]
     if not rows or not beams[0].num_tokens:
         return
-    space.note_stream()
-    pool, stream, num_tokens = space.pool, space.current_stream(), beams[0].num_tokens
+    cache.note_stream()
+    pool, stream, num_tokens = cache.pool, cache.current_stream(), beams[0].num_tokens
     pool.backend.join_streams(stream)
     tenants = {beam.row: beam.tenant for beam in beams}
     moves = [
         move
-        for group in space.groups
-        for move in _reorder_moves(space, group, rows, num_tokens, tenants)
+        for group in cache.groups
+        for move in _reorder_moves(cache, group, rows, num_tokens, tenants)
     ]
     changes = [move.change for move in moves if move.change is not None]
     with Change(pool, changes, reads=[read for move in moves for read in move.reads]) as made:
         # Torch's allocator reuses the buffer in stream order, after the copies.
-        copies, _buffer = _through_buffer(space, moves, stream)
+        copies, _buffer = _through_buffer(cache, moves, stream)
         for move in moves:
             make_writable(move.group.table, move.target, move.readonly)
         made.map(stream)
@@ -315,23 +276,22 @@ def _reorder(space: RowSpace, beams: abc.Sequence[Sequence], sources: abc.Sequen
         except BaseException:
             with pool.lock:  # The targets' contents are undefined now.
                 for _, target in rows:
-                    space.prefixes.truncate(target)
+                    cache.prefixes.truncate(target)
             raise
     with pool.lock:
         records = [(source, target, tenants[target]) for source, target in rows]
-        space.prefixes.copy(records, num_tokens)
-    for group in space.groups:
-        group.note_taken_over(rows, num_tokens, keeps_past=space.keeps_past)
+        cache.prefixes.copy(records, num_tokens)
+    for group in cache.groups:
+        group.note_taken_over(rows, num_tokens, keeps_past=cache.keeps_past)
     aliased = [mapping.extent for each in changes for mapping in each.again]
-    space.sharing.aliased_bytes += sum(extent.num_bytes for extent in aliased)
-    space.sharing.copied_bytes += sum(move.copied_bytes for move in moves)
+    cache.sharing.aliased_bytes += sum(extent.num_bytes for extent in aliased)
+    cache.sharing.copied_bytes += sum(move.copied_bytes for move in moves)
 
 
-def _check_beams(
-    space: RowSpace, beams: abc.Sequence[Sequence], sources: abc.Sequence[int]
-) -> None:
+def check_beams(cache: KVCache, beams: abc.Sequence[Sequence], sources: abc.Sequence[int]) -> None:
+    """Raise `ConfigError` unless the arguments of `KVCache.reorder` are as it says."""
     for beam in beams:
-        if beam.cache is not space:
+        if beam.cache is not cache:
             raise ConfigError(f"{beam} is of another cache")
         beam.check_open()
     lengths = sorted({beam.num_tokens for beam in beams})
@@ -377,13 +337,13 @@ _Difference = tuple[int, list[PageMapping], list[PageMapping]]
 
 
 def _reorder_moves(
-    space: RowSpace,
+    cache: KVCache,
     group: LayerGroup,
     rows: abc.Sequence[tuple[int, int]],
     num_tokens: int,
     tenants: dict[int, str | None],
 ) -> list[_Move]:
-    differences = [_compare(space, group, *each, num_tokens) for each in rows]
+    differences = [_compare(cache, group, *each, num_tokens) for each in rows]
     # Extents given to another row are shared afterwards, so their row may not write them.
     given = {id(mapping.extent) for *_, aliased in differences for mapping in aliased}
     return [
@@ -393,10 +353,10 @@ def _reorder_moves(
 
 
 def _compare(
-    space: RowSpace, group: LayerGroup, source: int, target: int, num_tokens: int
+    cache: KVCache, group: LayerGroup, source: int, target: int, num_tokens: int
 ) -> _Difference:
     theirs, mine = (list(group.table.rows[row].mappings) for row in (source, target))
-    page = group.first_common_page(source, target, num_tokens, keeps_past=space.keeps_past)
+    page = group.first_common_page(source, target, num_tokens, keeps_past=cache.keeps_past)
     at = 0
     for their, my in zip(theirs, mine, strict=False):
         if their.extent is not my.extent or their.first_page != my.first_page:
@@ -405,9 +365,9 @@ def _compare(
     theirs, mine, aliased = theirs[at:], mine[at:], []
     # Both rows must have an extent boundary where the exchange begins.
     if theirs and mine and theirs[0].first_page == mine[0].first_page:
-        full_end_page = group.geometry.whole_pages_below(num_tokens)
+        full_end_page = group.whole_pages_below(num_tokens)
         for mapping in theirs:
-            is_worth = space.cost_model.prefers_alias_in_reorder(mapping.extent.num_bytes)
+            is_worth = cache.cost_model.prefers_alias_in_reorder(mapping.extent.num_bytes)
             if mapping.end_page > full_end_page or not is_worth:
                 break
             aliased.append(mapping)
@@ -423,7 +383,7 @@ def _plan_move(
     difference: _Difference,
     given: Container[int],
 ) -> _Move:
-    table, geometry = group.table, group.geometry
+    table = group.table
     page, mine, aliased = difference
     page = aliased[-1].end_page if aliased else page
     behind = [mapping for mapping in mine if mapping.end_page > page]
@@ -447,19 +407,19 @@ def _plan_move(
         exchange,
         [each for each in behind if each.access is Access.READ],
         page,
-        max(0, num_tokens * geometry.token_bytes - page * geometry.page_bytes),
+        max(0, num_tokens * group.token_bytes - page * group.page_bytes),
     )
 
 
 def _through_buffer(
-    space: RowSpace, moves: abc.Sequence[_Move], stream: int
+    cache: KVCache, moves: abc.Sequence[_Move], stream: int
 ) -> tuple[list[CopyOp], torch.Tensor | None]:
     """Save bytes that copies overwrite before reading them; returns the copies and the buffer."""
     targets = {move.target for move in moves}
     num_bytes = sum(move.copied_bytes for move in moves if move.source in targets)
     buffer = None
     if num_bytes:
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=space.device)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=cache.device)
     at = Address(buffer.data_ptr() if buffer is not None else 0)
     saves, copies = [], []
     for move in moves:
@@ -471,7 +431,7 @@ def _through_buffer(
             source = at
             at = Address(at + move.copied_bytes)
         copies.append(CopyOp(move.address(move.target), source, move.copied_bytes))
-    space.pool.backend.copy_many(saves, stream)
+    cache.pool.backend.copy_many(saves, stream)
     return copies, buffer
 
 
@@ -485,31 +445,29 @@ _LOOKED_AT = 4
 _KEPT_DIVISOR = 64
 
 
-def choose_row(space: RowSpace, num_tokens: int) -> int:
+def choose_row(cache: KVCache, num_tokens: int) -> int:
     """Choose, without taking it, the row for about `num_tokens` new tokens. Locked."""
-    wanted = space.prefixes.recorded - _giving_way(space, num_tokens)
-    return space.rows.choose(num_tokens, space.adoptable_tokens, wanted)
+    wanted = cache.prefixes.recorded - _giving_way(cache, num_tokens)
+    return cache.rows.choose(num_tokens, wanted)
 
 
-def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
+def _giving_way(cache: KVCache, num_tokens: int) -> Set[int]:
     """Parked rows that would be evicted first for a sequence; none if caches share the pool."""
-    pool = space.pool
-    end_tokens = num_tokens + space.overread_tokens
+    pool = cache.pool
+    end_tokens = num_tokens + cache.overread_tokens
     missing_bytes = pool.budget_bytes // _KEPT_DIVISOR - pool.available_bytes
-    for group in space.groups:
-        geometry = group.geometry
-        pages = geometry.pages_for(min(end_tokens, geometry.row_tokens))
-        missing_bytes += pages * geometry.page_bytes
-    if missing_bytes <= 0 or not pool.pressure.is_of(space.victims):
+    for group in cache.groups:
+        missing_bytes += group.pages_for(end_tokens) * group.page_bytes
+    if missing_bytes <= 0 or not pool.pressure.is_of(cache.victims):
         return frozenset()
     found: set[int] = set()
-    for row in islice(space.rows.parked, _LOOKED_AT):
-        num_kept = space.resident_tokens(row)
+    for row in islice(cache.rows.parked, _LOOKED_AT):
+        num_kept = cache.rows.resident_tokens(row)
         # A row much longer than needed would keep memory from others; shared extents would have to
         # be copied before they are written.
-        if 0 < num_kept <= 2 * num_tokens and space.adoptable_tokens(row) == num_kept:
+        if 0 < num_kept <= 2 * num_tokens and cache.rows.adoptable_tokens(row) == num_kept:
             found.add(row)
-        missing_bytes -= sum(group.resident_bytes(row) for group in space.groups)
+        missing_bytes -= sum(group.resident_bytes(row) for group in cache.groups)
         if missing_bytes <= 0:
             break
     return found
@@ -526,14 +484,14 @@ _HOLDERS_LOOKED_AT = 4
 _Beginning = tuple[int, Callable[[Where], Iterator[int]]]
 
 
-def _beginnings(space: RowSpace, prompt: Any, tenant: str | None) -> Iterator[_Beginning]:
+def beginnings(cache: KVCache, prompt: Any, tenant: str | None) -> Iterator[_Beginning]:
     """Yield the beginnings of `prompt`, without its last token, that rows hold; longest first.
 
     They are whole blocks; where layers keep states, as long as a state at rest, or a live row's.
     """
     max_tokens = max(0, len(prompt) - 1)
-    matches = space.prefixes.matches(prompt, tenant, max_tokens)
-    if space.states is None:
+    matches = cache.prefixes.matches(prompt, tenant, max_tokens)
+    if cache.states is None:
         for match in matches:
             yield match.num_tokens, match.rows
         return
@@ -543,73 +501,57 @@ def _beginnings(space: RowSpace, prompt: Any, tenant: str | None) -> Iterator[_B
         if max(rows_of, default=0) > end:
             break  # Shorter matches end before.
         for row in match.rows():
-            lengths = set(space.states.at_rest(row))
-            if row in space.live:
-                lengths.add(space.live[row].num_tokens)
-            for length in lengths:
+            for length in cache.states.lengths(row, cache.live_tokens(row)):
                 if 0 < length <= matched or (
-                    matched < length <= end and space.prefixes.holds(row, prompt, matched, length)
+                    matched < length <= end and cache.prefixes.holds(row, prompt, matched, length)
                 ):
                     rows_of.setdefault(length, {})[row] = None
     for length in sorted(rows_of, reverse=True):
         rows = rows_of[length]
 
         def those(where: Where, rows: Iterable[int] = rows) -> Iterator[int]:
-            return (row for row in rows if (row in space.live) == (where is Where.LIVE))
+            return (row for row in rows if (row in cache.live) == (where is Where.LIVE))
 
         yield length, those
 
 
-def find_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> int:
-    """Return how many tokens of `prompt` a sequence opened now would begin with. Changes nothing.
-
-    Cost: about 5 ns per token, and a look at each row that holds a beginning.
-    """
-    with space.pool.lock:
-        for num_tokens, rows in _beginnings(space, prompt, tenant):
-            for where in (Where.PARKED, Where.LIVE):
-                if any(space.keeps(row, num_tokens) for row in rows(where)):
-                    return num_tokens
-    return 0
-
-
-def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple[int, int] | None:
+def begin_with_prefix(cache: KVCache, prompt: Any, tenant: str | None) -> tuple[int, int] | None:
     """Take a row with the longest known beginning of `prompt`, without its last token. Locked.
 
     Returns the row, live now, and its token count; None without a match.
     """
-    prefixes = space.prefixes
-    for num_tokens, rows in _beginnings(space, prompt, tenant):
-        parked = _holders(space, rows(Where.PARKED), num_tokens)
+    prefixes = cache.prefixes
+    for num_tokens, rows in beginnings(cache, prompt, tenant):
+        parked = _holders(cache, rows(Where.PARKED), num_tokens)
         # Adopting a row loses its later tokens, so there should be few of them.
         whole = [
             row
             for row in parked
             if prefixes.num_recorded(row) <= 2 * num_tokens
-            and _can_extend(space, row, num_tokens)
-            and space.can_begin(row, num_tokens)
+            and all([group.can_extend(row, num_tokens) for group in cache.groups])
+            and cache.can_begin(row, num_tokens)
         ]
         if whole:
             row = min(whole, key=prefixes.num_recorded)
-            space.take(row, num_tokens, tenant)
+            cache.rows.take(row, num_tokens, tenant, cache.current_stream())
         else:
-            holders = parked + _holders(space, rows(Where.LIVE), num_tokens)
+            holders = parked + _holders(cache, rows(Where.LIVE), num_tokens)
             if not holders:
                 continue
             holder = holders[0]
             if len(holders) > 1:
-                holder = max(holders, key=lambda row: _whole_bytes(space, row, num_tokens))
+                holder = max(holders, key=lambda row: _whole_bytes(cache, row, num_tokens))
             try:
-                row = fork_row(space, space, holder, num_tokens, tenant)
+                row = fork_row(cache, cache, holder, num_tokens, tenant)
             except CapacityError:
                 # No second row, or no memory for the tail: adopt a row as it is. Look again,
                 # because the attempt may have evicted parked rows.
-                parked = _holders(space, rows(Where.PARKED), num_tokens)
-                parked = [row for row in parked if space.can_begin(row, num_tokens)]
+                parked = _holders(cache, rows(Where.PARKED), num_tokens)
+                parked = [row for row in parked if cache.can_begin(row, num_tokens)]
                 if not parked:
                     break
                 row = min(parked, key=prefixes.num_recorded)
-                space.take(row, num_tokens, tenant)
+                cache.rows.take(row, num_tokens, tenant, cache.current_stream())
         prefixes.num_hits += 1
         prefixes.num_hit_tokens += num_tokens
         return row, num_tokens
@@ -617,33 +559,20 @@ def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple
     return None
 
 
-def _holders(space: RowSpace, rows: Iterator[int], num_tokens: int) -> list[int]:
+def _holders(cache: KVCache, rows: Iterator[int], num_tokens: int) -> list[int]:
     """First few of `rows` that hold `num_tokens` tokens; rows that lost some are marked."""
     found: list[int] = []
     lost: list[int] = []
     for row in rows:
-        (found if space.keeps(row, num_tokens) else lost).append(row)
+        (found if cache.keeps(row, num_tokens) else lost).append(row)
         if len(found) == _HOLDERS_LOOKED_AT:
             break
     for row in lost:
-        space.prefixes.lose_short(row, max(each.shortest_kept(row) for each in space.groups))
+        cache.prefixes.lose_short(row, max(each.shortest_kept(row) for each in cache.groups))
     return found
 
 
-def _can_extend(space: RowSpace, row: int, num_tokens: int) -> bool:
-    """Whether `row` can be written from `num_tokens` on without a copy."""
-    if space.states is not None and space.state_row(row, num_tokens) != row:
-        return False
-    return not any(
-        mapping.extent.is_shared
-        for group in space.groups
-        for mapping in group.table.overlapping(
-            row, group.geometry.whole_pages_below(num_tokens), group.geometry.pages_for(num_tokens)
-        )
-    )
-
-
-def _whole_bytes(space: RowSpace, row: int, num_tokens: int) -> int:
+def _whole_bytes(cache: KVCache, row: int, num_tokens: int) -> int:
     """Bytes that a fork of `row` at `num_tokens` can share."""
-    whole = (group.whole_mappings(row, 0, num_tokens) for group in space.groups)
+    whole = (group.whole_mappings(row, 0, num_tokens) for group in cache.groups)
     return sum(mapping.extent.num_bytes for mappings in whole for mapping in mappings)

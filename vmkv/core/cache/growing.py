@@ -11,18 +11,17 @@ from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...errors import ConfigError, OutOfAddressSpaceError, OutOfPagesError, SequenceFullError
+from ...errors import ConfigError, OutOfAddressSpaceError, OutOfPagesError
 from ..interrupts import uninterrupted
-from ..memory import Change, Extent, PageMapping, RowChange, Scrub, asking_broker, size_classes
+from ..memory import Change, Extent, PageMapping, RowChange, Scrub, size_classes
 from .forking import choose_row, unshare
 from .layer_group import LayerGroup
 from .prefix import BLOCK_TOKENS
-from .row_space import RowSpace
 
 if TYPE_CHECKING:
+    from .kv_cache import KVCache
     from .sequence import Sequence
 
 
@@ -35,56 +34,9 @@ class Target(NamedTuple):
     tenant: object = None
 
 
-def grow(space: RowSpace, wanted: Iterable[tuple[Sequence, int]]) -> None:
-    """Make each sequence hold the given number of tokens, all of them or none.
-
-    Longer sequences stay as they are. Missing memory is mapped, and shared extents that will be
-    written are copied. Where the pool is short, parked rows, free memory and live rows' memory
-    beyond their length are evicted first; then a pool that has joined a broker asks for more.
-
-    Raises:
-        OutOfPagesError: The pool cannot supply all pages.
-        SequenceFullError: A row ends before that.
-        ConfigError: A sequence is swapped out, or of another cache.
-
-    Cost: a comparison for a sequence below its `writable_tokens` (most decode steps).
-    """
-    if space.is_closed:
-        space.check_open()
-    targets, max_tokens = list(wanted), space.max_tokens
-    for sequence, num_tokens in targets:
-        if sequence.is_closed or sequence.transfer or sequence.swapped:
-            sequence.check_open()
-        if sequence.cache is not space:
-            raise ConfigError(f"{sequence} is of another cache")
-        if num_tokens > max_tokens:
-            raise SequenceFullError(
-                f"the sequence in row {sequence.row} would hold {num_tokens} tokens; rows of this "
-                f"cache end at max_tokens={max_tokens}: make it with a larger one",
-                max_tokens=max_tokens,
-            )
-    space.note_stream()
-    if space.states is not None and space.states.lent:
-        rows = {sequence.row for sequence, _ in targets}
-        space.states.wait_for_forks(rows, space.current_stream())
-    short = lacking_room(space, targets)
-    if short:
-        asking_broker(space.pool, partial(_map_and_lengthen, space, short, targets))
-    else:
-        _lengthen(space, targets)
-
-
-def lacking_room(
-    space: RowSpace, targets: abc.Sequence[tuple[Sequence, int]]
-) -> list[tuple[Sequence, int]]:
-    """Return those of `targets` beyond their sequence's `writable_tokens`."""
-    rooms = space.writable_tokens(map(itemgetter(0), targets))
-    return [target for target, room in zip(targets, rooms, strict=True) if target[1] > room]
-
-
 @uninterrupted
-def _map_and_lengthen(
-    space: RowSpace,
+def map_and_lengthen(
+    cache: KVCache,
     short: Iterable[tuple[Sequence, int]],
     wanted: abc.Sequence[tuple[Sequence, int]],
 ) -> None:
@@ -93,46 +45,25 @@ def _map_and_lengthen(
     targets = []
     for sequence, num_tokens in longest.items():
         if num_tokens > sequence.num_tokens:
-            _unshare(space, sequence, sequence.num_tokens)
+            unshare_from(cache, sequence, sequence.num_tokens)
         targets.append(Target(sequence.row, num_tokens, sequence.num_tokens, sequence.tenant))
     try:
-        map_rows(space, targets)
+        map_rows(cache, targets)
     except OutOfPagesError:
-        if not retire_surplus(space, _longest(wanted)):
+        if not retire_surplus(cache, _longest(wanted)):
             raise
-        map_rows(space, targets)
+        map_rows(cache, targets)
     finally:  # Also after a failure, which may have left filled memory mapped.
         for sequence in longest:
             if not sequence.num_tokens:
-                space.note_used(sequence.row)
-    _lengthen(space, wanted)
-
-
-def _lengthen(space: RowSpace, targets: abc.Sequence[tuple[Sequence, int]]) -> None:
-    for group in () if space.keeps_past else space.groups:
-        if group.window_tokens is not None:
-            retire_behind_windows(space, [sequence for sequence, _ in targets])
-            break
-    for sequence, num_tokens in targets:
-        if num_tokens > sequence.num_tokens:
-            sequence.num_tokens = num_tokens
-
-
-def unshare_all(space: RowSpace, sequences: Iterable[Sequence]) -> None:
-    """Give each sequence a copy of what it shares, so that the caller may write to any token.
-
-    Raises `OutOfPagesError` if the pool has no room for the copies. Cost: a look at each sequence
-    that shares nothing.
-    """
-    for sequence in sequences:
-        if any([group.table.rows[sequence.row].shared_end_page for group in space.groups]):
-            space.note_stream()
-            asking_broker(space.pool, partial(_unshare, space, sequence, 0))
+                cache.rows.touch(sequence.row)
+    cache.lengthen(wanted)
 
 
 @uninterrupted
-def _unshare(space: RowSpace, sequence: Sequence, first: int) -> None:
-    for group in space.groups:
+def unshare_from(cache: KVCache, sequence: Sequence, first: int) -> None:
+    """Give `sequence` a copy of what it shares from token `first` on."""
+    for group in cache.groups:
         if group.table.rows[sequence.row].shared_end_page:
             try:
                 copied = unshare(
@@ -141,11 +72,11 @@ def _unshare(space: RowSpace, sequence: Sequence, first: int) -> None:
                     sequence.num_tokens,
                     first,
                     tenant=sequence.tenant,
-                    stream=space.current_stream(),
+                    stream=cache.current_stream(),
                 )
             finally:
-                space.note_used(sequence.row)
-            space.sharing.copied_on_write_bytes += copied
+                cache.rows.touch(sequence.row)
+            cache.sharing.copied_on_write_bytes += copied
 
 
 def _longest(targets: Iterable[tuple[Sequence, int]]) -> dict[Sequence, int]:
@@ -157,7 +88,7 @@ def _longest(targets: Iterable[tuple[Sequence, int]]) -> dict[Sequence, int]:
 
 @uninterrupted
 def make_ready(
-    space: RowSpace,
+    cache: KVCache,
     wanted: Iterable[tuple[Sequence, int]],
     num_new_tokens: int = 0,
     *,
@@ -170,84 +101,75 @@ def make_ready(
     that it can adopt a parked row, or after tokens that it brings or shares. Never blocks. After a
     `DriverError` parked rows may have lost memory.
     """
-    space.check_open()
-    changes = _plan(space, _targets(space, wanted))
+    cache.check_open()
+    changes = _plan(cache, _targets(cache, wanted))
     classes = [size_class for each in changes for size_class in each.classes]
     if num_new_tokens:
-        classes += _lacking_at_first(space, num_new_tokens, begins_empty=begins_empty)
-    return space.pool.make_ready(classes)
+        classes += _lacking_at_first(cache, num_new_tokens, begins_empty=begins_empty)
+    return cache.pool.make_ready(classes)
 
 
 @uninterrupted
-def grow_ahead(space: RowSpace, wanted: Iterable[tuple[Sequence, int]]) -> None:
+def grow_ahead(cache: KVCache, wanted: Iterable[tuple[Sequence, int]]) -> None:
     """Map memory that a later `KVCache.grow` will need, without blocking.
 
     Call it while the device works, once `make_ready` has returned true. Skips sequences without
     tokens and any whose memory is not ready, whose addresses are in use, or that need a copy of
     shared extents. After a `DriverError` nothing was mapped.
     """
-    changes = _plan(space, _targets(space, [each for each in wanted if each[0].num_tokens]))
-    is_in_use = space.pool.reclaimer.has_retired_in
+    changes = _plan(cache, _targets(cache, [each for each in wanted if each[0].num_tokens]))
+    is_in_use = cache.pool.reclaimer.has_retired_in
     if is_in_use([each.addresses for each in changes]):
         changes = [each for each in changes if not is_in_use([each.addresses])]
     with suppress(OutOfPagesError):
-        _map(space, changes, space.pool.acquire)
+        _map(cache, changes, cache.pool.acquire)
 
 
-def _targets(space: RowSpace, wanted: Iterable[tuple[Sequence, int]]) -> list[Target]:
+def _targets(cache: KVCache, wanted: Iterable[tuple[Sequence, int]]) -> list[Target]:
     """Return targets for the resident sequences of `wanted` that are short of memory."""
     return [
-        Target(each.row, min(to, space.max_tokens), each.num_tokens, each.tenant)
-        for each, to in lacking_room(space, list(wanted))
+        Target(each.row, min(to, cache.max_tokens), each.num_tokens, each.tenant)
+        for each, to in cache.lacking_room(list(wanted))
         if each.is_resident
     ]
 
 
-def _lacking_at_first(space: RowSpace, num_tokens: int, *, begins_empty: bool) -> list[int]:
+def _lacking_at_first(cache: KVCache, num_tokens: int, *, begins_empty: bool) -> list[int]:
     """Return the size classes that a new sequence will need; see `make_ready`."""
-    there_tokens = [0] * len(space.groups)
+    there_tokens = [0] * len(cache.groups)
     if begins_empty:
         try:
-            with space.pool.lock:
-                row = choose_row(space, num_tokens)
-                there_tokens = [group.adoptable_tokens(row) for group in space.groups]
+            with cache.pool.lock:
+                row = choose_row(cache, num_tokens)
+                there_tokens = [group.adoptable_tokens(row) for group in cache.groups]
         except OutOfAddressSpaceError:
             return []  # No sequence can begin.
     classes: list[int] = []
-    for group, there in zip(space.groups, there_tokens, strict=True):
-        end_tokens = min(num_tokens + space.overread_tokens, group.geometry.row_tokens)
-        num_pages = group.geometry.pages_for(end_tokens) - group.geometry.pages_for(there)
+    for group, there in zip(cache.groups, there_tokens, strict=True):
+        end_page = group.pages_for(num_tokens + cache.overread_tokens)
+        num_pages = end_page - group.pages_for(there)
         if num_pages > 0:
             classes += size_classes(num_pages, group.largest_class)
     return classes
 
 
-@uninterrupted
-def keep_resident(space: RowSpace, overread_tokens: int) -> None:
-    """Keep `overread_tokens` past every sequence's length mapped, now and from now on.
-
-    For kernels that fetch past the length they are told. The number never decreases. Raises
-    `OutOfPagesError`, and `ConfigError` if the pool poisons memory or a sequence is moving to the
-    host.
-    """
-    space.check_open()
-    before = space.overread_tokens
-    if overread_tokens <= before:
-        return
-    if space.pool.scrub is Scrub.POISON:
+def keep_resident(cache: KVCache, overread_tokens: int) -> None:
+    """Implement `KVCache.keep_resident`."""
+    before = cache.overread_tokens
+    if cache.pool.scrub is Scrub.POISON:
         raise ConfigError(
             f"a kernel that fetches {overread_tokens} tokens past the length would fetch the NaN "
             'of scrub="poison"; choose another attention backend, or another scrub'
         )
-    if space.moving:
+    if cache.moving:
         raise ConfigError("a sequence is on its way to the host; finish that, or cancel it, first")
-    space.overread_tokens = overread_tokens
+    cache.overread_tokens = overread_tokens
     try:
-        live = space.live_sequences()
+        live = cache.live_sequences()
         targets = [Target(each.row, each.num_tokens, each.num_tokens, each.tenant) for each in live]
-        asking_broker(space.pool, partial(map_rows, space, targets))
+        cache.pool.asking_broker(partial(map_rows, cache, targets))
     except BaseException:
-        space.overread_tokens = before
+        cache.overread_tokens = before
         raise
 
 
@@ -255,7 +177,7 @@ def keep_resident(space: RowSpace, overread_tokens: int) -> None:
 
 
 def map_rows(
-    space: RowSpace, targets: abc.Sequence[Target], groups: abc.Sequence[LayerGroup] | None = None
+    cache: KVCache, targets: abc.Sequence[Target], groups: abc.Sequence[LayerGroup] | None = None
 ) -> None:
     """Map the missing pages of `targets`, each another row, in `groups` (default: all).
 
@@ -263,41 +185,45 @@ def map_rows(
     After `OutOfPagesError` or `DriverError` nothing was mapped.
     """
     try:
-        changes = _plan(space, targets, groups, exactly=False)
-        _map(space, changes, space.pool.acquire)
+        changes = _plan(cache, targets, groups, exactly=False)
+        _map(cache, changes, cache.pool.acquire)
     except OutOfPagesError:
-        changes = _plan(space, targets, groups, exactly=True)
-        _map(space, changes, space.pool.acquire_or_evict)
+        changes = _plan(cache, targets, groups, exactly=True)
+        _map(cache, changes, cache.pool.acquire_or_evict)
 
 
 def _map(
-    space: RowSpace,
+    cache: KVCache,
     changes: abc.Sequence[RowChange],
     acquire: Callable[[abc.Sequence[int]], list[Extent]],
 ) -> None:
     if changes:
-        stream = space.current_stream()
-        space.pool.reclaimer.poll()
-        with Change(space.pool, changes, acquire=acquire) as made:
+        stream = cache.current_stream()
+        if cache.pool.reclaimer.batches:
+            cache.pool.reclaimer.poll()
+        with Change(cache.pool, changes, acquire=acquire) as made:
             made.map(stream)
             made.fill(stream)
 
 
 def _plan(
-    space: RowSpace,
+    cache: KVCache,
     targets: Iterable[Target],
     groups: abc.Sequence[LayerGroup] | None = None,
     *,
     exactly: bool = False,
 ) -> list[RowChange]:
-    """Plan the row changes: `exactly` the pages needed, or a growth quantum (see `geometry.py`)."""
+    """Plan the row changes: `exactly` the pages needed, or a growth quantum.
+
+    See DESIGN.md, Note [Growth quanta].
+    """
     changes = []
     for row, num_tokens, num_past_tokens, tenant in targets:
         if not num_tokens:
             continue
-        end_tokens = num_tokens + space.overread_tokens
-        past_tokens = 0 if space.keeps_past else num_past_tokens
-        for group in space.groups if groups is None else groups:
+        end_tokens = num_tokens + cache.overread_tokens
+        past_tokens = 0 if cache.keeps_past else num_past_tokens
+        for group in cache.groups if groups is None else groups:
             first_page, num_pages = group.growth(row, past_tokens, end_tokens, exactly=exactly)
             if num_pages:
                 classes = size_classes(num_pages, group.largest_class)
@@ -308,70 +234,81 @@ def _plan(
 # ---- surplus ------------------------------------------------------------------------------
 
 
-def retire_surplus(space: RowSpace, wanted: Mapping[Sequence, int] | None = None) -> int:
+def retire_surplus(cache: KVCache, wanted: Mapping[Sequence, int] | None = None) -> int:
     """Retire live rows' memory beyond their (`wanted`) length and behind windows; returns bytes."""
-    pool = space.pool
+    pool = cache.pool
     with pool.lock:
         now = pool.reclaimer.new_fence()
         before_bytes = pool.stats().resident_bytes
-        for sequence, num_tokens in _needed(space, wanted or {}):
+        for sequence, num_tokens in _needed(cache, wanted or {}):
             row, fence = sequence.row, now
             if not sequence.num_tokens:  # It has just begun and not used its memory yet.
-                fence = pool.reclaimer.fence_since(space.rows.idle_since(row))
-            for group in space.groups:
+                fence = pool.reclaimer.fence_since(cache.rows.idle_since(row))
+            for group in cache.groups:
                 group.retire_from(row, num_tokens, fence)
-        if not space.keeps_past:
-            retire_behind_windows(space)
+        if not cache.keeps_past:
+            retire_behind_windows(cache, cache.live_sequences())
         return before_bytes - pool.stats().resident_bytes
 
 
-def surplus_bytes(space: RowSpace) -> int:
+def retire_unneeded(cache: KVCache) -> None:
+    """Retire all that no live sequence needs, and wait until it is unmapped."""
+    if cache.away is not None:
+        cache.away.drop()
+    with cache.pool.lock:
+        for row in list(cache.rows.parked):
+            cache.rows.retire_parked(row)
+        for row in cache.live:
+            for group in cache.groups:
+                group.drop_checkpoints(row, 0)
+        retire_surplus(cache)
+    cache.pool.reclaimer.wait()
+
+
+def surplus_bytes(cache: KVCache) -> int:
     """Bytes that `retire_surplus` would retire. Cost: proportional to the live rows."""
     idle: list[PageMapping] = []
-    books = [group.books for group in space.groups if not group.is_fixed]
-    for sequence, num_tokens in _needed(space, {}):
+    books = [group.books for group in cache.groups if not group.is_fixed]
+    for sequence, num_tokens in _needed(cache, {}):
         for rows, token_bytes, page_bytes, _ in books:
             needed_bytes = num_tokens * token_bytes
             for mapping in reversed(rows[sequence.row].mappings):
                 if mapping.first_page * page_bytes < needed_bytes:
                     break
                 idle.append(mapping)
-    if not space.keeps_past:
-        for group, row, end_page in _behind_windows(space, space.live_sequences()):
+    if not cache.keeps_past:
+        for group, row, end_page in _behind_windows(cache, cache.live_sequences()):
             passed = group.table.overlapping(row, 0, end_page)
             idle += [mapping for mapping in passed if mapping.end_page <= end_page]
     return sum(each.extent.num_bytes for each in idle if not each.extent.is_shared)
 
 
 @uninterrupted
-def retire_behind_windows(space: RowSpace, sequences: Iterable[Sequence] | None = None) -> None:
-    """Retire memory that no later query of these sequences (or all) can see."""
-    concerned = space.live_sequences() if sequences is None else sequences
-    for group, row, end_page in _behind_windows(space, concerned):
-        group.table.retire_front(row, end_page, space.pool.reclaimer.new_fence())
+def retire_behind_windows(cache: KVCache, sequences: Iterable[Sequence]) -> None:
+    """Retire memory that no later query of `sequences` can see."""
+    for group, row, end_page in _behind_windows(cache, sequences):
+        group.table.retire_front(row, end_page, cache.pool.reclaimer.new_fence())
 
 
 def _behind_windows(
-    space: RowSpace, sequences: Iterable[Sequence]
+    cache: KVCache, sequences: Iterable[Sequence]
 ) -> Iterator[tuple[LayerGroup, int, int]]:
     """Yield `(group, row, first page that a query needs)` where a window has passed an extent."""
-    windowed = [group for group in space.groups if group.window_tokens is not None]
+    windowed = [group for group in cache.groups if group.window_tokens is not None]
     for each in sequences if windowed else ():
         num_tokens = each.num_tokens
-        if space.prefixes.num_recorded(each.row):
+        if cache.prefixes.num_recorded(each.row):
             # A prefix hit is cut to whole blocks, and needs the window at its end.
             num_tokens = max(0, num_tokens - BLOCK_TOKENS + 1)
         for group in windowed:
-            end_page = group.first_needed_page(num_tokens)
-            mappings = group.table.rows[each.row].mappings
-            if mappings and mappings[0].end_page <= end_page:
+            if end_page := group.passed_page(each.row, num_tokens):
                 yield group, each.row, end_page
 
 
-def _needed(space: RowSpace, wanted: Mapping[Sequence, int]) -> list[tuple[Sequence, int]]:
+def _needed(cache: KVCache, wanted: Mapping[Sequence, int]) -> list[tuple[Sequence, int]]:
     """Return the length up to which each live row must stay mapped."""
-    overread_tokens = space.overread_tokens
-    needed = [(each, each.num_tokens) for each in space.live_sequences()]
+    overread_tokens = cache.overread_tokens
+    needed = [(each, each.num_tokens) for each in cache.live_sequences()]
     if wanted:
         needed = [(each, max(to, wanted.get(each, 0))) for each, to in needed]
     return [(each, to + overread_tokens if to else 0) for each, to in needed]

@@ -7,6 +7,8 @@
     sequence.keys(layer=0)[:] = ...      # [100, 2, 64], contiguous in virtual memory
 
 Methods that take several sequences or groups change all of them, or none.
+
+See DESIGN.md, Note [How far a row may be written].
 """
 
 from __future__ import annotations
@@ -14,25 +16,39 @@ from __future__ import annotations
 import os
 import warnings
 from collections import abc
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING
 
 import torch
 
-from ...errors import ConfigError
+from ...errors import ClosedError, ConfigError, SequenceFullError
+from ..backend import Backend
 from ..interrupts import uninterrupted
-from ..memory import asking_broker, check_pool
-from . import forking, growing
-from . import layers as layer_changes
-from .disk import load
-from .forking import begin_with_prefix, choose_row
-from .process import import_prefix
-from .row_space import RowSpace, check_own_bytes
+from ..memory import ExtentPool, Victim, check_pool, pinned
+from . import disk, forking, growing, process
+from .cost import CostModel
+from .device_memory import open_pool
+from .fp8 import LayerScales, Scales
+from .geometry import LayerShape, check_positive
+from .kv_group import KVGroup
+from .layer_group import LayerGroup, stream_getter, torch_device
+from .layers import add_layers, compact, drop_layers
+from .prefix import PrefixIndex, Where
+from .rows import Rows
 from .sequence import Sequence
-from .stats import collect_stats
+from .state_group import StateGroup, StateShape
+from .stats import CacheStats, SharingStats, collect_stats
+
+if TYPE_CHECKING:
+    from .swap import MovedPrefixes
+
+_BOOKS = attrgetter("books")
 
 
-class KVCache(RowSpace, AbstractContextManager["KVCache"]):
+class KVCache(AbstractContextManager["KVCache"]):
     """Keys and values of many sequences on one device.
 
     A method that raises leaves layers and live sequences as they were, unless it says otherwise;
@@ -52,30 +68,382 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
             calls cheap and interleaving costs 1.8 x in CPU attention.
         cost_model: Decides between mapping and copying; by default the device's measured costs.
 
+    Attributes:
+        groups: The layer groups.
+        states: The one of them that keeps layers' states; None without such layers.
+        live: The sequence of each live row.
+        moving: By row on its way to the host, a function that makes its victim.
+        away: Parked rows in host memory; until they are back, no sequence may begin.
+        overread_tokens: Tokens past every length that are kept resident; see `keep_resident`.
+        keeps_past: Keep tokens that have left a sliding window (for rollback).
+        current_stream: Returns the raw handle of torch's current stream on the device.
+
     Raises:
         ConfigError: An argument is impossible, or the device's driver is missing.
     """
+
+    def __init__(
+        self,
+        memory: str | Backend | ExtentPool,
+        *,
+        max_tokens: int,
+        max_sequences: int,
+        budget_bytes: int | None = None,
+        host_budget_bytes: int | None = None,
+        layers_per_group: int | None = None,
+        cost_model: CostModel | None = None,
+    ):
+        check_positive("max_tokens", max_tokens)
+        check_positive("max_sequences", max_sequences)
+        limits = budget_bytes, host_budget_bytes, layers_per_group
+        names = "budget_bytes", "host_budget_bytes", "layers_per_group"
+        for name, value in zip(names, limits, strict=True):
+            if value is not None:
+                check_positive(name, value)
+        self.pool = open_pool(memory, budget_bytes, host_budget_bytes)
+        self.pool.attach()
+        backend = self.pool.backend
+        self.max_tokens = max_tokens
+        self.max_sequences = max_sequences
+        self.layers_per_group = layers_per_group or (1 if backend.name == "host" else None)
+        self.groups: list[LayerGroup] = []
+        self.states: StateGroup | None = None
+        self.places: dict[int, tuple[KVGroup, int]] = {}
+        self.live: dict[int, Sequence] = {}
+        self.moving: dict[int, Callable[[], Victim]] = {}
+        self.prefixes = PrefixIndex()
+        self.current_stream = stream_getter(backend)
+        self.rows = Rows(max_sequences, self.pool, self.groups, self.prefixes)
+        self.away: MovedPrefixes | None = None
+        self.sharing = SharingStats()
+        self.cost_model = cost_model or CostModel.of(backend)
+        self.overread_tokens = 0
+        self.keeps_past = False
+        self.is_closed = self.is_closing = False
+        self.side_stream: int | None = None  # On which sequences are swapped.
+        with self.pool.lock:
+            self.pool.pressure.add_source(self.victims)
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` if the cache is closed, or its `close` has failed on the way."""
+        if self.is_closing:
+            raise ClosedError("this KVCache is closed; make a new one")
+
+    # ---- layers ---------------------------------------------------------------------------
+
+    @property
+    def kv_groups(self) -> list[KVGroup]:
+        """The groups of keys and values."""
+        return [group for group in self.groups if isinstance(group, KVGroup)]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the cache's tensors."""
+        return torch_device(self.pool.backend)
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that were added, as the caller numbers them."""
+        return sorted(self.places)
+
+    @uninterrupted
+    def add_layers(
+        self,
+        layers: Iterable[int],
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        v_head_dim: int | None = None,
+        num_v_heads: int | None = None,
+        window_tokens: int | None = None,
+        num_past_tokens: int = 0,
+        scales: abc.Sequence[LayerScales] | None = None,
+    ) -> list[KVGroup]:
+        """Add layers of one shape; returns the groups made for them.
+
+        Open sequences get memory for the tokens they hold.
+
+        Args:
+            layers: The caller's numbers for them.
+            num_kv_heads: Key heads, and value heads unless `num_v_heads` is given.
+            head_dim: Width of a key head, and of a value head unless `v_head_dim` is given.
+            dtype: Element type.
+            v_head_dim: Width of a value head.
+            num_v_heads: Value heads.
+            window_tokens: For sliding-window layers, how many tokens a query sees.
+            num_past_tokens: Position of the first query in open sequences: tokens before its window
+                are not mapped.
+            scales: One per layer, for `float8_e4m3fn`; see `fp8.py`. By default 1.
+
+        Raises:
+            ConfigError: A size is impossible, a layer was added before, or scales do not fit.
+            OutOfPagesError, OutOfAddressSpaceError: No memory or addresses for them.
+        """
+        shape = LayerShape(
+            num_k_heads=num_kv_heads,
+            k_dim=head_dim,
+            num_v_heads=num_kv_heads if num_v_heads is None else num_v_heads,
+            v_dim=head_dim if v_head_dim is None else v_head_dim,
+            itemsize_bytes=dtype.itemsize,
+        )
+        self.check_open()
+        its = list(layers), shape, dtype, window_tokens, num_past_tokens, scales
+        return add_layers(self, *its)
+
+    @uninterrupted
+    def add_states(self, shapes: abc.Mapping[int, abc.Sequence[StateShape]]) -> StateGroup:
+        """Add layers with states of fixed size, before any sequence begins; returns their group.
+
+        `shapes` has for each layer, as the caller numbers them, the tensors of one sequence's
+        state.
+
+        Raises:
+            ConfigError: There are states already, sequences are open, or a size is impossible.
+            OutOfAddressSpaceError: No addresses for them.
+        """
+        self.check_open()
+        if self.states is not None or self.live:
+            raise ConfigError("states are added once, before any sequence is opened")
+        self.states = group = StateGroup(self.pool, shapes, self.max_sequences)
+        self.groups.append(group)
+        return group
+
+    @uninterrupted
+    def drop_layers(self, layers: Iterable[int]) -> None:
+        """Forget layers that were never written; their bytes in the token row stay unused.
+
+        Raises `ConfigError`, and forgets none, for a layer that was not added, and while a sequence
+        is swapped out.
+        """
+        drop_layers(self, layers)
+
+    @uninterrupted
+    def compact(self) -> bool:
+        """Close the gaps that `drop_layers` left, by copying groups; returns whether any moved.
+
+        Tensors made before keep pointing at the old memory: make new ones. Raises `ConfigError`
+        while a sequence is swapped out, `OutOfPagesError` and `OutOfAddressSpaceError` without room
+        for the copy.
+        """
+        return compact(self)
+
+    def place(self, layer: int) -> tuple[KVGroup, int]:
+        """Return the group of `layer` and its index there; raise `ConfigError` if there is none."""
+        if layer not in self.places:
+            raise ConfigError(f"layer {layer} was not added; there are {self.layers}")
+        return self.places[layer]
+
+    def members(self, group: LayerGroup) -> list[tuple[int, int]]:
+        """Return `(place, layer)` of each layer in `group`, in order, without dropped ones."""
+        return sorted((at, layer) for layer, (home, at) in self.places.items() if home is group)
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """Return all rows' keys of `layer`: `[rows, row_tokens, k_heads, k_dim]`, mostly unmapped.
+
+        For kernels that are told rows and lengths; values are as stored (see `scales`). Only tokens
+        below a live sequence's `num_tokens` (and `overread_tokens` more) may be touched.
+        """
+        self.check_open()
+        group, at = self.place(layer)
+        return group.views.keys[at].transpose(1, 2)
+
+    def values(self, layer: int) -> torch.Tensor:
+        """Return all rows' values of `layer`: `[rows, row_tokens, v_heads, v_dim]`, as `keys`."""
+        self.check_open()
+        group, at = self.place(layer)
+        return group.views.values[at].transpose(1, 2)
+
+    # ---- streams --------------------------------------------------------------------------
+
+    def scales(self, layer: int) -> Scales | None:
+        """Return the scales of stored keys and values of `layer`; None if unscaled."""
+        group, at = self.place(layer)
+        return group.scales_at(at)
+
+    def note_stream(self) -> None:
+        """Note that torch's current stream works on this cache's memory. Cost: about 0.3 µs."""
+        self.pool.backend.note_stream(self.current_stream())
+
+    # ---- contents -------------------------------------------------------------------------
+
+    def live_tokens(self, row: int) -> int | None:
+        """The length of the sequence in `row`; None if there is none."""
+        sequence = self.live.get(row)
+        return None if sequence is None else sequence.num_tokens
+
+    def keeps(self, row: int, num_tokens: int) -> bool:
+        """Whether `row` holds all that a query after `num_tokens` tokens sees."""
+        live_tokens = self.live_tokens(row)
+        return all(group.holds(row, num_tokens, live_tokens) for group in self.groups)
+
+    def check_keeps(self, row: int, num_tokens: int, doing: str) -> None:
+        """Raise `ConfigError`, which names `doing`, unless `keeps` or there are no tokens."""
+        live_tokens = self.live_tokens(row)
+        for group in self.groups if num_tokens else ():
+            if not group.holds(row, num_tokens, live_tokens):
+                why = group.why_lost(row, live_tokens)
+                raise ConfigError(f"cannot {doing} {num_tokens} tokens: {why}")
+
+    def check_stateless(self, doing: str) -> None:
+        """Raise `ConfigError`, which names `doing`, if layers keep states."""
+        if self.states is not None:
+            raise ConfigError(
+                f"cannot {doing} sequences of a model whose layers keep states (linear attention); "
+                "that works only for models with keys and values alone"
+            )
+
+    def can_begin(self, row: int, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` in `row` has all pages mapped, over-read included."""
+        end_tokens = num_tokens + self.overread_tokens
+        return all([group.reaches(row, end_tokens) for group in self.groups])
+
+    def live_sequences(self) -> list[Sequence]:
+        """The sequences that kernels can read: neither swapped out nor moving."""
+        return [each for each in self.live.values() if each.is_resident]
+
+    def pinned_row(self, row: int) -> AbstractContextManager[None]:
+        """Keep the extents of `row` mapped where they are while a block reads them."""
+        its = (mapping for group in self.groups for mapping in group.table.rows[row].mappings)
+        return pinned(self.pool, its)
+
+    def pinned_state(self, row: int, num_tokens: int) -> AbstractContextManager[None]:
+        """Keep the state of `row` after `num_tokens`, if there is one, in a block that reads it."""
+        group, its = self.states, (row, num_tokens, self.live_tokens(row))
+        if group is None or not group.holds(*its):
+            return nullcontext()
+        return pinned(self.pool, group.table.rows[group.row_at(*its)].mappings)
+
+    def submitting(
+        self, writes: Iterable[tuple[int, int, int]], checkpoints: Iterable[int] = ()
+    ) -> AbstractContextManager[None]:
+        """Submit a step in this block; with checks on, check what it writes (I10).
+
+        `writes` are `(row, start, end)`, and `checkpoints` rows of `states`.
+        """
+        if self.pool.submitted is None:
+            return nullcontext()
+        ranges = [group.write_range(*each) for each in writes for group in self.groups]
+        if self.states is not None:
+            ranges += [self.states.write_range(at, 0, 1) for at in checkpoints]
+        return self.pool.submitted.submitting(ranges)
+
+    # ---- growth ---------------------------------------------------------------------------
+
+    def grow(self, wanted: Iterable[tuple[Sequence, int]]) -> None:
+        """Make each sequence hold the given number of tokens, all of them or none.
+
+        Longer sequences stay as they are. Missing memory is mapped, and shared extents that will be
+        written are copied. Where the pool is short, parked rows, free memory and live rows' memory
+        beyond their length are evicted first; then a pool that has joined a broker asks for more.
+
+        Raises:
+            OutOfPagesError: The pool cannot supply all pages.
+            SequenceFullError: A row ends before that.
+            ConfigError: A sequence is swapped out, or of another cache.
+
+        Cost: a comparison for a sequence below its `writable_tokens` (most decode steps).
+        """
+        if self.is_closed:
+            self.check_open()
+        targets, max_tokens = list(wanted), self.max_tokens
+        for sequence, num_tokens in targets:
+            if sequence.is_closed or sequence.transfer or sequence.swapped:
+                sequence.check_open()
+            if sequence.cache is not self:
+                raise ConfigError(f"{sequence} is of another cache")
+            if num_tokens > max_tokens:
+                raise SequenceFullError(
+                    f"the sequence in row {sequence.row} would hold {num_tokens} tokens; rows of "
+                    f"this cache end at max_tokens={max_tokens}: make it with a larger one",
+                    max_tokens=max_tokens,
+                )
+        self.note_stream()
+        if self.states is not None and self.states.lent:
+            rows = {sequence.row for sequence, _ in targets}
+            self.states.wait_for_forks(rows, self.current_stream())
+        short = self.lacking_room(targets)
+        if short:
+            self.pool.asking_broker(partial(growing.map_and_lengthen, self, short, targets))
+        else:
+            self.lengthen(targets)
+
+    def lengthen(self, targets: abc.Sequence[tuple[Sequence, int]]) -> None:
+        """Set the lengths of sequences that are mapped so far; retire what windows have passed."""
+        for group in () if self.keeps_past else self.groups:
+            if group.window_tokens is not None:
+                growing.retire_behind_windows(self, [sequence for sequence, _ in targets])
+                break
+        for sequence, num_tokens in targets:
+            if num_tokens > sequence.num_tokens:
+                sequence.num_tokens = num_tokens
+
+    def lacking_room(
+        self, targets: abc.Sequence[tuple[Sequence, int]]
+    ) -> list[tuple[Sequence, int]]:
+        """Return those of `targets` beyond their sequence's `writable_tokens`."""
+        rooms = self.writable_tokens(map(itemgetter(0), targets))
+        return [target for target, room in zip(targets, rooms, strict=True) if target[1] > room]
+
+    def writable_tokens(self, sequences: Iterable[Sequence]) -> list[int]:
+        """Return `Sequence.writable_tokens` of each; fast: every step asks for its rows."""
+        books, overread_tokens = list(map(_BOOKS, self.groups)), self.overread_tokens
+        found = []
+        for sequence in sequences:
+            row, num_tokens, room = sequence.row, sequence.num_tokens, self.max_tokens
+            for rows, token_bytes, page_bytes, row_tokens in books:
+                pages = rows[row]
+                mappings, shared_end_page = pages.mappings, pages.shared_end_page
+                if not mappings or (
+                    shared_end_page and num_tokens * token_bytes < shared_end_page * page_bytes
+                ):
+                    room = 0
+                    break
+                last = mappings[-1]
+                end_bytes = (last.first_page + last.extent.num_pages) * page_bytes
+                end_tokens = end_bytes // token_bytes
+                if end_tokens > row_tokens:
+                    end_tokens = row_tokens
+                if end_tokens - overread_tokens < room:
+                    room = end_tokens - overread_tokens
+            if not books or sequence.transfer or sequence.swapped or room < 0:
+                room = 0
+            found.append(room)
+        return found
+
+    def unshare_all(self, sequences: Iterable[Sequence]) -> None:
+        """Give each sequence a copy of what it shares, so that the caller may write to any token.
+
+        Raises `OutOfPagesError` if the pool has no room for the copies. Cost: a look at each
+        sequence that shares nothing.
+        """
+        for sequence in sequences:
+            if any([group.table.rows[sequence.row].shared_end_page for group in self.groups]):
+                self.note_stream()
+                self.pool.asking_broker(partial(growing.unshare_from, self, sequence, 0))
+
+    @uninterrupted
+    def keep_resident(self, overread_tokens: int) -> None:
+        """Keep `overread_tokens` past every sequence's length mapped, now and from now on.
+
+        For kernels that fetch past the length they are told. The number never decreases. Raises
+        `OutOfPagesError`, and `ConfigError` if the pool poisons memory or a sequence is moving to
+        the host.
+        """
+        self.check_open()
+        if overread_tokens > self.overread_tokens:
+            growing.keep_resident(self, overread_tokens)
+
+    def retire_behind_windows(self) -> None:
+        """Retire memory that no later query of a live sequence can see."""
+        growing.retire_behind_windows(self, self.live_sequences())
+
+    # ---- sequences ------------------------------------------------------------------------
 
     @property
     def sequences(self) -> abc.Sequence[Sequence]:
         """The open sequences, swapped out or not."""
         return list(self.live.values())
-
-    # Each function documents the method that it is here.
-    add_layers = layer_changes.add_layers
-    add_states = layer_changes.add_states
-    drop_layers = layer_changes.drop_layers
-    compact = layer_changes.compact
-    grow = growing.grow
-    unshare_all = growing.unshare_all
-    keep_resident = growing.keep_resident
-    retire_behind_windows = growing.retire_behind_windows
-    reorder = forking.reorder
-    pages_to_fork = forking.pages_to_fork
-    find_prefix = forking.find_prefix
-    stats = collect_stats
-
-    # ---- sequences ------------------------------------------------------------------------
 
     @uninterrupted
     def open(
@@ -110,12 +478,12 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
         with self.pool.lock:
             found = None
             if prompt is not None and row is None:
-                found = begin_with_prefix(self, prompt, tenant)
+                found = forking.begin_with_prefix(self, prompt, tenant)
             if found is not None:
                 row, num_cached_tokens = found
                 return self._restored(row, num_cached_tokens, (), tenant)
-            row = choose_row(self, num_tokens) if row is None else row
-            self.take(row, 0, tenant)
+            row = forking.choose_row(self, num_tokens) if row is None else row
+            self.rows.take(row, 0, tenant, self.current_stream())
             return Sequence(self, row, 0, tenant)
 
     @uninterrupted
@@ -123,6 +491,51 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
         """Fork a sequence of this cache, or of another over the same pool with the same layers."""
         row = forking.fork(self, source, num_tokens, row)
         return Sequence(self, row, num_tokens, source.tenant)
+
+    @uninterrupted
+    def reorder(self, sequences: abc.Sequence[Sequence], sources: abc.Sequence[int]) -> None:
+        """Let each sequence continue from another one and its recorded tokens, as in beam search.
+
+        Args:
+            sequences: Live sequences of this cache, of equal length, each once.
+            sources: For each, the index in `sequences` of the one it continues.
+
+        Raises:
+            ConfigError: The arguments are not as described.
+            OutOfPagesError: The pool cannot supply the pages.
+            DriverError: Nothing changed, unless a copy failed: then the continued sequences have
+                undefined tails, and nothing recorded.
+
+        Cost: a copy of what the beams have written since they parted; the first time, extents are
+            mapped instead, which waits for the device once.
+        Ordering: after all work submitted so far on the current stream and others.
+        """
+        self.check_open()
+        self.check_stateless("reorder")
+        forking.check_beams(self, sequences, sources)
+        self.pool.asking_broker(partial(forking.reorder, self, sequences, sources))
+
+    def find_prefix(self, prompt: abc.Sequence[int] | torch.Tensor, tenant: str | None) -> int:
+        """Return how many tokens of `prompt` a sequence opened now would begin with.
+
+        Changes nothing. Cost: about 5 ns per token, and a look at each row that holds a beginning.
+        """
+        with self.pool.lock:
+            for num_tokens, rows in forking.beginnings(self, prompt, tenant):
+                for where in (Where.PARKED, Where.LIVE):
+                    if any(self.keeps(row, num_tokens) for row in rows(where)):
+                        return num_tokens
+        return 0
+
+    def pages_to_fork(self, sequence: Sequence, num_tokens: int) -> int:
+        """Pages that a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing.
+
+        Raises `ConfigError` if it cannot be forked there.
+        """
+        with self.pool.lock:
+            self.check_keeps(sequence.row, num_tokens, "fork at")
+            changes = forking.plan_fork(self, self, (sequence.row, -1), num_tokens, None).changes
+        return sum(1 << size_class for each in changes for size_class in each.classes)
 
     def _restored(
         self, row: int, num_tokens: int, token_ids: abc.Sequence[int], tenant: str | None
@@ -150,7 +563,8 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
 
         Cost: what the disk takes, a SHA-256 of the file, and a copy.
         """
-        return self._restored(*asking_broker(self.pool, partial(load, self, path, tenant)), tenant)
+        row, num_tokens, token_ids = self.pool.asking_broker(partial(disk.load, self, path, tenant))
+        return self._restored(row, num_tokens, token_ids, tenant)
 
     @uninterrupted
     def import_prefix(
@@ -180,9 +594,19 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
         Cost: some 100 µs for each extent on a GPU; no copy.
         """
         self.check_stateless("import")
-        return self._restored(*import_prefix(self, socket_path, tenant, timeout_s), tenant)
+        row, num_tokens, token_ids = process.import_prefix(self, socket_path, tenant, timeout_s)
+        return self._restored(row, num_tokens, token_ids, tenant)
 
     # ---- memory ---------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """Return the cache's statistics. Cost: proportional to its rows."""
+        return collect_stats(self)
+
+    def victims(self) -> Iterable[Victim]:
+        """Yield the victims: sequences moving to the host, checkpoints, and parked rows."""
+        yield from [victim() for victim in self.moving.values()]
+        yield from self.rows.victims()
 
     @uninterrupted
     def make_room(self, num_bytes: int) -> int:
@@ -211,15 +635,7 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
         self.check_open()
         self.pool.reclaimer.poll()
         if num_bytes is None:
-            if self.away is not None:
-                self.away.drop()
-            with self.pool.lock:
-                for row in list(self.rows.parked):
-                    self.retire_parked(row, 0)
-                for row in self.live:
-                    self.drop_checkpoints(row)
-                growing.retire_surplus(self)
-            self.pool.reclaimer.wait()
+            growing.retire_unneeded(self)
         elif num_bytes > (free_bytes := self.pool.stats().free_bytes):
             self.make_room(num_bytes - free_bytes)
         return self.pool.trim(num_bytes)
@@ -231,8 +647,7 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
             for group in self.groups:
                 for row in range(self.max_sequences):
                     group.table.check_writable(row)
-            for row in self.rows.parked:
-                check_own_bytes(self.groups, row)
+            self.rows.check()
             for sequence in self.live_sequences():
                 for group in self.groups:
                     group.check_row(sequence.row, sequence.num_tokens, self.overread_tokens)
@@ -261,7 +676,9 @@ class KVCache(RowSpace, AbstractContextManager["KVCache"]):
         self.places.clear()
         with self.pool.lock:  # Its rows are not evicted from here on.
             self.pool.pressure.remove_source(self.victims)
-        self.end_side_stream()
+        if self.side_stream is not None:
+            self.pool.backend.stream_destroy(self.side_stream)
+            self.side_stream = None
         while self.groups:
             self.groups[-1].close()
             self.groups.pop()

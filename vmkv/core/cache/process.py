@@ -37,13 +37,13 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ClosedError, ConfigError, VMKVError
 from ..backend import Access
 from ..interrupts import interruptible, uninterrupted
-from ..memory import Change, Extent, ExtentPool, RowChange, asking_broker, placed, protect
+from ..memory import Change, Extent, ExtentPool, RowChange, placed, protect
 from ..memory.unix_sockets import Listener, peer_of
 from .disk import check_fits, describe_groups
 from .growing import Target, map_rows
-from .row_space import RowSpace
 
 if TYPE_CHECKING:
+    from .kv_cache import KVCache
     from .sequence import Sequence
 
 _LOG = logging.getLogger(__name__)
@@ -170,28 +170,28 @@ class _Offer:
     groups: abc.Sequence[_GroupOffer]
 
 
-def _whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[_Offer, list[Extent]]:
+def _whole_extents(cache: KVCache, row: int, num_tokens: int) -> tuple[_Offer, list[Extent]]:
     """Offer the first `num_tokens` tokens of a row, cut to whole extents. Changes nothing.
 
     Raises `ConfigError` if no extent is whole, a sliding-window layer has lost tokens that the
     prefix sees, or memory cannot be shared. Locked.
     """
     covered = num_tokens
-    space.check_keeps(row, num_tokens, "export")
-    for group in space.groups:
+    cache.check_keeps(row, num_tokens, "export")
+    for group in cache.groups:
         mappings = group.whole_mappings(row, group.first_needed_page(num_tokens), num_tokens)
         end_page = mappings[-1].end_page if mappings else 0
-        covered = min(covered, group.geometry.whole_tokens_below(end_page))
-    if not covered or not space.groups:
+        covered = min(covered, group.token_at(end_page))
+    if not covered or not cache.groups:
         raise ConfigError(
             f"the first {num_tokens} tokens of row {row} do not fill an extent of every layer "
             "group, and only whole extents can be shared: export more tokens"
         )
-    space.check_keeps(row, covered, "export")
+    cache.check_keeps(row, covered, "export")
     extents, offers = [], []
-    imported = set(map(id, space.pool.imported_extents()))
-    for group in space.groups:
-        first_page, end_page = group.first_needed_page(covered), group.geometry.pages_for(covered)
+    imported = set(map(id, cache.pool.imported_extents()))
+    for group in cache.groups:
+        first_page, end_page = group.first_needed_page(covered), group.pages_for(covered)
         mappings = group.table.overlapping(row, first_page, end_page)
         for mapping in mappings:
             if id(mapping.extent) in imported:
@@ -203,28 +203,28 @@ def _whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[_Offer, 
         sizes_bytes = [mapping.extent.num_bytes for mapping in mappings]
         first_token = group.first_kept_token(row, covered)
         offers.append(_GroupOffer(mappings[0].first_page, sizes_bytes, first_token))
-    token_ids = list(space.prefixes.token_ids(row)[:covered])
-    layout, page_bytes = describe_groups(space), space.pool.page_bytes
-    return _Offer(_kind(space), page_bytes, layout, covered, token_ids, offers), extents
+    token_ids = list(cache.prefixes.token_ids(row)[:covered])
+    layout, page_bytes = describe_groups(cache), cache.pool.page_bytes
+    return _Offer(_kind(cache), page_bytes, layout, covered, token_ids, offers), extents
 
 
-def _kind(space: RowSpace) -> str:
-    return space.pool.backend.name.partition(":")[0]
+def _kind(cache: KVCache) -> str:
+    return cache.pool.backend.name.partition(":")[0]
 
 
-def _checked(space: RowSpace, values: dict[str, Any], where: str) -> _Offer:
+def _checked(cache: KVCache, values: dict[str, Any], where: str) -> _Offer:
     """Return the offer in `values`, or raise `ConfigError` if the cache cannot map it."""
     groups = [_GroupOffer(**each) for each in values.pop("groups")]
     offer = _Offer(**values, groups=groups)
     theirs = f"memory of {offer.backend!r} in pages of {offer.page_bytes} bytes"
-    ours = f"memory of {_kind(space)!r} in pages of {space.pool.page_bytes} bytes"
+    ours = f"memory of {_kind(cache)!r} in pages of {cache.pool.page_bytes} bytes"
     if theirs != ours:
         raise ConfigError(
             f"{where} shares {theirs}, and this cache has {ours}: make both pools on the same "
             "device, with the same page_bytes"
         )
-    check_fits(space, offer.layout, offer.num_tokens, where)
-    for group, its in zip(space.groups, groups, strict=True):
+    check_fits(cache, offer.layout, offer.num_tokens, where)
+    for group, its in zip(cache.groups, groups, strict=True):
         end_page = its.first_page + sum(its.sizes_bytes) // offer.page_bytes
         if end_page > group.table.row_pages:
             raise ConfigError(
@@ -272,12 +272,12 @@ class PrefixExporter(AbstractContextManager["PrefixExporter"]):
         timeout_s: float,
     ):
         sequence.check_open()
-        space, row = sequence.cache, sequence.row
+        cache, row = sequence.cache, sequence.row
         if not 0 < num_tokens <= sequence.num_tokens:
             raise ConfigError(
                 f"cannot export {num_tokens} tokens of {sequence}: it holds {sequence.num_tokens}"
             )
-        if not space.pool.is_shareable:
+        if not cache.pool.is_shareable:
             raise ConfigError(
                 "the cache's memory was not made to be shared; make the cache over "
                 "ExtentPool(backend, budget_bytes, is_shareable=True)"
@@ -286,12 +286,12 @@ class PrefixExporter(AbstractContextManager["PrefixExporter"]):
         self.num_served = 0
         self.num_failed = 0
         self._timeout_s = timeout_s
-        self._pool = space.pool
+        self._pool = cache.pool
         self._listener = Listener(self.socket_path)
         try:
-            space.note_stream()
+            cache.note_stream()
             with self._pool.lock:
-                self._offer, self._extents = _whole_extents(space, row, num_tokens)
+                self._offer, self._extents = _whole_extents(cache, row, num_tokens)
                 protect(self._pool, self._extents)
                 # Importers do not know our streams, so the contents must be complete.
                 self._pool.reclaimer.new_fence().wait()
@@ -423,10 +423,10 @@ class PrefixExporter(AbstractContextManager["PrefixExporter"]):
 
 
 def import_prefix(
-    space: RowSpace, socket_path: str | os.PathLike[str], tenant: str | None, timeout_s: float
+    cache: KVCache, socket_path: str | os.PathLike[str], tenant: str | None, timeout_s: float
 ) -> tuple[int, int, abc.Sequence[int]]:
     """Implement `KVCache.import_prefix`; returns the row, live now, its length and known tokens."""
-    space.check_open()
+    cache.check_open()
     where = os.fspath(socket_path)
     extents: list[Extent] = []
     try:
@@ -437,14 +437,14 @@ def import_prefix(
             except (BlockingIOError, TimeoutError) as error:  # The exporter's queue is full.
                 raise TimeoutError(f"{where} did not answer within {timeout_s:g} s") from error
             channel = _Channel(connection, timeout_s)
-            offer = _checked(space, channel.receive(), where)
-            _receive(space.pool, channel, offer, extents)
-        space.note_stream()
-        with space.beginning() as row:
-            _fill(space, row, offer, extents, tenant)
+            offer = _checked(cache, channel.receive(), where)
+            _receive(cache.pool, channel, offer, extents)
+        cache.note_stream()
+        with cache.rows.beginning() as row:
+            _fill(cache, row, offer, extents, tenant)
     finally:
         # The mappings own the extents from here on; after a failure they are freed.
-        space.pool.disown(extents)
+        cache.pool.disown(extents)
     return row, offer.num_tokens, offer.token_ids
 
 
@@ -468,17 +468,17 @@ def _receive(pool: ExtentPool, channel: _Channel, offer: _Offer, extents: list[E
 
 
 def _fill(
-    space: RowSpace, row: int, offer: _Offer, extents: abc.Sequence[Extent], tenant: str | None
+    cache: KVCache, row: int, offer: _Offer, extents: abc.Sequence[Extent], tenant: str | None
 ) -> None:
     """Map the extents at the start of the row, and over-read pages after them."""
     supply = iter(extents)
     changes = []
-    for group, theirs in zip(space.groups, offer.groups, strict=True):
+    for group, theirs in zip(cache.groups, offer.groups, strict=True):
         again = placed(theirs.first_page, islice(supply, len(theirs.sizes_bytes)), Access.READ)
         changes.append(RowChange(group.table, row, theirs.first_page, again=again))
-    with Change(space.pool, changes) as made:
-        made.map(space.current_stream())
-    for group, theirs in zip(space.groups, offer.groups, strict=True):
+    with Change(cache.pool, changes) as made:
+        made.map(cache.current_stream())
+    for group, theirs in zip(cache.groups, offer.groups, strict=True):
         group.begin_row(row, theirs.first_token)
     targets = [Target(row, offer.num_tokens, offer.num_tokens, tenant)]
-    asking_broker(space.pool, partial(map_rows, space, targets))
+    cache.pool.asking_broker(partial(map_rows, cache, targets))

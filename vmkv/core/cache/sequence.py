@@ -7,18 +7,19 @@ from collections import abc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...errors import ClosedError, ConfigError
 from ..interrupts import uninterrupted
-from ..memory import asking_broker
 from .disk import save
 from .forking import fork
-from .growing import grow
 from .process import PrefixExporter
-from .row_space import RowSpace
 from .swap import Swapped, Transfer, begin_swap_out, swap_in
+
+if TYPE_CHECKING:
+    from .kv_cache import KVCache
 
 
 class Sequence:
@@ -38,7 +39,7 @@ class Sequence:
         swapped: The host copy while the sequence is swapped out, else None.
     """
 
-    def __init__(self, cache: RowSpace, row: int, num_tokens: int, tenant: str | None):
+    def __init__(self, cache: KVCache, row: int, num_tokens: int, tenant: str | None):
         self.cache = cache
         self.row = row
         self.num_tokens = num_tokens
@@ -62,7 +63,7 @@ class Sequence:
             access call per extent.
         Ordering: host-synchronous; safe while kernels read earlier tokens.
         """
-        grow(self.cache, [(self, self.num_tokens + _checked(num_tokens))])
+        self.cache.grow([(self, self.num_tokens + _checked(num_tokens))])
 
     @uninterrupted
     def truncate(self, num_tokens: int) -> None:
@@ -84,12 +85,12 @@ class Sequence:
             self.cache.pool.backend.join_streams(self.cache.current_stream())
         with self.cache.pool.lock:
             self.cache.check_keeps(self.row, num_tokens, "go back to")
-            if self.cache.states is not None and num_tokens < self.num_tokens:
+            for group in self.cache.groups if num_tokens < self.num_tokens else ():
                 stream, fence = self.cache.current_stream(), self.cache.pool.reclaimer.new_fence
-                self.cache.states.go_back(self.row, num_tokens, stream, fence)
+                group.go_back(self.row, num_tokens, stream, fence)
             if not num_tokens:  # Last of what may fail: until then the row holds its tokens.
-                self.cache.begin_anew(self.row, self.cache.pool.pressure.tick())
-                self.cache.note_used(self.row)
+                self.cache.rows.begin_anew(self.row, self.cache.pool.pressure.tick())
+                self.cache.rows.touch(self.row)
             self.cache.prefixes.truncate(self.row, num_tokens)
         self.num_tokens = num_tokens
 
@@ -117,7 +118,7 @@ class Sequence:
                     states.copy(self.row, at, cache.current_stream())
         except BaseException:
             with cache.pool.lock:
-                cache.drop_checkpoints(self.row, self.num_tokens - 1)
+                states.drop_checkpoints(self.row, self.num_tokens - 1)
             raise
 
     @uninterrupted
@@ -198,7 +199,7 @@ class Sequence:
         if self.transfer is not None:
             self.transfer.stay()
         if self.swapped is not None:
-            asking_broker(self.cache.pool, partial(swap_in, self, self.swapped))
+            self.cache.pool.asking_broker(partial(swap_in, self, self.swapped))
             self.swapped = None
 
     # ---- other processes ------------------------------------------------------------------
@@ -327,9 +328,10 @@ def close_idle(sequence: Sequence, idle_since: int | None) -> None:
         cache, row = sequence.cache, sequence.row
         with cache.pool.lock:
             if sequence.swapped is not None:
-                cache.prefixes.truncate(row, cache.resident_tokens(row))
+                cache.prefixes.truncate(row, cache.rows.resident_tokens(row))
             now = cache.pool.pressure.tick()  # One fence for all: nothing fails half-way.
-            cache.park(row, idle_since, now)
+            cache.rows.park(row, sequence.num_tokens, now, idle_since)
+            del cache.live[row]
             sequence.drop_host_copy()
         sequence.is_closed = True
 
@@ -346,10 +348,10 @@ def begun_checkpoint(sequence: Sequence, num_tokens: int) -> Iterator[int | None
     if cache.states is not None:
         cache.note_stream()
         its = sequence.row, num_tokens, sequence.tenant, cache.current_stream()
-        at = asking_broker(cache.pool, partial(cache.states.begin_checkpoint, *its))
+        at = cache.pool.asking_broker(partial(cache.states.begin_checkpoint, *its))
     try:
         if at is not None:
-            cache.note_used(sequence.row)
+            cache.rows.touch(sequence.row)
         yield at
     finally:
         if cache.states is not None and at is not None:

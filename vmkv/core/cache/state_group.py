@@ -24,11 +24,13 @@ from ...errors import InternalError
 from ...units import align_up
 from ..backend import Fence
 from ..memory import Change, ExtentPool, PageMapping, RowChange, size_classes
-from .geometry import StateGeometry
+from .geometry import check_addresses, check_positive
 from .layer_group import LayerGroup, bytes_over
 
 #: Tensors start where kernels load whole vectors.
 _ALIGNMENT_BYTES = 128
+#: A length that no sequence reaches: rows have no end in tokens.
+_NO_END = 2**62
 #: Checkpoints of a row: where its prompt parts from others', and the latest one.
 _CHECKPOINTS_MAX = 2
 
@@ -62,12 +64,24 @@ class StateGroup(LayerGroup):
             for each in its:
                 self._offsets.append((layer, end, each))
                 end = align_up(end + each.num_bytes, _ALIGNMENT_BYTES)
-        geometry = StateGeometry.of(end, pool.page_bytes, num_rows * (1 + _CHECKPOINTS_MAX))
-        super().__init__(pool, geometry, torch.float32)
+        self.state_bytes = end
+        check_positive("state_bytes", end)
+        row_bytes = align_up(end, pool.page_bytes)
+        num_rows_all = num_rows * (1 + _CHECKPOINTS_MAX)
+        check_addresses(num_rows_all, row_bytes)
+        super().__init__(
+            pool,
+            num_rows=num_rows_all,
+            row_pages=row_bytes // pool.page_bytes,
+            token_bytes=row_bytes,
+            contents=torch.float32,
+        )
         self._tensors: dict[int, list[torch.Tensor]] = {}
         # One mapped page means the whole state, which suffices for any length.
-        self.books = (self.table.rows, 1, geometry.row_tokens, geometry.row_tokens)
-        self._free = list(range(num_rows, geometry.num_rows))
+        self.row_tokens = _NO_END
+        self.books = (self.table.rows, 1, _NO_END, _NO_END)
+        self._num_rows = num_rows
+        self._free = list(range(num_rows, num_rows_all))
         # By row and number of tokens, the table's row with the state after them: a checkpoint's,
         # or the row itself if it is parked.
         self._at_rest: dict[int, dict[int, int]] = {}
@@ -80,15 +94,18 @@ class StateGroup(LayerGroup):
         Only rows of live sequences with tokens, and of checkpoints, are mapped.
         """
         if not self._tensors:
-            geometry, its = self.geometry, (self.table.address, self.geometry.reserved_bytes)
+            table = self.table
             with torch.inference_mode(mode=False), torch.no_grad():
-                flat = bytes_over(self.pool.backend, *its, self._view_counter)
-                rows = flat.view(geometry.num_rows, -1)
+                its = table.address, table.reserved_bytes, self._view_counter
+                rows = bytes_over(self.pool.backend, *its).view(table.num_rows, -1)
                 for its_layer, start, each in self._offsets:
                     part = rows[:, start : start + each.num_bytes].view(each.dtype)
                     shaped = part.unflatten(1, each.shape)  # type: ignore[no-untyped-call]
                     self._tensors.setdefault(its_layer, []).append(shaped)
         return self._tensors[layer]
+
+    def _drop_views(self) -> None:
+        self._tensors.clear()
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -99,13 +116,29 @@ class StateGroup(LayerGroup):
         }
         return {"states": names}
 
+    # ---- sizes ----------------------------------------------------------------------------
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages of the state of a sequence of `num_tokens` tokens."""
+        return self.table.row_pages if num_tokens > 0 else 0
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes of the state of a sequence of `num_tokens` tokens."""
+        return self.state_bytes if num_tokens > 0 else 0
+
+    used_bytes = bytes_for
+
+    def whole_pages_below(self, token: int) -> int:
+        """Return 0: to write a token is to write every page."""
+        return 0
+
+    def token_at(self, page: int) -> int:
+        """Return 0: no token lies wholly before a page."""
+        return 0
+
     def resident_tokens(self, row: int) -> int:
         """Tokens of `row` up to which memory is mapped: any number, or none."""
-        return self.geometry.row_tokens if self.table.rows[row].mappings else 0
-
-    def used_bytes(self, num_tokens: int) -> int:
-        """Bytes that a sequence of `num_tokens` needs here."""
-        return self.geometry.bytes_for(num_tokens)
+        return _NO_END if self.table.rows[row].mappings else 0
 
     def wait_for_forks(self, rows: Collection[int], stream: int) -> None:
         """Make `stream`, whose work overwrites the states of `rows`, wait for forks of them."""
@@ -114,6 +147,28 @@ class StateGroup(LayerGroup):
             self.lent.difference_update(rows)
 
     # ---- states at rest -------------------------------------------------------------------
+
+    def holds(self, row: int, num_tokens: int, live_tokens: int | None) -> bool:
+        """Whether there is a state of `row` after `num_tokens`, or none is needed."""
+        return num_tokens in (0, live_tokens) or num_tokens in self._at_rest.get(row, ())
+
+    def why_lost(self, row: int, live_tokens: int | None) -> str:
+        """Why `holds` is false for `row`, for an error's message."""
+        lengths = " and ".join(map(str, [*sorted(self.at_rest(row)), live_tokens]))
+        return f"layers keep a state of the sequence after {lengths} tokens only"
+
+    def row_at(self, row: int, num_tokens: int, live_tokens: int | None) -> int:
+        """The table's row with the state of `row` after `num_tokens`, which it `holds`."""
+        return row if num_tokens in (0, live_tokens) else self._at_rest[row][num_tokens]
+
+    def lengths(self, row: int, live_tokens: int | None) -> set[int]:
+        """The numbers of tokens after which there is a state of `row`."""
+        return {*self.at_rest(row), *([] if live_tokens is None else [live_tokens])}
+
+    def can_extend(self, row: int, num_tokens: int) -> bool:
+        """Whether a parked `row` has the state after `num_tokens` itself, unshared."""
+        is_own = self._at_rest.get(row, {}).get(num_tokens) == row
+        return is_own and super().can_extend(row, num_tokens)
 
     def at_rest(self, row: int) -> Mapping[int, int]:
         """Return, by number of tokens, the table's row with the state of `row` after them.
@@ -149,7 +204,7 @@ class StateGroup(LayerGroup):
                 self._pin(at, 1)
                 return at
             at = self._free.pop(0)  # Freed longest ago: its old memory is unmapped by now.
-        classes = size_classes(self.geometry.row_pages, self.largest_class)
+        classes = size_classes(self.table.row_pages, self.largest_class)
         try:
             with Change(self.pool, [RowChange(self.table, at, 0, classes, tenant)]) as made:
                 made.map(stream)
@@ -174,7 +229,7 @@ class StateGroup(LayerGroup):
     def copy(self, source: int, target: int, stream: int) -> None:
         """Copy the state in a row of the table to another one."""
         to, start = (self.table.page_address(at, 0) for at in (target, source))
-        self.pool.backend.copy(to, start, self.geometry.bytes_for(1), stream)
+        self.pool.backend.copy(to, start, self.state_bytes, stream)
 
     def go_back(self, row: int, num_tokens: int, stream: int, fence: Callable[[], Fence]) -> None:
         """Set the state of a live or taken row back to `num_tokens`; drop later checkpoints.
@@ -194,7 +249,7 @@ class StateGroup(LayerGroup):
             self.drop_after(row, num_tokens, behind)
 
     def park(self, row: int, num_tokens: int, now: int) -> None:
-        """Note that a row is parked at tick `now` with a state after `num_tokens`. Locked."""
+        """Note that the sequence of `row` ends at tick `now`: its state is at rest. Locked."""
         if self.table.rows[row].mappings:
             if num_tokens in self.at_rest(row):
                 self.drop_after(row, num_tokens - 1, self.pool.reclaimer.fence_since(now))
@@ -209,6 +264,11 @@ class StateGroup(LayerGroup):
                 if at != row:
                     self._free.append(at)
 
+    def drop_checkpoints(self, row: int, num_tokens: int) -> None:
+        """Retire the checkpoints of a live row after more than `num_tokens` tokens. Locked."""
+        if self.at_rest(row):
+            self.drop_after(row, num_tokens, self.pool.reclaimer.new_fence())
+
     def _forget(self, row: int, num_tokens: int) -> None:
         del self._at_rest[row][num_tokens]
         if not self._at_rest[row]:
@@ -221,10 +281,6 @@ class StateGroup(LayerGroup):
             if row in self.at_rest(row).values():
                 self._forget(row, 0)
             self.table.retire_back(row, 0, fence)
-
-    def reaches(self, row: int, num_tokens: int) -> bool:
-        """Return True: `RowSpace.keeps` looks for a state after `num_tokens`."""
-        return True
 
     def to_give(self, row: int) -> list[tuple[int, PageMapping]]:
         """List the mappings of states at rest, each with the tokens to cut the row to."""
@@ -246,14 +302,14 @@ class StateGroup(LayerGroup):
         """
         checkpoints = list(self.checkpoints())
         used = [at for _, _, at in checkpoints]
-        num_rows = self.geometry.num_rows // (1 + _CHECKPOINTS_MAX)
-        if sorted(used + self._free) != list(range(num_rows, self.geometry.num_rows)):
+        num_rows, end_row = self._num_rows, self.table.num_rows
+        if sorted(used + self._free) != list(range(num_rows, end_row)):
             raise InternalError(
                 f"checkpoints {used} and free rows {self._free} overlap or lack some"
             )
-        for at in range(self.geometry.num_rows):
+        for at in range(end_row):
             is_mapped, rests = bool(self.table.rows[at].mappings), at in self.at_rest(at).values()
-            if self.table.rows[at].num_pages != is_mapped * self.geometry.row_pages:
+            if self.table.rows[at].num_pages != is_mapped * self.table.row_pages:
                 raise InternalError(f"row {at} of states is mapped in part")
             if at >= num_rows and is_mapped != (at in used):
                 raise InternalError(f"row {at} of states is mapped: {is_mapped}, not as booked")
@@ -262,15 +318,3 @@ class StateGroup(LayerGroup):
         for row, num_tokens, _ in checkpoints:
             if num_tokens > live.get(row, num_tokens):
                 raise InternalError(f"row {row} has a checkpoint after {num_tokens} tokens")
-
-    # ---- end ------------------------------------------------------------------------------
-
-    def has_outside_views(self) -> bool:
-        """Whether tensors other than this group's own point into the range. Drops its own."""
-        self._tensors.clear()
-        return super().has_outside_views()
-
-    def close(self) -> None:
-        """Unmap everything after its fence; free the range once no tensor points into it."""
-        self._tensors.clear()
-        super().close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -10,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from ...units import format_bytes
 from ..backend import MemoryLocation
-from ..memory import Extent
+from ..memory import Extent, PageMapping
 
 if TYPE_CHECKING:
-    from .row_space import RowSpace
+    from .kv_cache import KVCache
 
 
 @dataclass
@@ -88,48 +89,42 @@ class CacheStats:
         )
 
 
-def collect_stats(space: RowSpace) -> CacheStats:
+def collect_stats(cache: KVCache) -> CacheStats:
     """Return the cache's statistics. Cost: proportional to its rows."""
-    with space.pool.lock:  # Other caches' threads may evict parked rows.
-        pool_stats, prefixes = space.pool.stats(), space.prefixes
-        live_extents = _extents(space, space.live)
+    with cache.pool.lock:  # Other caches' threads may evict parked rows.
+        pool_stats, prefixes = cache.pool.stats(), cache.prefixes
+        own = [group.table.rows[row] for group in cache.groups for row in cache.live]
+        live_extents = _on_device(each for pages in own for each in pages.mappings)
         live_bytes = sum(extent.num_bytes for extent in set(live_extents))
-        all_extents = live_extents + _extents(space, space.rows.parked)
-        if space.states is not None:
-            for _, _, at in space.states.checkpoints():
-                all_extents += [each.extent for each in space.states.table.rows[at].mappings]
+        rows = [*cache.live, *cache.rows.parked]
+        held = [group.mappings(row) for group in cache.groups for row in rows]
+        all_extents = _on_device(itertools.chain.from_iterable(held))
         resident_bytes = sum(extent.num_bytes for extent in set(all_extents))
         return CacheStats(
-            num_sequences=len(space.live),
-            reserved_bytes=sum(group.geometry.reserved_bytes for group in space.groups),
+            num_sequences=len(cache.live),
+            reserved_bytes=sum(group.table.reserved_bytes for group in cache.groups),
             resident_bytes=resident_bytes,
             used_bytes=sum(
                 group.used_bytes(sequence.num_tokens)
-                for group in space.groups
-                for sequence in space.live_sequences()
+                for group in cache.groups
+                for sequence in cache.live_sequences()
             ),
             parked_bytes=resident_bytes - live_bytes,
             shared_bytes=sum(extent.num_bytes for extent in all_extents) - resident_bytes,
-            host_bytes=space.pool.stats(MemoryLocation.HOST).resident_bytes,
+            host_bytes=cache.pool.stats(MemoryLocation.HOST).resident_bytes,
             free_bytes=pool_stats.free_bytes,
             retired_bytes=pool_stats.retired_bytes,
             budget_bytes=pool_stats.budget_bytes,
             num_prefix_hits=prefixes.num_hits,
             num_prefix_misses=prefixes.num_misses,
             num_prefix_hit_tokens=prefixes.num_hit_tokens,
-            sharing=replace(space.sharing),
-            driver_calls=dict(space.pool.backend.calls),
+            sharing=replace(cache.sharing),
+            driver_calls=dict(cache.pool.backend.calls),
         )
 
 
-def _extents(space: RowSpace, rows: Iterable[int]) -> list[Extent]:
-    return [
-        mapping.extent
-        for row in rows
-        for group in space.groups
-        for mapping in group.table.rows[row].mappings
-        if mapping.extent.location is MemoryLocation.DEVICE
-    ]
+def _on_device(mappings: Iterable[PageMapping]) -> list[Extent]:
+    return [each.extent for each in mappings if each.extent.location is MemoryLocation.DEVICE]
 
 
 def add_stats(stats: list[CacheStats]) -> CacheStats:

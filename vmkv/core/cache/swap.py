@@ -37,9 +37,10 @@ from ..memory.host_copy import copied_to_host
 from .growing import Target, map_rows
 from .layer_group import LayerGroup
 from .prefix import Where
-from .row_space import RowSpace, victim_of
+from .rows import victim_of
 
 if TYPE_CHECKING:
+    from .kv_cache import KVCache
     from .sequence import Sequence
 
 # ---- swap ----------------------------------------------------------------------------------------
@@ -114,17 +115,17 @@ class Transfer:
     def __init__(self, sequence: Sequence, swapped: Swapped):
         self.swapped = swapped
         self._sequence = sequence
-        self._space = sequence.cache
-        with self._space.pool.lock:
+        self._cache = sequence.cache
+        with self._cache.pool.lock:
             sequence.transfer = self
-            self._space.moving[sequence.row] = self._victim
+            self._cache.moving[sequence.row] = self._victim
 
     @uninterrupted
     def finish(self) -> None:
         """Wait until the sequence is swapped out and its device memory free. Idempotent."""
         self._leave()
         starts = [(self.swapped.address(each), each.extent) for each in self.swapped.extents]
-        self._space.pool.reclaimer.wait_for(
+        self._cache.pool.reclaimer.wait_for(
             [(start, Address(start + extent.num_bytes)) for start, extent in starts]
         )
 
@@ -139,7 +140,7 @@ class Transfer:
 
     def stay(self) -> bool:
         """Cancel the transfer if it is still under way; returns whether it was."""
-        with self._space.pool.lock:
+        with self._cache.pool.lock:
             if self._sequence.transfer is not self:
                 return False
             self.swapped.drop()
@@ -147,20 +148,20 @@ class Transfer:
             return True
 
     def _leave(self) -> None:
-        space, sequence = self._space, self._sequence
-        with space.pool.lock:
+        cache, sequence = self._cache, self._sequence
+        with cache.pool.lock:
             if sequence.transfer is self:
-                fence = space.pool.reclaimer.new_fence()
+                fence = cache.pool.reclaimer.new_fence()
                 for group, page, *_ in self.swapped.firsts():
                     group.table.retire_back(self.swapped.row, page, fence)
                 sequence.swapped = self.swapped  # Before the end: it is not resident in between.
                 self._end()
-                space.prefixes.move(sequence.row, Where.AWAY)
-                space.sharing.swapped_out_bytes += self.swapped.num_bytes
+                cache.prefixes.move(sequence.row, Where.AWAY)
+                cache.sharing.swapped_out_bytes += self.swapped.num_bytes
 
     def _end(self) -> None:
         self._sequence.transfer = None
-        del self._space.moving[self._sequence.row]
+        del self._cache.moving[self._sequence.row]
 
     def _victim(self) -> Victim:
         """Present this transfer as the first victim in line: its eviction loses nothing."""
@@ -175,23 +176,30 @@ class Transfer:
         return [] if is_pinned else [(0, mapping.extent) for mapping in mappings]
 
 
+def side_stream(cache: KVCache) -> int:
+    """Return the stream on which sequences are swapped, made on first use."""
+    if cache.side_stream is None:
+        cache.side_stream = cache.pool.backend.new_stream()
+    return cache.side_stream
+
+
 def begin_swap_out(sequence: Sequence) -> Transfer:
     """Start copying a sequence's own memory to the host; after any error nothing has changed.
 
     Cost: a mapping and an asynchronous copy per extent; host memory that the pool has to create
         takes ten times as long as filling it (10 ms for 64 MiB).
     """
-    space = sequence.cache
-    space.note_stream()
-    space.pool.reclaimer.free_idle_reservations()
-    runs = list(_to_move(space, sequence.row, sequence.num_tokens))
-    side = space.side_stream()
-    space.pool.backend.join_streams(side)
+    cache = sequence.cache
+    cache.note_stream()
+    cache.pool.reclaimer.free_idle_reservations()
+    runs = list(_to_move(cache, sequence.row, sequence.num_tokens))
+    side = side_stream(cache)
+    cache.pool.backend.join_streams(side)
     sources = [
         (size_class, group.table.page_address(sequence.row, page), num_bytes)
         for group, page, num_bytes, size_class in runs
     ]
-    staging = copied_to_host(space.pool, sources, side)
+    staging = copied_to_host(cache.pool, sources, side)
     moved = [
         SwappedExtent(*run[:3], mapping.extent, mapping.first_page)
         for run, mapping in zip(runs, staging.rows[0].mappings, strict=True)
@@ -200,20 +208,18 @@ def begin_swap_out(sequence: Sequence) -> Transfer:
 
 
 def _to_move(
-    space: RowSpace, row: int, num_tokens: int
+    cache: KVCache, row: int, num_tokens: int
 ) -> Iterator[tuple[LayerGroup, int, int, int]]:
     """Yield `(group, page, bytes of tokens, size class)` for each extent to swap out."""
-    for group in space.groups:
-        geometry = group.geometry
-        end_tokens = min(num_tokens + space.overread_tokens, geometry.row_tokens)
-        end_page = geometry.pages_for(end_tokens) if num_tokens else 0
+    for group in cache.groups:
+        end_page = group.pages_for(num_tokens + cache.overread_tokens) if num_tokens else 0
         mappings = group.table.overlapping(row, 0, end_page)
         own = next((each for each in mappings if not each.extent.is_shared), None)
         if own is not None:
             page = own.first_page
-            for size_class in size_classes(end_page - page, space.pool.largest_class):
-                left_bytes = geometry.bytes_for(num_tokens) - page * geometry.page_bytes
-                num_bytes = max(0, min(geometry.page_bytes << size_class, left_bytes))
+            for size_class in size_classes(end_page - page, cache.pool.largest_class):
+                left_bytes = group.bytes_for(num_tokens) - page * group.page_bytes
+                num_bytes = max(0, min(group.page_bytes << size_class, left_bytes))
                 yield group, page, num_bytes, size_class
                 page += 1 << size_class
 
@@ -223,34 +229,34 @@ def swap_in(sequence: Sequence, swapped: Swapped) -> None:
 
     The current stream waits for the copies, the caller does not.
     """
-    space, row, tenant = sequence.cache, swapped.row, sequence.tenant
-    space.note_stream()
-    backend, num_tokens = space.pool.backend, sequence.num_tokens
+    cache, row, tenant = sequence.cache, swapped.row, sequence.tenant
+    cache.note_stream()
+    backend, num_tokens = cache.pool.backend, sequence.num_tokens
     changes = [
         RowChange(each.group.table, row, each.page, [each.extent.size_class], tenant)
         for each in swapped.extents
     ]
-    side, current = space.side_stream(), space.current_stream()
-    with Change(space.pool, changes) as made:
+    side, current = side_stream(cache), cache.current_stream()
+    with Change(cache.pool, changes) as made:
         for each, _ in zip(swapped.extents, made.one_by_one(side), strict=True):
             if each.num_bytes:
                 backend.copy(swapped.address(each), swapped.staged(each), each.num_bytes, side)
         # `overread_tokens` may have grown meanwhile.
-        map_rows(space, [Target(row, num_tokens, num_tokens, tenant)])
+        map_rows(cache, [Target(row, num_tokens, num_tokens, tenant)])
         backend.stream_wait(current, side)
         swapped.drop()
-    space.sharing.swapped_in_bytes += swapped.num_bytes
-    with space.pool.lock:
-        space.prefixes.move(row, Where.LIVE)
+    cache.sharing.swapped_in_bytes += swapped.num_bytes
+    with cache.pool.lock:
+        cache.prefixes.move(row, Where.LIVE)
 
 
 # ---- prefixes ------------------------------------------------------------------------------------
 
 
 class MovedPrefixes(NamedTuple):
-    """Parked rows whose contents are in host memory; `space` is not used until they are back."""
+    """Parked rows whose contents are in host memory; `cache` is not used until they are back."""
 
-    space: RowSpace
+    cache: KVCache
     rows: abc.Sequence[int]
     copy: HostCopy
 
@@ -260,53 +266,53 @@ class MovedPrefixes(NamedTuple):
 
         Raises as `HostCopy.come_back`.
         """
-        space, side = self.space, self.space.side_stream()
-        with space.pool.lock:
-            self.copy.come_back(side, space.current_stream())
-            for row in [each for each in space.rows.parked if each in self.rows]:
-                space.note_used(row)  # The copies run.
-        space.away = None
+        cache, side = self.cache, side_stream(self.cache)
+        with cache.pool.lock:
+            self.copy.come_back(side, cache.current_stream())
+            for row in [each for each in cache.rows.parked if each in self.rows]:
+                cache.rows.touch(row)  # The copies run.
+        cache.away = None
 
     @uninterrupted
     def drop(self) -> None:
         """Empty the rows instead, and forget their prefixes."""
-        with self.space.pool.lock:
+        with self.cache.pool.lock:
             for row in self.rows:
-                if row in self.space.rows.parked:
-                    self.space.retire_parked(row, 0)
+                if row in self.cache.rows.parked:
+                    self.cache.rows.retire_parked(row)
         self.copy.drop()
-        self.space.away = None
+        self.cache.away = None
 
 
 @uninterrupted
-def move_prefixes(space: RowSpace) -> None:
+def move_prefixes(cache: KVCache) -> None:
     """Move parked rows with prefixes to host memory, the last used first, as many as it holds.
 
     They are the cache's `away`, unless nothing moved. Other parked rows are emptied. The caller
     waits for the fence and gives the memory back. Raises as `HostCopy`; the chosen rows are then as
     before.
     """
-    pool, chosen = space.pool, dict[int, abc.Sequence[tuple[PageTable, int]]]()
+    pool, chosen = cache.pool, dict[int, abc.Sequence[tuple[PageTable, int]]]()
     host = pool.stats(MemoryLocation.HOST)
     left_bytes = host.budget_bytes - host.resident_bytes - host.retired_bytes
-    space.note_stream()
+    cache.note_stream()
     with pool.lock:
         held: set[Extent] = set()
-        for row in reversed(space.rows.parked):
-            held_in = [(each.table, at) for each in space.groups for at in each.rows_of(row)]
+        for row in reversed(cache.rows.parked):
+            held_in = [(each.table, at) for each in cache.groups for at in each.rows_of(row)]
             mappings = [each for table, at in held_in for each in table.rows[at].mappings]
             new = {each.extent for each in mappings} - held
             num_bytes = sum(extent.num_bytes for extent in new)
             is_pinned = any(each.num_pins for each in mappings)
-            if space.prefixes.num_recorded(row) and num_bytes <= left_bytes and not is_pinned:
+            if cache.prefixes.num_recorded(row) and num_bytes <= left_bytes and not is_pinned:
                 chosen[row] = held_in
                 held |= new
                 left_bytes -= num_bytes
-        for row in tuple(space.rows.parked):
+        for row in tuple(cache.rows.parked):
             if row not in chosen:
-                space.retire_parked(row, 0)
+                cache.rows.retire_parked(row)
         if chosen:
-            side, rows = space.side_stream(), sorted(chosen)
+            side, rows = side_stream(cache), sorted(chosen)
             pool.backend.join_streams(side)
             tables = [each for row in rows for each in chosen[row]]
-            space.away = MovedPrefixes(space, rows, HostCopy(pool, tables, side))
+            cache.away = MovedPrefixes(cache, rows, HostCopy(pool, tables, side))

@@ -18,7 +18,6 @@ from .change import protect as protect
 from .host_copy import HostCopy as HostCopy
 from .invariants import check_pool as check_pool
 from .member import PoolMember as PoolMember
-from .member import asking_broker as asking_broker
 from .page_table import Extent as Extent
 from .page_table import PageMapping as PageMapping
 from .page_table import PageTable as PageTable

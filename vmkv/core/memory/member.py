@@ -19,11 +19,11 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from ...errors import ClosedError, ConfigError, DriverError, OutOfPagesError, one_line
+from ...errors import ClosedError, ConfigError, DriverError, one_line
 from ...units import GiB, MiB, format_bytes
 from ..interrupts import interruptible
 from .broker import MESSAGE_BYTES_MAX, VERSION
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from .pool import ExtentPool
 
-Result = TypeVar("Result")
 _LOG = logging.getLogger(__name__)
 #: Interval of reports while rows change.
 _TICK_S = 0.25
@@ -389,17 +388,3 @@ def _leave_late(connection: socket.socket) -> None:
     """Tell a broker that a member has left, as soon as its queue has room."""
     with connection, suppress(OSError):
         connection.send(b'["leave"]')
-
-
-def asking_broker(pool: ExtentPool, map_all: Callable[[], Result]) -> Result:
-    """Call a function that maps all or nothing; ask the broker, if any, for what the pool lacks.
-
-    Must not be called with the pool's lock held, since a broker is waited for.
-    """
-    while True:
-        try:
-            return map_all()
-        except OutOfPagesError as error:
-            lacking_bytes = error.needed_bytes - error.free_bytes
-            if pool.member is None or lacking_bytes <= 0 or not pool.member.grow(lacking_bytes):
-                raise

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ...errors import ClosedError, ConfigError, DriverError, OutOfPagesError
 from ...units import Address, Handle, MiB, is_power_of_two
@@ -32,6 +32,8 @@ from .submitted import SubmittedWrites
 
 if TYPE_CHECKING:
     from .member import PoolMember
+
+Result = TypeVar("Result")
 
 # ---- scrub ---------------------------------------------------------------------------------------
 
@@ -248,6 +250,19 @@ class ExtentPool:
                 missing_bytes = missing_bytes if missing_bytes > 0 else error.needed_bytes
                 is_device = location is _DEVICE
                 if not (self.make_room(missing_bytes) if is_device else self.reclaimer.wait()):
+                    raise
+
+    def asking_broker(self, map_all: Callable[[], Result]) -> Result:
+        """Call a function that maps all or nothing; ask the broker, if any, for what is lacking.
+
+        Must not be called with the lock held, since a broker is waited for.
+        """
+        while True:
+            try:
+                return map_all()
+            except OutOfPagesError as error:
+                lacking_bytes = error.needed_bytes - error.free_bytes
+                if self.member is None or lacking_bytes <= 0 or not self.member.grow(lacking_bytes):
                     raise
 
     @uninterrupted

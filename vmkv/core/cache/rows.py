@@ -1,0 +1,274 @@
+"""Rows: which are empty, live or parked, and what becomes of their memory.
+
+    empty --beginning--> live --park--> parked --retire_parked--> empty
+                          '------take------'
+
+A row that must give memory back is presented to the pool as a `Victim`.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import itemgetter
+
+from ...errors import ConfigError, InternalError, OutOfAddressSpaceError
+from ..memory import Extent, ExtentPool, Victim
+from .layer_group import LayerGroup
+from .prefix import PrefixIndex, Where
+
+# ---- victims -------------------------------------------------------------------------------------
+
+#: Evictable extents with their first tokens, in the order of eviction.
+Gives = Sequence[tuple[int, Extent]]
+
+
+def ends_of(groups: Sequence[LayerGroup], row: int) -> Gives:
+    """List the extents that a row can give up, last token first, but none up to a pinned one."""
+    found = [each for group in groups for each in group.to_give(row)]
+    pinned_token = max([first for first, mapping in found if mapping.num_pins], default=-1)
+    ends = [(first, mapping.extent) for first, mapping in found if first > pinned_token]
+    ends.sort(key=itemgetter(0), reverse=True)
+    return ends
+
+
+def victim_of(
+    gives: Callable[[], Gives],
+    retire: Callable[[int], None],
+    *,
+    freeable_bytes: int | None = None,
+    last_used: int,
+) -> Victim:
+    """Make a victim: `gives` lists a row's evictable extents, `retire` cuts the row at a token."""
+
+    def evict(num_bytes: int) -> int:
+        evicted_bytes, keep_tokens = 0, None
+        for first_token, extent in gives():
+            if evicted_bytes >= num_bytes and first_token != keep_tokens:
+                break
+            if extent.is_freeable:
+                evicted_bytes += extent.num_bytes
+                keep_tokens = first_token
+        if keep_tokens is not None:
+            retire(keep_tokens)
+        return evicted_bytes
+
+    def give_up(extents: Collection[Extent]) -> None:
+        retire(min(first_token for first_token, extent in gives() if extent in extents))
+
+    shared: list[Extent] = []
+    if freeable_bytes is None:
+        freeable_bytes = 0
+        for _, extent in gives():
+            if extent.is_freeable:
+                freeable_bytes += extent.num_bytes
+            elif extent.is_of_budget and extent.num_live_mappings > 1:
+                shared.append(extent)
+    return Victim(
+        last_used=last_used,
+        freeable_bytes=freeable_bytes,
+        evict=evict,
+        shared=shared,
+        give_up=give_up,
+    )
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+class Rows:
+    """The rows of a cache with `groups`. Guarded by the pool's lock.
+
+    Attributes:
+        parked: The tick at which each parked row was parked, or last forked from; least recent
+            first.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        pool: ExtentPool,
+        groups: Sequence[LayerGroup],
+        prefixes: PrefixIndex,
+    ):
+        self.num_rows = num_rows
+        self.parked: dict[int, int] = {}
+        self._pool = pool
+        self._groups = groups
+        self._prefixes = prefixes
+        self._empty = list(range(num_rows))  # Sorted: low rows first, so views stay narrow.
+        # Tick of the last known work on each row; for live rows only the reads by their forks.
+        self._idle_since: dict[int, int] = {}
+
+    def idle_since(self, row: int) -> int:
+        """The tick of the last work submitted on `row`, parked or just taken; 0 for never."""
+        return self._idle_since.get(row, 0)
+
+    def touch(self, row: int) -> None:
+        """Note that work on `row`, live or parked, may have been submitted up to now."""
+        with self._pool.lock:
+            now = self._pool.pressure.tick()
+            self._idle_since[row] = now
+            if row in self.parked:
+                del self.parked[row]
+                self.parked[row] = now
+
+    # ---- choice ---------------------------------------------------------------------------
+
+    def choose(self, num_tokens: int, with_prefix: Container[int] = ()) -> int:
+        """Choose, without taking it, the row for a sequence of about `num_tokens` new tokens.
+
+        Among parked rows not in `with_prefix` the smallest that is large enough, else the largest;
+        without any the first empty row; else the least recently used parked one.
+        """
+        plain = [row for row in self.parked if row not in with_prefix]
+        sizes = {row: self.adoptable_tokens(row) for row in plain}
+        fitting = [row for row in plain if sizes[row] >= max(1, num_tokens)]
+        if fitting:
+            return min(fitting, key=lambda row: sizes[row])
+        if plain:
+            return max(plain, key=lambda row: sizes[row])
+        return self.choose_unneeded()
+
+    def choose_unneeded(self, but: int | None = None) -> int:
+        """Choose an empty row, else the least recently used parked one; never row `but`."""
+        if self._empty:
+            return self._empty[0]
+        for row in self.parked:
+            if row != but:
+                return row
+        raise OutOfAddressSpaceError(
+            f"all {self.num_rows} rows hold live sequences; close one, or make the cache with "
+            "more rows",
+            needed_bytes=0,
+        )
+
+    def resident_tokens(self, row: int) -> int:
+        """Tokens of `row` up to which memory is mapped."""
+        return min([group.resident_tokens(row) for group in self._groups], default=0)
+
+    def adoptable_tokens(self, row: int) -> int:
+        """Tokens that a new sequence in `row` would find mapped and unshared."""
+        return min([group.adoptable_tokens(row) for group in self._groups], default=0)
+
+    # ---- live rows ------------------------------------------------------------------------
+
+    def take(self, row: int, num_tokens: int, tenant: str | None, stream: int) -> None:
+        """Make a free row live with its first `num_tokens` tokens, and scrub the rest of it."""
+        is_parked = row in self.parked
+        if is_parked:
+            # Another stream may still read memory that this one will overwrite.
+            self._pool.backend.join_streams(stream)
+        elif row not in self._empty:
+            raise ConfigError(f"row {row} of {self.num_rows} is not free")
+        since = self.idle_since(row)
+        if not num_tokens:
+            self.begin_anew(row, since)
+        self._prefixes.truncate(row, num_tokens)  # First, because scrubbing overwrites the rest.
+        is_scrubbed = True  # Also if scrubbing fails half-way.
+        try:
+            its = num_tokens, tenant, stream
+            is_scrubbed = any([group.scrub(row, *its) for group in self._groups])
+        finally:
+            if is_scrubbed:
+                self.touch(row)
+        fence = partial(self._pool.reclaimer.fence_since, since)
+        for group in self._groups:
+            group.go_back(row, num_tokens, stream, fence)
+        self._prefixes.move(row, Where.LIVE)
+        if is_parked:
+            del self.parked[row]
+        else:
+            self._empty.remove(row)
+
+    def begin_anew(self, row: int, since: int) -> None:
+        """Prepare `row`, unused since a tick, for token 0: retire runs that do not start there."""
+        displaced = [group for group in self._groups if group.table.rows[row].first_page]
+        if displaced:
+            fence = self._pool.reclaimer.fence_since(since)
+            for group in displaced:
+                group.retire_from(row, 0, fence)
+        for group in self._groups:
+            group.begin_row(row)
+
+    @contextmanager
+    def beginning(self, row: int | None = None) -> Iterator[int]:
+        """Take a row without memory for the block to fill; if the block fails, empty it again."""
+        with self._pool.lock:
+            row = self.choose_unneeded() if row is None else row
+            if row in self.parked:
+                self.retire_parked(row, 0)
+            # A row without memory needs no scrubbing and no wait for readers.
+            elif row not in self._empty:
+                raise ConfigError(f"row {row} of {self.num_rows} is not free")
+            self._empty.remove(row)
+            for group in self._groups:
+                group.begin_row(row)
+        try:
+            yield row
+        except BaseException:
+            with self._pool.lock:
+                self.parked[row] = self._idle_since[row] = self._pool.pressure.tick()
+                self.retire_parked(row, 0)
+            raise
+
+    # ---- parked rows ----------------------------------------------------------------------
+
+    def park(self, row: int, num_tokens: int, now: int, idle_since: int | None = None) -> None:
+        """Park the live row of a sequence of `num_tokens` that ends at tick `now`.
+
+        The sequence's work on it ended at tick `idle_since`, by default now.
+        """
+        if not self._prefixes.num_recorded(row):
+            self.begin_anew(row, now)
+        for group in self._groups:
+            group.park(row, num_tokens, now)
+        self.parked[row] = now
+        since = now if idle_since is None else idle_since
+        self._idle_since[row] = max(since, self._idle_since.get(row, since))
+        self._prefixes.move(row, Where.PARKED)
+
+    def retire_parked(self, row: int, num_tokens: int = 0) -> None:
+        """Retire a parked row's extents after its first `num_tokens` tokens."""
+        # Work submitted after `idle_since` does not read the row.
+        fence = self._pool.reclaimer.fence_since(self.idle_since(row))
+        for group in self._groups:
+            group.retire_from(row, num_tokens, fence)
+        self._prefixes.truncate(row, num_tokens)
+        if not num_tokens:
+            del self.parked[row]
+            insort(self._empty, row)
+
+    def victims(self) -> Iterator[Victim]:
+        """Yield the victims: checkpoints of live rows, and parked rows."""
+        for group in self._groups:
+            for row in {each for each, _, _ in group.checkpoints() if each not in self.parked}:
+                yield victim_of(
+                    partial(ends_of, [group], row),
+                    partial(group.drop_checkpoints, row),
+                    last_used=self.idle_since(row),
+                )
+        for row, last_used in tuple(self.parked.items()):
+            yield victim_of(
+                partial(ends_of, self._groups, row),
+                partial(self.retire_parked, row),
+                freeable_bytes=self._own_bytes(row),
+                last_used=last_used,
+            )
+
+    def _own_bytes(self, row: int) -> int | None:
+        """Bytes of a parked row, pinned extents included, if nothing in it is shared; else None."""
+        if any([group.table.rows[row].shared_end_page for group in self._groups]):
+            return None
+        return sum([group.resident_bytes(row) for group in self._groups])
+
+    def check(self) -> None:
+        """Raise `InternalError` if the bytes of a parked row are not those of its extents."""
+        for row in self.parked:
+            told = self._own_bytes(row)
+            extents = [each.extent for group in self._groups for each in group.mappings(row)]
+            counted = sum(extent.num_bytes for extent in extents if extent.is_freeable)
+            if told is not None and told != counted:
+                raise InternalError(f"row {row}: own_bytes is {told}, its extents have {counted}")
