@@ -130,9 +130,8 @@ def add_parser(commands: types.Commands) -> None:
     _add_all(add, EngineOptions, _ENGINE)
     flags, text = ("--kv-dtype", "--kv-cache-dtype"), "dtype of keys and values"
     add(*flags, choices=KV_DTYPES, default="auto", help=text)
-    flags, dest = ("--no-prefix-caching", "--no-enable-prefix-caching"), "prefix_caching"
-    add(*flags, dest=dest, action="store_false", help="compute common prefixes again")
-    add("--enable-prefix-caching", dest=dest, action="store_true", help="the default")
+    flags, text = ("--prefix-caching", "--enable-prefix-caching"), "reuse prefixes (the default)"
+    add(*flags, action=argparse.BooleanOptionalAction, help=text)
     text = "log-probabilities of the model's logits, or of the distribution that is sampled from"
     add("--logprobs-mode", choices=LOGPROBS_MODES, default=LOGPROBS_MODES[0], help=text)
     add("--deterministic", action="store_true", help="tokens do not depend on other requests")
@@ -159,10 +158,10 @@ def add_parser(commands: types.Commands) -> None:
     text = "seconds to finish requests on SIGTERM"
     add("--drain-timeout", type=types.seconds, default=300, help=text)
     add("--trace", type=types.name, metavar="FILE", help="write a trace in Chrome's format")
-    flags, dest = ("--no-log-requests", "--no-enable-log-requests"), "log_requests"
+    flags, text = ("--log-requests", "--enable-log-requests"), "log requests (the default)"
+    add(*flags, action=argparse.BooleanOptionalAction, help=text)
     text = "do not log each request on stderr"
-    add(*flags, "--disable-log-requests", dest=dest, action="store_false", help=text)
-    add("--enable-log-requests", dest=dest, action="store_true", help="the default")
+    add("--disable-log-requests", dest="log_requests", action="store_false", help=text)
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     its = {"max_num_mixed_tokens": _MAX_NUM_MIXED_TOKENS, "prefix_caching": True}
     parser.set_defaults(run=run, model=None, log_requests=True, **its)  # `_part_of` sets the model.

@@ -141,16 +141,3 @@ def test_a_client_may_leave_in_the_middle_of_a_call(
         )
         again = server.post(CHAT | {"guided_choice": ["hi"], "max_tokens": 20}, CHATS).json()
         assert "hi" == again["choices"][0]["message"]["content"]
-
-
-@pytest.mark.parametrize(
-    "template",
-    ["{{ raise_exception('no tools') if tools }}", "{{ tools[0].no.such }}", "{{ tools[0] // 0 }}"],
-)
-def test_a_template_may_refuse_tools(
-    run_server: Callable[..., Any], alone: Any, template: str
-) -> None:
-    with run_server(chat_template=template + "x") as server, beside_a_stream(server, alone):
-        answer = server.post(called(tool("t")), CHATS)
-        assert 400 == answer.status_code, answer.text
-        assert "template refuses" in answer.json()["error"]["message"]

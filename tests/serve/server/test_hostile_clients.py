@@ -143,20 +143,48 @@ def test_validation_stops_early(
     assert [True] == [each <= 8 for each in found], "more than one error per form of a value"
 
 
+#: By name: a route, and a body with a place for a nested value.
+NESTED = {
+    "a field of a message": (
+        "/v1/chat/completions",
+        '"messages":[{"role":"user","content":"x","deep":%s}]',
+    ),
+    "a template's argument": (
+        "/v1/chat/completions",
+        '"messages":[{"role":"user","content":"x"}],"chat_template_kwargs":%s',
+    ),
+    "a call's input": (
+        "/v1/messages",
+        (
+            '"messages":[{"content":[{"input":%s,"type":"tool_use","id":"1","name":"f"}],'
+            '"role":"assistant"}]'
+        ),
+    ),
+    "the schema of a tool": (
+        "/v1/messages",
+        (
+            '"messages":[{"role":"user","content":"x"}],"tools":[{"name":"f","input_schema":%s}],'
+            '"tool_choice":{"type":"none"}'
+        ),
+    ),
+    "what a response repeats": ("/v1/responses", '"input":"x","metadata":%s'),
+    "the form of a response": ("/v1/responses", '"input":"x","text":%s'),
+}
+
+
 @pytest.mark.parametrize("depth", [150, 500, 100_000])
+@pytest.mark.parametrize("where", NESTED)
 def test_nested_json_gets_a_short_error(
-    server, caplog: pytest.LogCaptureFixture, depth: int
+    server, caplog: pytest.LogCaptureFixture, where: str, depth: int
 ) -> None:
     """A depth that templates can handle is served."""
-    nested = "[" * depth + "]" * depth
+    path, form = NESTED[where]
+    body = '{"max_tokens":1,%s}' % (form % ('{"a":' * depth + "1" + "}" * depth))
+    body = body.replace("max_tokens", "max_output_tokens") if "responses" in path else body
     with caplog.at_level(logging.DEBUG, "vmkv"):
-        for where in (
-            '"messages":[{"role":"user","content":"x","deep":%s}]',
-            '"messages":[{"role":"user","content":"x"}],"chat_template_kwargs":{"deep":%s}',
-        ):
-            body = '{"model":"tiny","max_tokens":1,%s}' % (where % nested)
-            answer = server.post(body.encode(), "/v1/chat/completions")
-            assert answer.status_code == (200 if depth < 200 else 400)
+        answer = server.post(body.encode(), path)
+    assert answer.status_code == (200 if depth < 200 else 400), answer.text
+    assert len(answer.content) < (5000 if depth < 200 else 500)
     assert "Traceback" not in caplog.text
     assert len(caplog.text) < 1000
 
@@ -168,13 +196,21 @@ def test_nested_json_gets_a_short_error(
         "{{ messages[0].content.no.such.thing }}",
         "{{ 1 // 0 }}",
         "{{ raise_exception('no') }}",
+        "{{ raise_exception('no tools') if tools }}",
+        "{{ tools[0].no.such }}",
+        "{{ tools[0] // 0 }}",
     ],
 )
 def test_a_failing_chat_template_is_400(
     run_server, caplog: pytest.LogCaptureFixture, template: str
 ) -> None:
-    with run_server(chat_template=template) as server:
-        assert "template refuses" in message_of(server.post(CHAT, "/v1/chat/completions"))
+    """With the template's words."""
+    tools = [{"type": "function", "function": {"name": "t", "parameters": {}}}]
+    more = {"tools": tools, "tool_choice": "required"} if "tools" in template else {}
+    with run_server(chat_template=template + "x") as server:
+        said = message_of(server.post(CHAT | more, "/v1/chat/completions"))
+    assert "template refuses these messages: " in said
+    assert ("no" in said.partition("messages: ")[2]) or "raise" not in template
     assert "Traceback" not in caplog.text
 
 

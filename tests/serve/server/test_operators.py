@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,6 +25,15 @@ DASHBOARD = Path(__file__).parents[3] / "examples" / "grafana.json"
 LOG = "vmkv.serve.server.guard"
 
 
+@pytest.fixture(scope="module")
+def asked(run_server) -> Iterator[Any]:
+    """An idle server that has answered one request."""
+    with run_server() as server:
+        assert 200 == server.post(BODY).status_code
+        server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
+        yield server
+
+
 def samples(url: str) -> dict[str, tuple[dict[str, str], float]]:
     """The last sample of each name on a server's page."""
     page = httpx.get(f"{url}/metrics").text
@@ -33,13 +44,9 @@ def samples(url: str) -> dict[str, tuple[dict[str, str], float]]:
     }
 
 
-def test_metrics_have_vllms_names_too(run_server) -> None:
+def test_metrics_have_vllms_names_too(asked) -> None:
     """With the same values, and the model's name."""
-    num_prompt = len(tiny_tokenizer()("A row")["input_ids"])
-    with run_server() as server:
-        assert 200 == server.post(BODY).status_code
-        server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
-        found = samples(server.url)
+    num_prompt, found = len(tiny_tokenizer()("A row")["input_ids"]), samples(asked.url)
     for name, value in (
         ("num_requests_running", 0),
         ("num_requests_waiting", 0),
@@ -81,15 +88,12 @@ def test_metrics_of_replicas_have_vllms_names_too() -> None:
     assert 30 == found["vllm:prompt_tokens_total", "b"]
 
 
-def test_the_dashboard_asks_for_metrics_that_a_server_has(run_server) -> None:
+def test_the_dashboard_asks_for_metrics_that_a_server_has(asked) -> None:
     """Also with the labels by which it groups."""
     dashboard = json.loads(DASHBOARD.read_text())
     texts = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     texts += [each["query"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
-    with run_server() as server:
-        assert 200 == server.post(BODY).status_code
-        server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
-        found = samples(server.url)
+    found = samples(asked.url)
     assert len(texts) > 20
     for text in texts:
         names = re.findall(r"(?:vmkv_|vllm:)\w+", text)
@@ -139,13 +143,10 @@ def test_requests_are_not_logged_unless_the_logger_is_on(
     assert [] == [each for each in caplog.records if each.name == LOG]
 
 
-def test_top_counts_memory_that_the_device_would_give_as_free(run_server) -> None:
+def test_top_counts_memory_that_the_device_would_give_as_free(asked) -> None:
     """An idle pool holds nothing, and its whole budget is free."""
-    with run_server() as server:
-        assert 200 == server.post(BODY).status_code
-        server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
-        now = scrape(server.url)
-    shown = next(line for line in view("x", now).splitlines() if line.startswith("memory_bytes"))
+    lines = view("x", scrape(asked.url)).splitlines()
+    shown = next(line for line in lines if line.startswith("memory_bytes"))
     assert " free 0 B" not in shown
     free = re.search(r"free ([\d.]+) MiB", shown)
     assert free

@@ -358,14 +358,6 @@ def function(name: str, **schema: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
-def test_ten_thousand_tools_are_one_clear_error(speaker) -> None:
-    answer = speaker.post(chat("calls", tools=[function("f")] * 10_000), CHAT_PATH)
-    assert 400 == answer.status_code
-    assert len(answer.json()["error"]["message"]) < 300
-    (choice,) = ask(speaker, chat("thought"))
-    assert "No." == choice["message"]["content"]
-
-
 def test_an_unknown_format_of_calls_is_refused_unless_calls_are_forced(server) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
     answer = server.post(body | {"max_tokens": 2}, CHAT_PATH)
