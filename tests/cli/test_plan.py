@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache
-from vmkv.cli import arguments
 from vmkv.cli.capacity import (
     AlikeLayers,
     fit,
@@ -30,7 +29,6 @@ from vmkv.cli.capacity import (
 from vmkv.cli.main import main
 from vmkv.cli.models import load_config
 from vmkv.core.cache.geometry import LayerShape
-from vmkv.hf import kv_format
 from vmkv.units import GiB, KiB, MiB
 
 LLAMA_8B = {
@@ -169,10 +167,6 @@ def test_fp8_halves_the_cache(write) -> None:
     assert "fp8" == narrow["model"]["dtype"]
     assert wide["model"]["weights_bytes"] == narrow["model"]["weights_bytes"]
     assert 2 * wide["fits"]["vmkv"] <= narrow["fits"]["vmkv"] <= 2 * wide["fits"]["vmkv"] + 2
-
-
-def test_kv_dtype_takes_the_names_that_a_cache_takes() -> None:
-    assert arguments.KV_DTYPES == kv_format.KV_DTYPES
 
 
 def test_weights_are_counted_unless_they_are_quantized(write) -> None:
