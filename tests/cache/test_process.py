@@ -74,6 +74,14 @@ def _books(cache: KVCache) -> object:
     )
 
 
+def _shared(make: MakeCache, num_tokens: int, **options: Any) -> tuple[Any, KVCache, KVCache]:
+    """A sequence, its cache, and a cache with other options that is to import it."""
+    source, target = make(), make(**options)
+    sequence = source.open()
+    append(sequence, range(num_tokens))
+    return sequence, source, target
+
+
 def _imported(exporter: PrefixExporter, cache: KVCache, **options: Any) -> Any:
     """Import from an exporter of this process, which serves the import in a thread."""
     with _serving(exporter) as failures:
@@ -309,9 +317,7 @@ def test_prefix_is_cut_to_whole_extents(
 
 def test_row_of_an_import_serves_the_next_import(make_shareable: MakeCache, path: str) -> None:
     """The row's earlier mappings are unmapped first."""
-    source, target = make_shareable(), make_shareable(max_sequences=1)
-    sequence = source.open()
-    append(sequence, range(64))
+    sequence, _, target = _shared(make_shareable, 64, max_sequences=1)
     with sequence.export(path) as exporter:
         for _ in range(3):
             restored = _imported(exporter, target)
@@ -367,9 +373,7 @@ def test_export_of_a_fork_freezes_its_parent(make_shareable: MakeCache, path: st
 
 def test_exported_extents_are_never_recycled(make_shareable: MakeCache, path: str) -> None:
     """A sequence in the parked row gets other memory; the exported extents are released."""
-    source, target = make_shareable(), make_shareable()
-    sequence = source.open()
-    append(sequence, range(128))
+    sequence, source, target = _shared(make_shareable, 128)
     with sequence.export(path) as exporter:
         restored = _imported(exporter, target)
         sequence.close()
@@ -385,9 +389,7 @@ def test_exported_extents_are_never_recycled(make_shareable: MakeCache, path: st
 
 def test_adopted_import_gives_up_its_extents(make_shareable: MakeCache, path: str) -> None:
     """Imported extents are read-only, so a new sequence in the row cannot use them."""
-    source, target = make_shareable(), make_shareable(max_sequences=1)
-    sequence = source.open()
-    append(sequence, range(128))
+    sequence, _, target = _shared(make_shareable, 128, max_sequences=1)
     with sequence.export(path) as exporter:
         _imported(exporter, target).close()
     assert 1 == len(target.pool.imported_extents())
@@ -400,9 +402,7 @@ def test_adopted_import_gives_up_its_extents(make_shareable: MakeCache, path: st
 
 def test_exporter_outlives_sequence_and_cache(make_shareable: MakeCache, path: str) -> None:
     """The exporter keeps the shared extents and their pool until it is closed."""
-    source, target = make_shareable(), make_shareable()
-    sequence = source.open()
-    append(sequence, range(128))
+    sequence, source, target = _shared(make_shareable, 128)
     with sequence.export(path) as exporter:
         source.close()
         restored = _imported(exporter, target)
@@ -448,9 +448,7 @@ def test_impossible_exports_are_refused(make_shareable: MakeCache, path: str) ->
 
 def test_import_is_not_exported_again(make_shareable: MakeCache, path: str) -> None:
     """Only the first exporter may pass on its descriptors."""
-    source, target = make_shareable(), make_shareable()
-    sequence = source.open()
-    append(sequence, range(128))
+    sequence, _, target = _shared(make_shareable, 128)
     with sequence.export(path) as exporter:
         restored = _imported(exporter, target)
     with pytest.raises(ConfigError, match="imported"):

@@ -56,6 +56,11 @@ class _Play:
         self.write(sequence, num_tokens, first)
         return sequence
 
+    def fork(self, source: Sequence) -> Sequence:
+        fork = source.fork()
+        self.histories[fork] = self.histories[source]
+        return fork
+
     def write(self, sequence: Sequence, num_tokens: int, first: int = 0) -> None:
         """Append tokens, and have the current stream write them."""
         start = sequence.num_tokens
@@ -105,8 +110,7 @@ def test_source_waits_for_a_fork_on_another_stream(
     play.on(_FIRST)
     source = play.open(30)
     play.on(_SECOND)
-    fork = source.fork()
-    play.histories[fork] = play.histories[source]
+    fork = play.fork(source)
     play.on(_FIRST)
     source.truncate(5)
     play.write(source, 25, first=100)
@@ -136,8 +140,7 @@ def test_source_waits_for_a_fork_that_has_ended(make_play: Callable[..., _Play])
     play.on(_FIRST)
     source = play.open(32)
     play.on(_SECOND)
-    fork = source.fork()
-    play.histories[fork] = play.histories[source]
+    fork = play.fork(source)
     play.on(_FIRST)
     source.truncate(5)
     play.on(_SECOND)

@@ -61,6 +61,14 @@ def params(num_tokens: int = 20) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
 
+def begun(engine: Engine) -> RequestHandle:
+    """A request that has had two steps."""
+    handle = engine.add(PROMPT, params())
+    engine.step()
+    engine.step()
+    return handle
+
+
 def reason(handle: RequestHandle) -> str:
     return str(handle.output().outputs[0].finish_reason)
 
@@ -68,9 +76,7 @@ def reason(handle: RequestHandle) -> str:
 def test_a_request_waits_for_another_engines_request_to_finish() -> None:
     """The later request of the second engine waits while the first engine makes progress."""
     with engines(2) as (first, second):
-        before = first.add(PROMPT, params())
-        first.step()
-        first.step()
+        before = begun(first)
         after = second.add(PROMPT, params())
         finish(first, second)
         assert ("length", "length") == (reason(before), reason(after))
@@ -81,9 +87,7 @@ def test_a_later_request_of_another_engine_is_preempted() -> None:
     """The earlier request takes its memory at once, in the same thread."""
     with engines(2) as (first, second):
         before = first.add(PROMPT, params())
-        after = second.add(PROMPT, params())
-        second.step()
-        second.step()
+        after = begun(second)
         first.step()
         assert 1 == after.requests[0].num_preemptions
         finish(first, second)
@@ -104,9 +108,7 @@ def test_a_swapped_request_gives_up_the_pages_it_shared() -> None:
 def test_requests_of_an_engine_that_is_not_stepped_are_preempted() -> None:
     """After `PATIENCE_STEPS` even an earlier request is preempted, and finishes later."""
     with engines(2) as (first, second):
-        before = first.add(PROMPT, params())
-        first.step()
-        first.step()
+        before = begun(first)
         assert "length" == str(second.generate(PROMPT, params())[0].outputs[0].finish_reason)
         assert 1 == before.requests[0].num_preemptions
         first.generate([1, 2], params(2))
@@ -117,9 +119,7 @@ def test_requests_of_an_engine_that_is_not_stepped_are_preempted() -> None:
 def test_a_request_waits_for_an_engine_that_is_stepped_rarely() -> None:
     """`PATIENCE_STEPS` count from the last step that another engine has submitted."""
     with engines(2) as (first, second):
-        before = first.add(PROMPT, params())
-        first.step()
-        first.step()
+        before = begun(first)
         after = second.add(PROMPT, params())
         while first.has_unfinished:
             for _ in range(PATIENCE_STEPS // 2):
@@ -134,9 +134,7 @@ def test_a_claim_that_is_not_renewed_ends() -> None:
     """An engine that claimed memory and is not stepped delays others for a time only."""
     with engines(2) as (first, second):
         first.add(PROMPT, params())
-        after = second.add(PROMPT, params())
-        second.step()
-        second.step()
+        after = begun(second)
         first.step()  # Preempts, and does not take the memory.
         second.step()
         assert 1 == after.requests[0].num_preemptions
