@@ -34,7 +34,6 @@ _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 @functools.cache
 def _load() -> ModuleType | str:
-    """Return the interface module, or the reason why there is none."""
     return flash_common.first_found(_package, _of_hub)
 
 

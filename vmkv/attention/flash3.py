@@ -250,13 +250,11 @@ def _num_processors(device: torch.device) -> int:
 
 @functools.cache
 def _load() -> Kernel | str:
-    """Return the first kernel found, or the reasons why there is none."""
     # The Hub last, because it may use the network.
     return flash_common.first_found(package_kernel, library_kernel, hub_kernel)
 
 
 def _load_for_fp8(max_tokens: int | None) -> Kernel | str:
-    """Return the kernel for float8 rows of up to `max_tokens`, or why there is none."""
     library = library_kernel()
     if not isinstance(library, str):
         return library
@@ -363,7 +361,6 @@ def library_kernel() -> Kernel | str:
 
 @functools.cache
 def _load_packed() -> Kernel | None:
-    """Return the kernel for packed keys, of the first packaging that has it."""
     library = library_kernel()
     has_arguments = _arguments().keys() >= {"out", "cu_seqlens_k", "max_seqlen_k"}
     if isinstance(package(), str) and not isinstance(library, str) and has_arguments:

@@ -151,7 +151,6 @@ def _say_that_it_decodes(device_type: str) -> None:
 
 @functools.cache
 def _trial(name: str, spec: AttentionSpec) -> str | None:
-    """Attend to one token of one sequence; return the error if the backend fails."""
     backend = get(name)
     device = torch.device("cuda", torch.cuda.current_device())
     row_tokens = 1 + backend.overread_tokens(spec)

@@ -255,7 +255,6 @@ def attend_to_tensors(asked: LayerCall, *, causal: bool, dropout: float = 0.0) -
 
 
 def _explicit_mask(asked: LayerCall, causal: bool) -> torch.Tensor | None:
-    """Return the call's mask `[B or 1, 1, Tq, T]`, built where it has none; None if all see all."""
     recipe = _recipe_of(asked.mask)
     if recipe is not None:
         return recipe.mask

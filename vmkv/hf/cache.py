@@ -144,7 +144,6 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
         return max((layer._batch_size for layer in self._virtual_layers), default=0)
 
     def _rearrange(self, method: str, argument: Any, sources: torch.Tensor) -> None:
-        """Rearrange the store's rows; call `method` of layers of other kinds."""
         others = [each for each in self.layers if not isinstance(each, VirtualLayer)]
         calls = [getattr(each, method) for each in others]  # Some lack it: before any change.
         if any(layer._length for layer in self._virtual_layers):

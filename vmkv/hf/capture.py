@@ -507,5 +507,4 @@ class CapturedSteps:
 
 
 def _addresses(model: Any) -> list[int]:
-    """Return the addresses at which graphs read the model's parameters and buffers."""
     return [each.data_ptr() for part in (model.parameters(), model.buffers()) for each in part]

@@ -292,7 +292,6 @@ def load_tokenizer(name: str, **source: Any) -> Any:
 
 @contextlib.contextmanager
 def _with_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Context in which an attribute of a module, in the whole process, has another value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

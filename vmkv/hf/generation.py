@@ -208,7 +208,6 @@ def _generate(
     max_num_batched_tokens: int,
     **own: Any,
 ) -> Tokens:
-    """Continue `prompts` to their ends, in `cache` or in one made with the options `own`."""
     outlives, backend = cache is not None, own.get("attention_backend")
     if cache is not None:
         backend = cache.store.options.attention_backend
@@ -330,7 +329,6 @@ def find_leaders(prompts: abc.Sequence[abc.Sequence[int]]) -> dict[int, tuple[in
 def _decode(
     stepper: Stepper, cache: RaggedCache, tokens: Tokens, logits: torch.Tensor, *, records: bool
 ) -> None:
-    """Generate a token for every live sequence, until all have ended."""
     while True:
         chosen = tokens.choose(logits)
         ended = tokens.stop()
@@ -594,7 +592,6 @@ class RaggedCache(StoreOwner):
 def _open(
     core: KVCache, num_tokens: int, prompt: abc.Sequence[int] | None, tenant: str | None
 ) -> Sequence:
-    """Open a sequence with the prefix of `prompt` in `core`; with none if there is no room."""
     if prompt is not None:
         # Sharing needs memory for a tail, or a second row; computing may need neither.
         with contextlib.suppress(CapacityError):

@@ -255,7 +255,6 @@ class GroupStep:
         return self._batch[1]
 
     def _vectors(self, batch_size: int, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rows and starts of the queries, kept while a batch decodes."""
         if self._uniform is None or self._uniform[0] != (batch_size, num_queries):
             device = self.rows.core.device
             # No inference tensors: the next batch may run in another mode.

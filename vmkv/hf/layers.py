@@ -143,7 +143,6 @@ class VirtualLayer:
     def _begin_step(
         self, step: GroupStep, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[GroupStep, int]:
-        """Begin the step for all layers of the group, of which this one is the first."""
         self._store.check_open()
         start, num_tokens = self._length, keys.shape[-2]
         shape = step.group.geometry.shape
@@ -224,7 +223,6 @@ class VirtualLayer:
     # ---- contents -------------------------------------------------------------------------
 
     def _kept(self, name: str) -> torch.Tensor | None:
-        """Return the layer's part of the group's view `name`: "keys" or "values"."""
         if not self.is_initialized:
             return None
         self._store.check_open()

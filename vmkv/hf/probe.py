@@ -195,7 +195,6 @@ def _nowhere(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _by_position(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return indices of a tensor with masks turned into positions."""
     found: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):

@@ -145,7 +145,6 @@ def _prove(model: Any, attention_backend: str | None) -> Proof:
 
 
 def _made_of(model: Any, windows: Mapping[int, int | None]) -> tuple[object, ...]:
-    """Return the subject of a proof: layers, modules, hooks of modules, a wrapped `forward`."""
     modules = [(id(each), *hooks_of(each)) for each in model.modules()]
     return (id(vars(model).get("forward")), *windows.items(), *modules)
 
@@ -286,7 +285,6 @@ def _never_waits(stepper: Stepper, rows: abc.Sequence[abc.Sequence[Sequence]]) -
 def _packed_pass(
     model: Any, stepper: Stepper, pieces: abc.Sequence[Piece], plain: _PlainPass, eps: float
 ) -> list[_Difference]:
-    """Run one packed pass; returns differences that rounding errors do not explain."""
     places = torch.cat(
         [
             torch.arange(piece.num_past_tokens, piece.num_tokens) + piece.row * _NUM_TOKENS
@@ -332,7 +330,6 @@ def _packed_pass(
 
 
 def _kind(piece: Piece) -> str:
-    """Describe the part of a sequence in the passes, for a message."""
     if not piece.num_past_tokens:
         return "begin" if piece in _PASSES[0] else "begin beside others that go on"
     return "decode" if piece.num_new_tokens == 1 else "go on"
@@ -402,7 +399,6 @@ def _eps(model: Any) -> float:
 
 
 def _token_ids(model: Any, attempt: int) -> torch.Tensor:
-    """Return `[n, T]` tokens of the vocabulary, none of them special."""
     embedding = model.get_input_embeddings().weight
     special = compat.special_tokens(model.config)
     plain = [each for each in range(min(compat.num_embeddings(model), 8192)) if each not in special]
@@ -660,7 +656,6 @@ def _window(num_tokens: int | None) -> str:
 
 
 def _explained(error: Exception, what: str) -> Exception:
-    """Wrap the error of a failed pass, unless it is vmkv's own or out of memory."""
     if isinstance(error, (VMKVError, torch.OutOfMemoryError)):
         return error
     message = str(error).partition("\n")[0][:200]

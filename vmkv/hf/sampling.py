@@ -133,7 +133,6 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
 
 
 def _check_config(config: Any) -> None:
-    """Refuse ways of decoding other than one token after another per prompt."""
     if getattr(config, "prompt_lookup_num_tokens", None):
         raise ConfigError("ragged generation has no prompt lookup; use a VMKVCache for that")
     for name in ("num_beams", "num_return_sequences"):
@@ -323,7 +322,6 @@ class Tokens:
         return len(self._groups) == 1 or not compat.reads_prompt(rule)
 
     def _live_groups(self) -> Iterator[tuple[Group, torch.Tensor, torch.Tensor]]:
-        """Yield groups that have not ended as a whole, with their rows and token ids."""
         for group, rows in zip(self._groups, self._rows, strict=True):
             if any(self._ends[row] is None for row in group.rows):
                 yield group, rows, self.ids[rows, self._prompt_width - group.num_tokens :]

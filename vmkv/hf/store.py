@@ -285,7 +285,6 @@ class Store:
                 self._follow(rows)
 
     def _follow(self, rows: DeviceRows) -> None:
-        """Set the places of layers that are new or have moved."""
         self.num_layouts += 1
         steps = {step.group: step for step, _ in self.places.values()}
         for layer, (group, at) in rows.core.places.items():
@@ -299,7 +298,6 @@ class Store:
         return len(self._seen) == len(self.windows)
 
     def _rows_on(self, signature: Signature, batch_size: int) -> DeviceRows:
-        """Return the rows on a layer's device, made on first use."""
         device = signature.device
         if device not in self.rows:
             if device.type not in ("cpu", "cuda"):

@@ -107,7 +107,6 @@ def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first(out: Any) -> Any:
-    """Return the activations in a layer's output."""
     return out[0] if isinstance(out, tuple) else out
 
 

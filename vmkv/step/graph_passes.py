@@ -253,7 +253,6 @@ def _is_last(
 
 
 def _users(node: torch.fx.Node, order: _Order) -> set[torch.fx.Node]:
-    """Return the users of all nodes that share this node's memory."""
     return {user for alias in _aliases(node, order) for user in alias.users}
 
 
@@ -296,5 +295,4 @@ def _norm_at(out: torch.fx.Node) -> dict[str, Any] | None:
 
 
 def _value(node: Any) -> Any:
-    """Return a node's example value from tracing; anything but a node unchanged."""
     return node.meta.get("example_value") if isinstance(node, torch.fx.Node) else node

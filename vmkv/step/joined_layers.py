@@ -247,7 +247,6 @@ def _join(layers: Sequence[Any], adapters: Sequence[tuple[Any, Any]]) -> None:
 
 
 def _tied_parameters(model: torch.nn.Module) -> set[int]:
-    """Return the ids of parameters that more than one module holds."""
     holders = Counter(
         id(parameter)
         for module in model.modules()

@@ -92,7 +92,6 @@ class _Like(NamedTuple):
 
 @functools.cache
 def _padding(bucket: Bucket, like: _Like) -> Plan:
-    """Return the plan of a step of padding for layers with states."""
     return bucket.states.plan([], 0, like.state_tokens, like.scratch_row)
 
 

@@ -360,12 +360,10 @@ class RowAttention:
 
 
 def _packed(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values `[1, H, T, D]` as `[T, H, D]`."""
     return key[0].transpose(0, 1), value[0].transpose(0, 1)
 
 
 def _call(its: _Layer, asked: LayerCall, step: StepParts) -> Call:
-    """Return a layer's call as one of a kernel, over all of a step's tokens."""
     return Call(
         asked.query[0].transpose(0, 1),
         its.keys,

@@ -253,7 +253,6 @@ class CapturedSizes(NamedTuple):
 
 
 def _tokens(parts: Sequence[Part]) -> np.ndarray:
-    """Return the packed tokens of parts, one part after the other."""
     return np.concatenate([np.arange(each.start, each.start + each.num_tokens) for each in parts])
 
 

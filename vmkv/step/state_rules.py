@@ -262,7 +262,6 @@ class PackedRules:
     def _compute(
         self, rule: Callable[..., Any], call: Call, given: torch.Tensor, its: Round
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute parts from states `[n, …]`; returns `[1, t, H, D]` and the states after them."""
         if rule not in self._takes_starts and call.query.shape[1] >= 3:
             self._takes_starts[rule] = _takes_starts(rule, call, given[:1])
         if self._takes_starts.get(rule):
@@ -355,7 +354,6 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def _one_by_one(
     rule: Callable[..., Any], call: Call, given: torch.Tensor, starts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the parts of a round with a call for each."""
     out, made = torch.zeros_like(call.value), given.clone()
     for at, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
         if start < end:

@@ -234,7 +234,6 @@ class PackedStates:
         return outputs
 
     def _keep(self, layer: int, row: int, kept_row: int) -> None:
-        """Copy a layer's state to the row of a checkpoint."""
         for each in self._rows[layer]:
             each[kept_row].copy_(each[row])
 
@@ -303,7 +302,6 @@ def _running(step: PackedStates | StateProbe) -> Iterator[None]:
 
 
 def _transposed(made: Any) -> Any:
-    """Return the output of `[n, 1, D]` tokens as that of packed ones."""
     if isinstance(made, tuple):
         return (made[0].transpose(0, 1), *made[1:])
     return made.transpose(0, 1)

@@ -235,7 +235,6 @@ class Stepper:
         return StepLogits(self.run_eagerly(packed, elsewhere), sampling)
 
     def _replayed(self, kept: Sequence[int], sampling: Sequence[int]) -> StepLogits:
-        """Return the logits at indices `kept` that a graph has left."""
         space = self._space
         assert space is not None  # Set with the graphs.
         count = len(kept)

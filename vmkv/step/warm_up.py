@@ -130,7 +130,6 @@ def _capture_all(
 
 
 def _sizes_name(stepper: Stepper) -> str:
-    """Return the name under which slow sizes are kept: of everything that their times depend on."""
     device, space = stepper.device, stepper.mixed_graphs and stepper.mixed_graphs.space
     machine: tuple[object, ...] = (device.type,)
     if device.type == "cuda":

@@ -247,7 +247,6 @@ def _header(
 def _shapes(
     cache: KVCache, num_tokens: int, first_tokens: abc.Sequence[int]
 ) -> dict[str, tuple[int, int]]:
-    """Shapes of the layer groups' tensors, by their names in the file."""
     shapes = {}
     for at, (group, first_token) in enumerate(zip(cache.groups, first_tokens, strict=True)):
         start, end = _span(group, first_token, num_tokens)
@@ -312,7 +311,6 @@ def load(
 
 
 def _checked(cache: KVCache, file: Any, where: str) -> dict[str, Any]:
-    """Return the file's description, or raise `ConfigError` if this cache cannot load it."""
     metadata = file.metadata() or {}
     if metadata.get("format") != _FORMAT:
         raise ConfigError(f"{where} holds tensors, but no sequence; Sequence.save writes those")
@@ -355,7 +353,6 @@ def _fill(
     rows: Any,
     buffer: _Buffer,
 ) -> None:
-    """Copy saved token rows, the first of which is token `saved_from`, to a group's mapped row."""
     # With another page size the window's first page differs from the saving cache's.
     first_token = max(saved_from, group.first_mapped_token(row, num_tokens))
     cursor = Address(group.table.page_address(row, 0) + group.bytes_for(first_token))

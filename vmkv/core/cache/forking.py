@@ -182,7 +182,6 @@ def plan_fork(
 def _aliased(
     cache: KVCache, source: LayerGroup, row: int, first_page: int, num_tokens: int
 ) -> list[PageMapping]:
-    """Return the mappings of `row`, from `first_page` on, that a fork at `num_tokens` shares."""
     aliased = source.whole_mappings(row, first_page, num_tokens)
     # Small extents at the end are cheaper to copy, together with the tail.
     while aliased and not cache.cost_model.prefers_alias_in_fork(aliased[-1].extent.num_bytes):
@@ -573,6 +572,5 @@ def _holders(cache: KVCache, rows: Iterator[int], num_tokens: int) -> list[int]:
 
 
 def _whole_bytes(cache: KVCache, row: int, num_tokens: int) -> int:
-    """Bytes that a fork of `row` at `num_tokens` can share."""
     whole = (group.whole_mappings(row, 0, num_tokens) for group in cache.groups)
     return sum(mapping.extent.num_bytes for mappings in whole for mapping in mappings)

@@ -126,7 +126,6 @@ def grow_ahead(cache: KVCache, wanted: Iterable[tuple[Sequence, int]]) -> None:
 
 
 def _targets(cache: KVCache, wanted: Iterable[tuple[Sequence, int]]) -> list[Target]:
-    """Return targets for the resident sequences of `wanted` that are short of memory."""
     return [
         Target(each.row, min(to, cache.max_tokens), each.num_tokens, each.tenant)
         for each, to in cache.lacking_room(list(wanted))

@@ -213,7 +213,6 @@ def _kind(cache: KVCache) -> str:
 
 
 def _checked(cache: KVCache, values: dict[str, Any], where: str) -> _Offer:
-    """Return the offer in `values`, or raise `ConfigError` if the cache cannot map it."""
     groups = [_GroupOffer(**each) for each in values.pop("groups")]
     offer = _Offer(**values, groups=groups)
     theirs = f"memory of {offer.backend!r} in pages of {offer.page_bytes} bytes"

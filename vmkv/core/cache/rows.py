@@ -163,20 +163,21 @@ class Rows:
             self._pool.backend.join_streams(stream)
         elif row not in self._empty:
             raise ConfigError(f"row {row} of {self.num_rows} is not free")
-        since = self.idle_since(row)
+        since = self._idle_since.get(row, 0)
         if not num_tokens:
             self.begin_anew(row, since)
         self._prefixes.truncate(row, num_tokens)  # First, because scrubbing overwrites the rest.
-        is_scrubbed = True  # Also if scrubbing fails half-way.
-        try:
-            its = num_tokens, tenant, stream
-            is_scrubbed = any([group.scrub(row, *its) for group in self._groups])
-        finally:
-            if is_scrubbed:
-                self.touch(row)
         fence = partial(self._pool.reclaimer.fence_since, since)
-        for group in self._groups:
-            group.go_back(row, num_tokens, stream, fence)
+        is_used = True  # Also if scrubbing fails half-way.
+        try:
+            is_scrubbed = False
+            for group in self._groups:
+                is_scrubbed |= group.scrub(row, num_tokens, tenant, stream)
+                group.go_back(row, num_tokens, stream, fence)
+            is_used = is_scrubbed
+        finally:
+            if is_used:
+                self.touch(row)
         self._prefixes.move(row, Where.LIVE)
         if is_parked:
             del self.parked[row]
@@ -185,12 +186,13 @@ class Rows:
 
     def begin_anew(self, row: int, since: int) -> None:
         """Prepare `row`, unused since a tick, for token 0: retire runs that do not start there."""
-        displaced = [group for group in self._groups if group.table.rows[row].first_page]
-        if displaced:
-            fence = self._pool.reclaimer.fence_since(since)
-            for group in displaced:
-                group.retire_from(row, 0, fence)
+        fence = None  # First, because it may fail.
         for group in self._groups:
+            if fence is None and group.table.rows[row].first_page:
+                fence = self._pool.reclaimer.fence_since(since)
+        for group in self._groups:
+            if fence is not None and group.table.rows[row].first_page:
+                group.retire_from(row, 0, fence)
             group.begin_row(row)
 
     @contextmanager
