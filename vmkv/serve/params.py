@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from json import dumps
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError, shown
 
@@ -260,12 +260,11 @@ def _tuple(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
         raise ConfigError(f"{name}={shown(values)} must be a sequence") from error
 
 
-def _is_integer(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _are_tokens(values: Iterable[object]) -> bool:
-    return all(_is_integer(each) and 0 <= each <= _INTEGER_MAX for each in values)
+    return all(
+        isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= _INTEGER_MAX
+        for each in values
+    )
 
 
 # ---- resolving -----------------------------------------------------------------------------------
