@@ -188,7 +188,8 @@ class Rows:
         """Prepare `row`, unused since a tick, for token 0: retire runs that do not start there."""
         fence = None  # First, because it may fail.
         for group in self._groups:
-            if fence is None and group.table.rows[row].first_page:
+            mappings = group.table.rows[row].mappings
+            if fence is None and mappings and mappings[0].first_page:
                 fence = self._pool.reclaimer.fence_since(since)
         for group in self._groups:
             if fence is not None and group.table.rows[row].first_page:
