@@ -181,13 +181,13 @@ def test_records_of_beams_are_their_tenants(make_cache: MakeCache) -> None:
     ]
 
 
-@pytest.mark.parametrize("fail_at", [1, 2, 3, 4])
+@pytest.mark.parametrize("fail_at", [1, 2, 3, 4, 5])
 def test_records_stay_until_a_beam_is_overwritten(
     host: HostBackend, make_cache: MakeCache, fail_at: int
 ) -> None:
     """Before that a failure changes nothing; after it no prefix hit may contain lost tails.
 
-    The first call joins the streams, the next two save rows, and the fourth overwrites one.
+    The first call joins the streams, the next two save rows, and the last two overwrite them.
     Exchanges of extents fail in memory/test_every_call_can_fail.py.
     """
     faulty = FaultInjectingBackend(host)
@@ -202,7 +202,7 @@ def test_records_stay_until_a_beam_is_overwritten(
     faulty.arm(0)
     cache.check()
     for sequence, stamps in zip(beams.sequences, beams.wanted, strict=True):
-        assert fail_at == 4 or stamps == cache.prefixes.token_ids(sequence.row)
+        assert fail_at > 3 or stamps == cache.prefixes.token_ids(sequence.row)
         hit = cache.open(prompt=[*stamps, 5])
         assert stamps[: hit.num_tokens] == (hit.keys(0)[:, 0, 0] / 16).tolist()
 
