@@ -63,18 +63,20 @@ replicas: $(VENV)/.ray
 		$(BIN)/python -m pytest -m ray tests/serve/replicas tests/cli/test_serve_replicas.py \
 		$(PYTEST_ARGS)
 
-# TRL's trainers over the engine, and peft's adapters, in an environment of their own: the rival
-# that generates by transformers' continuous batching fails with 5.24.
+# TRL's trainers over the engine, and peft's adapters, in the matrix's environment of 5.23: the
+# rival that generates by transformers' continuous batching fails with 5.24.
+TRL_TRANSFORMERS = 5.23.0
+TRL_VENV = .venv-transformers-$(TRL_TRANSFORMERS)
 ADAPTER_TESTS = tests/serve/test_paused.py::test_adapters_are_seen \
 	tests/serve/test_paused.py::test_adapters_that_are_merged_and_disabled_are_taken_out \
 	tests/serve/test_autocast.py::test_adapters_in_float32_are_served_under_autocast \
 	tests/step/test_joined_layers.py \
 	tests/hf/test_ragged_generate.py::test_peft_adapters_are_used_or_refused
 rollouts:
-	@$(MAKE) --quiet .venv-rollouts/.ready VENV=.venv-rollouts EXTRAS=dev,trl \
-		TRANSFORMERS=transformers==5.23.0 \
+	@$(MAKE) --quiet $(TRL_VENV)/.ready VENV=$(TRL_VENV) EXTRAS=dev,trl \
+		TRANSFORMERS=transformers==$(TRL_TRANSFORMERS) \
 		|| { echo "TRL cannot be had: skipped"; exit 0; }; \
-		.venv-rollouts/bin/python -m pytest tests/rollouts $(ADAPTER_TESTS) $(PYTEST_ARGS)
+		$(TRL_VENV)/bin/python -m pytest tests/rollouts $(ADAPTER_TESTS) $(PYTEST_ARGS)
 
 # Client libraries against `vmkv serve`. They run without vmkv, and warn of their own business.
 CLIENT_TESTS = VMKV_PYTHON=$(abspath $(BIN)/python) .venv-clients-$(1)/bin/python \
