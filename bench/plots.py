@@ -155,30 +155,6 @@ def draw_attention(canvas: Any, rows: Rows) -> None:
         axes.set_ylim(0.8, max(1.2, *(1.02 * row["ratio_to_dense"] for row in mine)))
 
 
-def draw_window(canvas: Any, rows: Rows) -> None:
-    """Memory over the length of a sequence, a panel for each shape."""
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    lines = (
-        ("vmkv, most in an interval", "most_resident_bytes", "C0", "-"),
-        ("vmkv, least", "least_resident_bytes", "C0", ":"),
-        ("blocks of 16, freed behind the window", "block_table_bytes", "C1", "--"),
-        ("keeping all tokens", "all_tokens_bytes", "C2", "-."),
-    )
-    panels = canvas.subplots(1, len(shapes), squeeze=False)[0]
-    for axes, shape in zip(panels, shapes, strict=True):
-        mine = [row for row in rows if row["shape"] == shape]
-        start = min(row["prompt_tokens"] for row in mine)
-        decoded = [row for row in mine if row["prompt_tokens"] == start]
-        for label, name, colour, style in lines:
-            # The first interval begins with an empty row.
-            shown = decoded[1:] if name == "least_resident_bytes" else decoded
-            points = [(row["tokens"], row[name] / MiB) for row in shown]
-            axes.plot(*zip(*points, strict=True), style, color=colour, label=label)
-        axes.set(yscale="log", ylabel="MiB", xlabel="tokens of the sequence")
-        axes.set_title(f"{shape}: the window's layers", fontsize=10)
-        axes.grid(alpha=0.3)
-
-
 def _serve(rows: Rows) -> Rows:
     """A row for each way to serve a workload; workloads that were compared, where any was."""
     names = {
@@ -281,7 +257,6 @@ PLOTS: dict[str, Plot] = {
         ),
         width_inches=13,
     ),
-    "window": Plot(draw=draw_window),
     "beams": Plot(
         (
             Panel("held_last_gib", "cache", ("case",), "keys and values at the end", "GiB"),

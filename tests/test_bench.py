@@ -172,8 +172,6 @@ EXACT_FIGURES = (
     ("sharing", "prefix_adopt_calls", 0),
     ("sharing", "shared_prefix_ratio", 1),
     ("sharing", "fork_new_mib", 1 / 8),  # An extent of 32 pages of 4 KiB.
-    ("window", "window_spread_smoke", 1),
-    ("window", "window_spread_smoke_mixed", 1),
     ("serve", "serve_idle_above_watermark_mib", 0),
     ("live", "live_failed", 0),
 )
