@@ -10,7 +10,7 @@ from typing import Any
 
 from harness import Row, show
 
-from vmkv.units import GiB, MiB
+from vmkv.units import GiB
 
 _DPI = 110
 _COLUMNS_MAX = 3

@@ -9,8 +9,8 @@ which a step would compute wrong tokens silently. So each step checks, in about 
   addresses    for captured and compiled steps alone: the first parameter of each attention layer,
                the model's first and its last
 
-So a captured step misses a conversion of a single module outside attention and a parameter replaced
-by another object. It reads values that were changed in place.
+A captured step therefore does not notice that a single module outside attention was converted, or a
+parameter replaced by another object. Values changed in place are read as they are now.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ class Call(NamedTuple):
     beta: torch.Tensor
 
     def of(self, tokens: slice | torch.Tensor) -> Call:
-        """Return the call for some of its tokens."""
+        """Return the arguments for some of the tokens."""
 
         def part(whole: torch.Tensor) -> torch.Tensor:
             return whole[:, tokens] if isinstance(tokens, slice) else whole.index_select(1, tokens)

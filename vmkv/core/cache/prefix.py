@@ -144,7 +144,7 @@ class PrefixTree:
         path.lost_bytes = min(path.lost_bytes, num_bytes)
 
     def move(self, path: Path, where: Where) -> None:
-        """Change the state of a row, except for its lost bytes."""
+        """List a row where rows of its new state are found; what it has lost stays lost."""
         if where is not path.where:
             self._relist(path, path.lost_bytes, path.end.end_bytes, where)
             path.where = where

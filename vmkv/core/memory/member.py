@@ -190,11 +190,11 @@ class PoolMember:
         is_busy: bool,
         preempts: bool = True,
     ) -> None:
-        """Report ahead the memory wanted beyond live rows, and the memory of the first request.
+        """Tell the broker what an engine's requests will need, before any of them asks for memory.
 
-        For engines, whose requests wait for memory themselves instead of in `grow`; `preempts` is
-        whether the engine can give live rows up. `growth_bytes` is the memory that running requests
-        will take beyond live rows; 0 if none runs. Costs a look at each parked row.
+        `more_bytes` are wanted beyond live rows, `first_bytes` by the first waiting request, and
+        `growth_bytes` by running requests. `preempts` is whether the engine can give up live rows.
+        Cost: a look at each parked row.
         """
         assert self._pool is not None
         with self._changed:

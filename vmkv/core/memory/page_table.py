@@ -228,7 +228,7 @@ class PageTable:
         self.note_mapped(row, mappings)
 
     def ops_to_map(self, row: int, mappings: Sequence[PageMapping]) -> list[Op]:
-        """Driver operations that map `mappings`, and then grant access, once per run of it."""
+        """Return the driver calls that map `mappings` and grant access to each contiguous run."""
         ops: list[Op] = []
         for each in mappings:
             address, extent = self.page_address(row, each.first_page), each.extent
@@ -239,7 +239,7 @@ class PageTable:
     def ops_to_set_access(
         self, row: int, mappings: Iterable[PageMapping], access: Access | None = None
     ) -> list[AccessOp]:
-        """Driver operations that grant `access`, or each mapping's own, one per contiguous run."""
+        """Return driver calls, one per contiguous run, for `access` or each mapping's own."""
         ops: list[AccessOp] = []
         end = num_bytes = 0
         for each in mappings:
