@@ -605,7 +605,8 @@ class KVCache(AbstractContextManager["KVCache"]):
 
     def victims(self) -> Iterable[Victim]:
         """Yield the victims: sequences moving to the host, checkpoints, and parked rows."""
-        yield from [victim() for victim in self.moving.values()]
+        for victim in tuple(self.moving.values()):
+            yield victim()
         yield from self.rows.victims()
 
     @uninterrupted

@@ -163,21 +163,18 @@ class Rows:
             self._pool.backend.join_streams(stream)
         elif row not in self._empty:
             raise ConfigError(f"row {row} of {self.num_rows} is not free")
-        since = self._idle_since.get(row, 0)
         if not num_tokens:
-            self.begin_anew(row, since)
+            self.begin_anew(row, self.idle_since(row))
         self._prefixes.truncate(row, num_tokens)  # First, because scrubbing overwrites the rest.
-        fence = partial(self._pool.reclaimer.fence_since, since)
-        is_used = True  # Also if scrubbing fails half-way.
+        is_scrubbed = True  # Also if scrubbing fails half-way.
         try:
-            is_scrubbed = False
-            for group in self._groups:
-                is_scrubbed |= group.scrub(row, num_tokens, tenant, stream)
-                group.go_back(row, num_tokens, stream, fence)
-            is_used = is_scrubbed
+            is_scrubbed = any([it.scrub(row, num_tokens, tenant, stream) for it in self._groups])
         finally:
-            if is_used:
+            if is_scrubbed:
                 self.touch(row)
+        fence = partial(self._pool.reclaimer.fence_since, self.idle_since(row))
+        for group in self._groups:
+            group.go_back(row, num_tokens, stream, fence)
         self._prefixes.move(row, Where.LIVE)
         if is_parked:
             del self.parked[row]
