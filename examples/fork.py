@@ -26,7 +26,7 @@ def write(sequence: Sequence, num_tokens: int, value: float) -> None:
 
 with KVCache(parser.parse_args().device, max_tokens=65_536, max_sequences=4) as cache:
     groups = cache.add_layers(range(4), num_kv_heads=8, head_dim=64, dtype=torch.float16)
-    page_tokens = groups[0].geometry.whole_tokens_below(1)
+    page_tokens = groups[0].token_at(1)
 
     source = cache.open()
     write(source, 12 * page_tokens + page_tokens // 2, value=1)
