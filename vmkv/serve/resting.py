@@ -1,4 +1,4 @@
-"""What an engine does without requests: it shrinks, sleeps, and leaves its model to training.
+"""Engines without requests: they give memory back, sleep, and leave the model to training.
 
 See DESIGN.md, Note [Weights sleep in host memory], and Note [Training has the model in turns].
 """
@@ -33,7 +33,7 @@ _SLICE_BYTES = 1 * GiB
 
 
 class RestingEngine:
-    """The part of `Engine` that runs between requests; `Engine` sets the attributes."""
+    """The base class of `Engine` for the time without requests; `Engine` sets the attributes."""
 
     cache: KVCache
     loop: StepLoop

@@ -308,7 +308,7 @@ class KVCache(AbstractContextManager["KVCache"]):
         return pinned(self.pool, its)
 
     def pinned_state(self, row: int, num_tokens: int) -> AbstractContextManager[None]:
-        """Keep the state of `row` after `num_tokens`, if there is one, in a block that reads it."""
+        """Keep the state of `row` after `num_tokens`, if any, in a block that reads it. Locked."""
         group, its = self.states, (row, num_tokens, self.live_tokens(row))
         if group is None or not group.holds(*its):
             return nullcontext()

@@ -154,7 +154,7 @@ class StateGroup(LayerGroup):
 
     def why_lost(self, row: int, live_tokens: int | None) -> str:
         """Why `holds` is false for `row`, for an error's message."""
-        lengths = " and ".join(map(str, [*sorted(self.at_rest(row)), live_tokens]))
+        lengths = " and ".join(map(str, sorted(self.lengths(row, live_tokens))))
         return f"layers keep a state of the sequence after {lengths} tokens only"
 
     def row_at(self, row: int, num_tokens: int, live_tokens: int | None) -> int:
