@@ -301,11 +301,13 @@ class AttentionBackend(abc.ABC):
 
     Attributes:
         name: Name in `select(name=...)` and in error messages.
+        needs_cuda: Whether it runs on GPUs only.
         appends: Whether `attend` writes `Call.new` into the rows first, in the same launch.
         reads_new: Whether there is `attend_new`.
     """
 
     name: str
+    needs_cuda: bool = False
     appends: bool = False
 
     @property

@@ -362,12 +362,9 @@ extern "C" __global__ __launch_bounds__(128, MIN_BLOCKS) void decode(
 
 
 def serves(call: Call) -> bool:
-    """Whether the kernel runs here and takes this call: single queries, float8 or wide heads."""
-    query = call.query
+    """Whether the kernel takes this call on a GPU: single queries, float8 or wide heads."""
     needed = (8, 9) if call.keys.dtype == FP8 else (8, 0)
-    return (
-        query.is_cuda and takes(call) and torch.cuda.get_device_capability(query.device) >= needed
-    )
+    return takes(call) and torch.cuda.get_device_capability(call.query.device) >= needed
 
 
 def takes(call: Call) -> bool:

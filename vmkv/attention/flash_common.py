@@ -70,8 +70,6 @@ def usable(name: str, found: T | str) -> T:
 
 def why_not_flash(spec: AttentionSpec, generation: int) -> str | None:
     """Return which limit of a FlashAttention generation, 2 or 3, `spec` exceeds, or None."""
-    if spec.device_type != "cuda":
-        return f"it runs on CUDA, not on {spec.device_type}"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if spec.dtype not in DTYPES:
@@ -91,6 +89,8 @@ def why_not_flash(spec: AttentionSpec, generation: int) -> str | None:
 
 class FlashBackend(AttentionBackend):
     """A FlashAttention kernel as a backend; sinks are applied from its log-sum-exp."""
+
+    needs_cuda = True
 
     def attend(self, call: Call) -> torch.Tensor:
         """Launch the kernel and apply the sinks."""

@@ -89,7 +89,10 @@ def why_not(name: str, spec: AttentionSpec) -> str | None:
     Raises:
         ConfigError: There is no backend of that name.
     """
-    reason = get(name).why_not(spec)
+    backend = get(name)
+    if backend.needs_cuda and spec.device_type != "cuda":
+        return f"it runs on CUDA, not on {spec.device_type}"
+    reason = backend.why_not(spec)
     if reason is None and spec.device_type == "cuda":
         reason = _trial(name, spec)
     return reason

@@ -46,7 +46,7 @@ class SdpaBackend(AttentionBackend):
 
     def attend(self, call: Call) -> torch.Tensor:
         """Attend sequence by sequence, over views cut to the visible keys."""
-        if call.sinks is None and decode.serves(call):
+        if call.query.is_cuda and call.sinks is None and decode.serves(call):
             return decode.decode(call)[0]
         is_fp8 = call.keys.dtype == fp8.FP8
         query, window, scales = call.query, call.window, call.scales
