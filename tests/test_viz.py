@@ -19,7 +19,7 @@ from helpers.tiny_models import tiny_model
 import vmkv
 from vmkv import ClosedError, ConfigError, HostBackend, KVCache
 from vmkv.core.backend import Access, MemoryLocation
-from vmkv.core.cache.cost import CostModel
+from vmkv.core.cache.forking import CostModel
 from vmkv.units import KiB, MiB
 from vmkv.viz import RowMap, draw, page_map
 

@@ -12,7 +12,7 @@ import pytest
 from helpers.stamps import append, assert_holds
 
 from vmkv import ExtentPool, HostBackend, KVCache
-from vmkv.core.cache.cost import CostModel
+from vmkv.core.cache.forking import CostModel
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

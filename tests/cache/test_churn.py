@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from vmkv import BackendUsage, ExtentPool, HostBackend, KVCache
-from vmkv.core.cache.cost import CostModel
+from vmkv.core.cache.forking import CostModel
 from vmkv.core.memory import check_pool
 from vmkv.units import KiB, MiB
 

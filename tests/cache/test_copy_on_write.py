@@ -16,7 +16,7 @@ from helpers.stamps import append, assert_holds
 
 from vmkv import KVCache
 from vmkv.core.backend import Access
-from vmkv.core.cache.cost import CostModel
+from vmkv.core.cache.forking import CostModel
 from vmkv.units import KiB
 
 ALIASES = CostModel(map_us=0, unmap_us=0)
@@ -38,7 +38,7 @@ def _accesses(cache: KVCache, row: int) -> list[Access]:
 _WRITE = """
 import sys, torch
 from vmkv import ExtentPool, KVCache, open_backend
-from vmkv.core.cache.cost import CostModel
+from vmkv.core.cache.forking import CostModel
 device, writer, token = sys.argv[1:]
 backend = open_backend(device)
 page_bytes = backend.granularity_bytes

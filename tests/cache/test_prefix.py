@@ -20,7 +20,7 @@ import torch
 from helpers.stamps import append, assert_holds
 
 from vmkv import ConfigError, KVCache, Sequence
-from vmkv.core.cache.cost import CostModel
+from vmkv.core.cache.forking import CostModel
 from vmkv.core.cache.prefix import BLOCK_TOKENS, PrefixIndex, PrefixTree, Where
 from vmkv.units import KiB
 

@@ -15,7 +15,7 @@ import torch
 from helpers.stamps import append, assert_holds
 
 from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, KVCache, Sequence
-from vmkv.core.cache.cost import CostModel
+from vmkv.core.cache.forking import CostModel
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB

@@ -14,7 +14,7 @@ import torch
 from helpers.stamps import append, assert_holds
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, Sequence
-from vmkv.core.cache.cost import CostModel
+from vmkv.core.cache.forking import CostModel
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

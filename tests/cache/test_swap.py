@@ -19,7 +19,7 @@ from vmkv import (
 )
 from vmkv.core.backend import MemoryLocation
 from vmkv.core.backend.host import HostFence
-from vmkv.core.cache.cost import CostModel
+from vmkv.core.cache.forking import CostModel
 from vmkv.core.memory.page_table import PageMapping
 from vmkv.errors import DriverError
 from vmkv.units import KiB, MiB

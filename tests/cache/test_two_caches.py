@@ -17,7 +17,7 @@ from helpers.stamps import append, assert_holds
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
 from vmkv.core.cache import kv_cache
-from vmkv.core.cache.cost import CostModel
+from vmkv.core.cache.forking import CostModel
 from vmkv.core.memory import PageTable, check_pool
 from vmkv.units import KiB
 

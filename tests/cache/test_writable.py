@@ -8,7 +8,7 @@ import pytest
 from helpers.stamps import append
 
 from vmkv import ExtentPool, HostBackend, KVCache, Sequence
-from vmkv.core.cache.cost import CostModel
+from vmkv.core.cache.forking import CostModel
 from vmkv.core.cache.growing import surplus_bytes
 from vmkv.errors import ConfigError, InternalError, OutOfPagesError
 from vmkv.units import KiB

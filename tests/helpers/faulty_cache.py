@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vmkv import ExtentPool, KVCache, Sequence
-from vmkv.core.cache.cost import CostModel
+from vmkv.core.cache.forking import CostModel
 from vmkv.testing import FaultInjectingBackend, Scenario
 from vmkv.units import KiB
 

@@ -15,7 +15,7 @@ from helpers.small_cache import small_constants
 from helpers.stamped_rows import DTYPE, History, StampedRows
 from vmkv import BackendUsage, ExtentPool, KVCache, OutOfPagesError, Sequence
 from vmkv.core.backend import MemoryLocation
-from vmkv.core.cache.cost import CostModel
+from vmkv.core.cache.forking import CostModel
 from vmkv.errors import ConfigError, DriverError
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB

@@ -45,7 +45,7 @@ from vmkv import (
 )
 from vmkv.core.backend import MemoryLocation
 from vmkv.core.cache import StateShape, layer_group, prefix
-from vmkv.core.cache.cost import CostModel
+from vmkv.core.cache.forking import CostModel
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
@@ -159,6 +159,11 @@ class CacheMachine(RuleBasedStateMachine):
         struck = self.backend.failed_call is not None
         self.backend.arm(0)
         return struck
+
+    def _opened(self, key: int, sequence: Sequence) -> None:
+        """Add a sequence with the first tokens of `key`, in a row of its own."""
+        self.num_rows_free -= 1
+        self.by_id[self.model.fork(key, sequence.num_tokens)] = sequence
 
     def _must_fit(self, key: int, num_tokens: int) -> bool:
         """Whether the pool can supply the growth even if live rows give nothing back."""
@@ -302,8 +307,7 @@ class CacheMachine(RuleBasedStateMachine):
         except DriverError:
             assert self._end_fault()
         else:
-            self.num_rows_free -= 1
-            self.by_id[self.model.fork(key, num_tokens)] = fork
+            self._opened(key, fork)
             assert num_tokens == fork.num_tokens
         self._end_fault()
 
@@ -438,8 +442,7 @@ class CacheMachine(RuleBasedStateMachine):
         except DriverError:
             assert self._end_fault()
         else:
-            self.num_rows_free -= 1
-            self.by_id[self.model.fork(key, loaded.num_tokens)] = loaded
+            self._opened(key, loaded)
         self._end_fault()
 
     @precondition(lambda self: self.is_shareable)
@@ -625,8 +628,7 @@ class CacheMachine(RuleBasedStateMachine):
                 return
             except (ConfigError, OutOfAddressSpaceError):
                 return
-            self.num_rows_free -= 1
-            self.by_id[self.model.fork(key, num_tokens)] = fork
+            self._opened(key, fork)
 
     @has_sequences
     @rule(pick=picks, num_tokens=st.integers(0, 20), num_free_pages=st.integers(0, 4))

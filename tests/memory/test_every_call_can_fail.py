@@ -26,7 +26,7 @@ from helpers.interrupts import interrupted, offsets
 from vmkv import BackendUsage, HostBackend, KVCache
 from vmkv.core.backend.host import HostFence
 from vmkv.core.cache import StateShape, layer_group, make_ready
-from vmkv.core.cache.cost import CostModel
+from vmkv.core.cache.forking import CostModel
 from vmkv.core.cache.swap import MovedPrefixes, move_prefixes
 from vmkv.core.interrupts import uninterrupted
 from vmkv.errors import CapacityError, ClosedError, DriverError

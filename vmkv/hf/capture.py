@@ -102,12 +102,6 @@ def capture_decoding(
     return CapturedDecoding(model, layers)
 
 
-def compiled_layers_of(model: Any) -> CompiledLayers | None:
-    """Return the layers that `capture_decoding` has compiled for the model, or None."""
-    capture = vars(model).get("forward")
-    return capture.layers if isinstance(capture, CapturedDecoding) else None
-
-
 class _OfCache:
     """The captured steps of one cache, and the form of its model's outputs.
 

@@ -45,10 +45,11 @@ from ..core.cache.prefix import BLOCK_TOKENS
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ConfigError
 from ..step import Piece, Stepper
+from ..step.compiled_layers import CompiledLayers
 from ..step.piece import StepLogits
 from ..step.states import StateLayer
 from . import compat
-from .capture import compiled_layers_of
+from .capture import CapturedDecoding
 from .configuration import check_length, layer_windows
 from .group_step import read_left_pad
 from .proof import Proof, locks_of, prove
@@ -222,7 +223,7 @@ def _generate(
         stack.enter_context(cache.serving(model, proof, len(prompts), tenant))
         cores = cache.store.cores
         has_states = bool(proof.calls.states)
-        layers = compiled_layers_of(model) if len(cores) == 1 and not has_states else None
+        layers = _compiled_layers_of(model) if len(cores) == 1 and not has_states else None
         stepper = Stepper(
             model, cores, len(prompts), attention_backend=backend, layers=layers, calls=proof.calls
         )
@@ -246,6 +247,12 @@ def _generate(
 
 
 # ---- prefill ----------------------------------------------------------------------------------
+
+
+def _compiled_layers_of(model: Any) -> CompiledLayers | None:
+    """Return the layers that `capture_decoding` has compiled for the model, or None."""
+    capture = vars(model).get("forward")
+    return capture.layers if isinstance(capture, CapturedDecoding) else None
 
 
 def prefill_passes(

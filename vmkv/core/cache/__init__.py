@@ -8,8 +8,8 @@ parked. `layers.py`, `growing.py`, `forking.py` and
 and share them.
 """
 
-from .cost import CostModel as CostModel
 from .device_memory import call_with_room as call_with_room
+from .forking import CostModel as CostModel
 from .geometry import Geometry as Geometry
 from .geometry import LayerShape as LayerShape
 from .growing import grow_ahead as grow_ahead

@@ -29,8 +29,8 @@ from ..backend import Backend
 from ..interrupts import uninterrupted
 from ..memory import ExtentPool, Victim, check_pool, pinned
 from . import disk, forking, growing, process
-from .cost import CostModel
 from .device_memory import open_pool
+from .forking import CostModel
 from .fp8 import LayerScales, Scales
 from .geometry import LayerShape, check_positive
 from .kv_group import KVGroup
