@@ -241,14 +241,20 @@ def test_cuda_copies_do_not_wait(cuda: Any) -> None:
     cuda.address_free(address, 2 * size)
 
 
-def test_cuda_fences_leave_streams_out_that_are_not_noted(cuda: Any) -> None:
-    """Such a stream is destroyed as others are."""
+def _mapped_and_busy(cuda: Any) -> tuple[Address, int, torch.cuda.Stream]:
+    """Map one unit of memory; return its address and size, and a stream that is busy for long."""
     size = cuda.granularity_bytes
     address = cuda.address_reserve(size)
     _map(cuda, address, size)
     busy = torch.cuda.Stream()
     with torch.cuda.stream(busy):
         torch.cuda._sleep(500_000_000)
+    return address, size, busy
+
+
+def test_cuda_fences_leave_streams_out_that_are_not_noted(cuda: Any) -> None:
+    """Such a stream is destroyed as others are."""
+    address, size, busy = _mapped_and_busy(cuda)
     aside = cuda.new_stream(is_noted=False)
     cuda.stream_wait(aside, busy.cuda_stream)
     cuda.fill(address, size, 0x17, aside)
@@ -262,12 +268,7 @@ def test_cuda_fences_leave_streams_out_that_are_not_noted(cuda: Any) -> None:
 
 def test_cuda_destroying_a_stream_waits_for_its_work(cuda: Any) -> None:
     """The stream's work needs no fence afterwards."""
-    size = cuda.granularity_bytes
-    address = cuda.address_reserve(size)
-    _map(cuda, address, size)
-    busy = torch.cuda.Stream()
-    with torch.cuda.stream(busy):
-        torch.cuda._sleep(500_000_000)
+    address, size, busy = _mapped_and_busy(cuda)
     side = cuda.new_stream()
     cuda.stream_wait(side, busy.cuda_stream)
     cuda.fill(address, size, 0x17, side)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import warm_python
+from helpers.books import books
 from helpers.faulty_cache import FaultyCache
 from helpers.members import PAGE
 from helpers.stamps import append, assert_holds
@@ -39,20 +40,6 @@ def _filled(cache: KVCache, num_tokens: int, *, first: int = 0) -> Sequence:
     append(sequence, range(first, first + num_tokens))
     sequence.record(range(first, first + num_tokens))
     return sequence
-
-
-def _books(cache: KVCache) -> object:
-    """State that a refused load must not change."""
-    cache.pool.reclaimer.wait()
-    cache.pool.reclaimer.free_idle_reservations()
-    cache.check()
-    return (
-        cache.pool.backend.usage(),
-        cache.pool.stats(),
-        sorted(cache.live),
-        list(cache.rows.parked),
-        cache.stats().num_sequences,
-    )
 
 
 # ---- round trips --------------------------------------------------------------------------
@@ -350,10 +337,10 @@ def saved(no_underread: None, make_cache: MakeCache, tmp_path: Path) -> Path:
 
 def _refused(cache: KVCache, path: Path, match: str) -> None:
     """Assert that a load is refused and changes no state."""
-    before = _books(cache)
+    before = books(cache)
     with pytest.raises(ConfigError, match=match):
         cache.load(path)
-    assert before == _books(cache)
+    assert before == books(cache)
 
 
 def test_truncated_file_is_refused(saved: Path, make_cache: MakeCache) -> None:

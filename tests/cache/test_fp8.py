@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import moves
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, Sequence
 from vmkv.core.cache import fp8
@@ -136,23 +137,6 @@ def test_scales_that_do_not_fit_are_refused(
         make(**options)
 
 
-def _swapped(sequence: Sequence, folder: Path) -> Sequence:
-    sequence.swap_out()
-    sequence.swap_in()
-    return sequence
-
-
-def _saved(sequence: Sequence, folder: Path) -> Sequence:
-    sequence.save(folder / "kv")
-    sequence.close()
-    sequence.cache.trim()
-    return sequence.cache.load(folder / "kv")
-
-
-def _forked(sequence: Sequence, folder: Path) -> Sequence:
-    return sequence.fork()
-
-
 def _found(sequence: Sequence, folder: Path) -> Sequence:
     sequence.close()
     found = sequence.cache.open(prompt=range(113))
@@ -160,7 +144,7 @@ def _found(sequence: Sequence, folder: Path) -> Sequence:
     return found
 
 
-@pytest.mark.parametrize("happens", [_swapped, _saved, _forked, _found])
+@pytest.mark.parametrize("happens", [moves.swapped, moves.saved, moves.forked, _found])
 def test_bytes_survive_every_move(
     make: MakeCache, tmp_path: Path, happens: Callable[[Sequence, Path], Sequence]
 ) -> None:

@@ -5,7 +5,6 @@ Tests marked slow start a second process; failing peers are threads of this proc
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -24,6 +23,7 @@ import pytest
 import torch
 from helpers import warm_python
 from helpers.another_user import BECOME_NOBODY, NOBODY, can_become_nobody
+from helpers.books import books
 from helpers.faulty_cache import FaultyCache
 from helpers.stamps import append, assert_holds
 
@@ -58,20 +58,6 @@ def make_shareable(make_cache: MakeCache) -> MakeCache:
 def path(tmp_path: Path) -> str:
     """Path of the exporter's socket."""
     return str(tmp_path / "s")
-
-
-def _books(cache: KVCache) -> object:
-    """State that a failed import must not change."""
-    gc.collect()  # A garbage cycle may hold descriptors of other tests.
-    cache.pool.reclaimer.wait()
-    cache.check()
-    return (
-        cache.pool.backend.usage(),
-        cache.pool.imported_extents(),
-        sorted(cache.live),
-        list(cache.rows.parked),
-        len(os.listdir("/proc/self/fd")),
-    )
 
 
 def _shared(make: MakeCache, num_tokens: int, **options: Any) -> tuple[Any, KVCache, KVCache]:
@@ -508,7 +494,7 @@ def test_waiting_for_importers_ends(sequence: Any, path: str) -> None:
 def test_import_without_an_exporter_fails(make_shareable: MakeCache, path: str) -> None:
     """No socket, a socket without a listener, and a listener that never answers."""
     cache = make_shareable()
-    before = _books(cache)
+    before = books(cache)
     with pytest.raises(FileNotFoundError):
         cache.import_prefix(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
@@ -518,7 +504,7 @@ def test_import_without_an_exporter_fails(make_shareable: MakeCache, path: str) 
         server.listen()
         with pytest.raises(TimeoutError, match=r"more than 0\.05 s"):
             cache.import_prefix(path, timeout_s=0.05)
-    assert before == _books(cache)
+    assert before == books(cache)
 
 
 def test_socket_is_this_users_and_goes_with_the_exporter(sequence: Any, path: str) -> None:
@@ -611,13 +597,13 @@ def test_import_from_another_server_fails(
 ) -> None:
     """Another protocol version, another program, and a message that ends midway."""
     cache = make_shareable()
-    before = _books(cache)
+    before = books(cache)
     with (
         _fake_exporter(path, lambda connection: connection.sendall(sent)),
         pytest.raises(error, match=match),
     ):
         cache.import_prefix(path)
-    assert before == _books(cache)
+    assert before == books(cache)
 
 
 OFFERS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
@@ -638,13 +624,13 @@ def test_offer_that_does_not_fit_is_refused(
     offer = _offer(sequence, path)
     change(offer)
     cache = make_shareable()
-    before = _books(cache)
+    before = books(cache)
     with (
         _fake_exporter(path, lambda connection: connection.sendall(_frame(offer))),
         pytest.raises(ConfigError, match=match),
     ):
         cache.import_prefix(path)
-    assert before == _books(cache)
+    assert before == books(cache)
 
 
 @pytest.mark.parametrize("num_batches", [0, 1])
@@ -673,10 +659,10 @@ def test_import_releases_its_extents_when_the_exporter_ends(
             assert num_batches == len(cache.pool.imported_extents())
 
         cache = make_shareable()
-        before = _books(cache)
+        before = books(cache)
         with _fake_exporter(path, talk), pytest.raises(ConnectionError, match="midway"):
             cache.import_prefix(path)
-        assert before == _books(cache)
+        assert before == books(cache)
         backend.mem_release(handle)
 
 

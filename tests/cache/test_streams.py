@@ -61,6 +61,13 @@ class _Play:
         self.histories[fork] = self.histories[source]
         return fork
 
+    def forked(self, num_tokens: int) -> tuple[Sequence, Sequence]:
+        """Open a sequence on the first stream and fork it on the second; return both."""
+        self.on(_FIRST)
+        source = self.open(num_tokens)
+        self.on(_SECOND)
+        return source, self.fork(source)
+
     def write(self, sequence: Sequence, num_tokens: int, first: int = 0) -> None:
         """Append tokens, and have the current stream write them."""
         start = sequence.num_tokens
@@ -107,10 +114,7 @@ def test_source_waits_for_a_fork_on_another_stream(
     A prefix hit forks like this, unknown to its owner.
     """
     play = make_play(alias_pages)
-    play.on(_FIRST)
-    source = play.open(30)
-    play.on(_SECOND)
-    fork = play.fork(source)
+    source, fork = play.forked(30)
     play.on(_FIRST)
     source.truncate(5)
     play.write(source, 25, first=100)
@@ -137,10 +141,7 @@ def test_source_goes_on_once_a_fork_has_copied_its_state(
 def test_source_waits_for_a_fork_that_has_ended(make_play: Callable[..., _Play]) -> None:
     """The ended fork's stream may still read the tokens that the source overwrites."""
     play = make_play(_ALIASES)
-    play.on(_FIRST)
-    source = play.open(32)
-    play.on(_SECOND)
-    fork = play.fork(source)
+    source, fork = play.forked(32)
     play.on(_FIRST)
     source.truncate(5)
     play.on(_SECOND)

@@ -6,29 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers.client_cases import (
-    ANSWER,
-    FUNCTIONS,
-    HISTORY,
-    MAX_TOKENS,
-    MESSAGES,
-    MODEL,
-    QUESTION,
-    City,
-    check_call,
-)
+from helpers import client_cases as cases
 
 pytestmark = pytest.mark.clients
 #: The client has no parameter for temperatures any more.
 ASKED: dict[str, Any] = {
-    "model": MODEL,
-    "max_tokens": MAX_TOKENS,
-    "messages": MESSAGES,
+    "model": cases.MODEL,
+    "max_tokens": cases.MAX_TOKENS,
+    "messages": cases.MESSAGES,
     "extra_body": {"temperature": 0},
 }
 TOOLS = [
     {"name": each["name"], "description": each["description"], "input_schema": each["parameters"]}
-    for each in FUNCTIONS
+    for each in cases.FUNCTIONS
 ]
 CHOICES = [{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "get_time"}]
 
@@ -49,17 +39,17 @@ def calls_of(message: Any) -> list[tuple[str, dict[str, Any]]]:
     calls = [each for each in message.content if each.type == "tool_use"]
     for each in calls:
         assert each.id
-        check_call(each.name, each.input)
+        cases.check_call(each.name, each.input)
     assert ("tool_use" if calls else "end_turn") == message.stop_reason
     return [(each.name, each.input) for each in calls]
 
 
 def test_message(client: Any) -> None:
     answer = client.messages.create(**ASKED, system="Answer in one sentence.")
-    assert ANSWER in text_of(answer)
+    assert cases.ANSWER in text_of(answer)
     assert ("assistant", "message", "end_turn") == (answer.role, answer.type, answer.stop_reason)
     assert answer.usage.input_tokens > 0
-    assert 0 < answer.usage.output_tokens <= MAX_TOKENS
+    assert 0 < answer.usage.output_tokens <= cases.MAX_TOKENS
 
 
 def test_message_that_is_cut(client: Any) -> None:
@@ -67,9 +57,9 @@ def test_message_that_is_cut(client: Any) -> None:
 
 
 def test_stop_sequences(client: Any) -> None:
-    answer = client.messages.create(**ASKED, stop_sequences=["§", ANSWER])
-    assert ("stop_sequence", ANSWER) == (answer.stop_reason, answer.stop_sequence)
-    assert ANSWER not in text_of(answer)
+    answer = client.messages.create(**ASKED, stop_sequences=["§", cases.ANSWER])
+    assert ("stop_sequence", cases.ANSWER) == (answer.stop_reason, answer.stop_sequence)
+    assert cases.ANSWER not in text_of(answer)
 
 
 def test_stream(client: Any) -> None:
@@ -86,10 +76,10 @@ def test_stream(client: Any) -> None:
 
 def test_texts_as_blocks(client: Any) -> None:
     """With hints for a cache, as agents send them; and a system prompt of blocks."""
-    block = {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}
+    block = {"type": "text", "text": cases.QUESTION, "cache_control": {"type": "ephemeral"}}
     system = [{"type": "text", "text": "Answer in one sentence."}]
     asked = ASKED | {"messages": [{"role": "user", "content": [block]}], "system": system}
-    assert ANSWER in text_of(client.messages.create(**asked))
+    assert cases.ANSWER in text_of(client.messages.create(**asked))
 
 
 def test_fields_without_an_effect_here(client: Any) -> None:
@@ -100,12 +90,16 @@ def test_fields_without_an_effect_here(client: Any) -> None:
 
 def test_count_tokens(client: Any) -> None:
     """Equal to what a message reports; tools may add to it."""
-    counted = client.messages.count_tokens(model=MODEL, messages=MESSAGES)
+    counted = client.messages.count_tokens(model=cases.MODEL, messages=cases.MESSAGES)
     usage = client.messages.create(**ASKED).usage
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
-    longer = client.messages.count_tokens(model=MODEL, messages=MESSAGES, system="Be brief.")
+    longer = client.messages.count_tokens(
+        model=cases.MODEL, messages=cases.MESSAGES, system="Be brief."
+    )
     assert longer.input_tokens != counted.input_tokens
-    with_tools = client.messages.count_tokens(model=MODEL, messages=MESSAGES, tools=TOOLS)
+    with_tools = client.messages.count_tokens(
+        model=cases.MODEL, messages=cases.MESSAGES, tools=TOOLS
+    )
     assert with_tools.input_tokens >= counted.input_tokens
 
 
@@ -132,9 +126,13 @@ def test_no_tools_wanted(client: Any) -> None:
 def test_tool_history(client: Any) -> None:
     arguments = {"city": "Paris", "unit": "celsius"}
     call = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": arguments}
-    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": HISTORY[2]["content"]}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "toolu_1",
+        "content": cases.HISTORY[2]["content"],
+    }
     messages = [
-        HISTORY[0],
+        cases.HISTORY[0],
         {"role": "assistant", "content": [call]},
         {"role": "user", "content": [result]},
     ]
@@ -142,7 +140,9 @@ def test_tool_history(client: Any) -> None:
 
 
 def test_parse(client: Any) -> None:
-    assert isinstance(client.messages.parse(**ASKED, output_format=City).parsed_output, City)
+    assert isinstance(
+        client.messages.parse(**ASKED, output_format=cases.City).parsed_output, cases.City
+    )
 
 
 def test_errors_are_of_its_form(client: Any) -> None:

@@ -15,20 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.client_cases import (
-    ANSWER,
-    HISTORY,
-    MAX_TOKENS,
-    MESSAGES,
-    MODEL,
-    QUESTION,
-    TOOLS,
-    City,
-    check_call,
-)
+from helpers import client_cases as cases
 
 pytestmark = pytest.mark.clients
-ASKED: dict[str, Any] = {"messages": MESSAGES, "max_tokens": MAX_TOKENS, "temperature": 0}
+ASKED: dict[str, Any] = {
+    "messages": cases.MESSAGES,
+    "max_tokens": cases.MAX_TOKENS,
+    "temperature": 0,
+}
 #: Of the proxy: it imports for a while.
 START_S = 120
 #: The proxy does not start without.
@@ -39,12 +33,12 @@ KEY = f"sk-{secrets.token_hex(16)}"
 def to(url: str, request: pytest.FixtureRequest) -> dict[str, Any]:
     """Parameters that lead to the server, by both providers that speak its API."""
     pytest.importorskip("litellm")
-    return {"model": f"{request.param}/{MODEL}", "api_base": f"{url}/v1", "api_key": "none"}
+    return {"model": f"{request.param}/{cases.MODEL}", "api_base": f"{url}/v1", "api_key": "none"}
 
 
 def calls_of(message: Any) -> list[str]:
     for each in message.tool_calls or []:
-        check_call(each.function.name, each.function.arguments)
+        cases.check_call(each.function.name, each.function.arguments)
     return [each.function.name for each in message.tool_calls or []]
 
 
@@ -52,7 +46,7 @@ def test_chat_and_stream(to: dict[str, Any]) -> None:
     import litellm
 
     plain = litellm.completion(**ASKED, **to).choices[0].message.content
-    assert ANSWER in plain
+    assert cases.ANSWER in plain
     stream = litellm.completion(**ASKED, **to, stream=True)
     assert plain == "".join(each.choices[0].delta.content or "" for each in stream)
 
@@ -62,7 +56,7 @@ def test_completion(to: dict[str, Any]) -> None:
 
     to = to | {"model": to["model"].replace("openai/", "text-completion-openai/")}
     prompt = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
-    assert ANSWER in litellm.text_completion(**prompt, **to).choices[0].text
+    assert cases.ANSWER in litellm.text_completion(**prompt, **to).choices[0].text
 
 
 @pytest.mark.parametrize(
@@ -73,7 +67,7 @@ def test_completion(to: dict[str, Any]) -> None:
 def test_tools(to: dict[str, Any], choice: Any) -> None:
     import litellm
 
-    asked = {**ASKED, **to, "tools": TOOLS, "tool_choice": choice}
+    asked = {**ASKED, **to, "tools": cases.TOOLS, "tool_choice": choice}
     whole = litellm.completion(**asked).choices[0].message
     chunks = list(litellm.completion(**asked, stream=True))
     streamed = litellm.stream_chunk_builder(chunks).choices[0].message
@@ -89,14 +83,14 @@ def test_tools(to: dict[str, Any], choice: Any) -> None:
 def test_structured_output(to: dict[str, Any]) -> None:
     import litellm
 
-    answer = litellm.completion(**ASKED, **to, response_format=City)
-    City.model_validate_json(answer.choices[0].message.content)
+    answer = litellm.completion(**ASKED, **to, response_format=cases.City)
+    cases.City.model_validate_json(answer.choices[0].message.content)
 
 
 def test_history_and_effort(to: dict[str, Any]) -> None:
     import litellm
 
-    asked = ASKED | {"messages": HISTORY, "tools": TOOLS}
+    asked = ASKED | {"messages": cases.HISTORY, "tools": cases.TOOLS}
     effort = {"reasoning_effort": "low", "allowed_openai_params": ["reasoning_effort"]}
     assert litellm.completion(**asked, **to, **effort).choices[0].message.content
 
@@ -104,8 +98,8 @@ def test_history_and_effort(to: dict[str, Any]) -> None:
 def test_responses(to: dict[str, Any]) -> None:
     import litellm
 
-    asked = {"input": QUESTION, "max_output_tokens": MAX_TOKENS, "temperature": 0}
-    assert ANSWER in litellm.responses(**asked, **to).output[0].content[0].text
+    asked = {"input": cases.QUESTION, "max_output_tokens": cases.MAX_TOKENS, "temperature": 0}
+    assert cases.ANSWER in litellm.responses(**asked, **to).output[0].content[0].text
 
 
 # ---- the proxy -----------------------------------------------------------------------------------
@@ -115,9 +109,11 @@ def test_responses(to: dict[str, Any]) -> None:
 def proxy(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a proxy in front of the server."""
     pytest.importorskip("litellm.proxy.proxy_server", exc_type=ImportError)
-    route = {"model": f"hosted_vllm/{MODEL}", "api_base": f"{url}/v1", "api_key": "none"}
+    route = {"model": f"hosted_vllm/{cases.MODEL}", "api_base": f"{url}/v1", "api_key": "none"}
     config = tmp_path_factory.mktemp("proxy") / "config.yaml"  # JSON is YAML.
-    config.write_text(json.dumps({"model_list": [{"model_name": MODEL, "litellm_params": route}]}))
+    config.write_text(
+        json.dumps({"model_list": [{"model_name": cases.MODEL, "litellm_params": route}]})
+    )
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [Path(sys.executable).with_name("litellm"), "--config", config]
@@ -146,19 +142,21 @@ def test_chats_through_the_proxy(proxy: str) -> None:
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{proxy}/v1", api_key=KEY, max_retries=0) as client:
         create = client.chat.completions.create
-        plain = create(**ASKED, model=MODEL).choices[0].message.content
-        assert ANSWER in plain
-        stream = create(**ASKED, model=MODEL, stream=True)
+        plain = create(**ASKED, model=cases.MODEL).choices[0].message.content
+        assert cases.ANSWER in plain
+        stream = create(**ASKED, model=cases.MODEL, stream=True)
         assert plain == "".join(each.choices[0].delta.content or "" for each in stream)
-        called = create(**ASKED, model=MODEL, tools=TOOLS, tool_choice="required")
+        called = create(**ASKED, model=cases.MODEL, tools=cases.TOOLS, tool_choice="required")
         assert calls_of(called.choices[0].message)
-        parsed = client.chat.completions.parse(**ASKED, model=MODEL, response_format=City)
-        assert isinstance(parsed.choices[0].message.parsed, City)
+        parsed = client.chat.completions.parse(
+            **ASKED, model=cases.MODEL, response_format=cases.City
+        )
+        assert isinstance(parsed.choices[0].message.parsed, cases.City)
 
 
 def test_messages_through_the_proxy(proxy: str) -> None:
     anthropic = pytest.importorskip("anthropic")
     with anthropic.Anthropic(base_url=proxy, api_key=KEY, max_retries=0) as client:
-        asked = {"model": MODEL, "max_tokens": MAX_TOKENS, "messages": MESSAGES}
+        asked = {"model": cases.MODEL, "max_tokens": cases.MAX_TOKENS, "messages": cases.MESSAGES}
         answer = client.messages.create(**asked, extra_body={"temperature": 0})
-        assert ANSWER in answer.content[0].text
+        assert cases.ANSWER in answer.content[0].text

@@ -8,24 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.client_cases import (
-    ANSWER,
-    FUNCTIONS,
-    HISTORY,
-    MAX_TOKENS,
-    MESSAGES,
-    MODEL,
-    QUESTION,
-    TOOLS,
-    City,
-    check_call,
-)
+from helpers import client_cases as cases
 
 pytestmark = pytest.mark.clients
-GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": MAX_TOKENS}
-CHAT = GREEDY | {"messages": MESSAGES}
+GREEDY: dict[str, Any] = {"model": cases.MODEL, "temperature": 0, "max_tokens": cases.MAX_TOKENS}
+CHAT = GREEDY | {"messages": cases.MESSAGES}
 NAMED = {"type": "function", "function": {"name": "get_time"}}
-SCHEMA = {"name": "city", "strict": True, "schema": City.model_json_schema()}
+SCHEMA = {"name": "city", "strict": True, "schema": cases.City.model_json_schema()}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +32,7 @@ def plain(client: Any) -> str:
 
 def tokens_of(url: str, text: str) -> list[int]:
     """The tokens of a text without special ones."""
-    body = {"model": MODEL, "prompt": text, "add_special_tokens": False}
+    body = {"model": cases.MODEL, "prompt": text, "add_special_tokens": False}
     return httpx.post(f"{url}/tokenize", json=body, timeout=60).raise_for_status().json()["tokens"]
 
 
@@ -51,18 +40,18 @@ def tokens_of(url: str, text: str) -> list[int]:
 
 
 def test_models(client: Any) -> None:
-    assert [MODEL] == [each.id for each in client.models.list()]
-    assert MODEL == client.models.retrieve(MODEL).id
+    assert [cases.MODEL] == [each.id for each in client.models.list()]
+    assert cases.MODEL == client.models.retrieve(cases.MODEL).id
 
 
 def test_chat(client: Any) -> None:
     answer = client.chat.completions.create(**CHAT)
-    assert ANSWER in answer.choices[0].message.content
+    assert cases.ANSWER in answer.choices[0].message.content
     assert "stop" == answer.choices[0].finish_reason
     assert not answer.choices[0].message.tool_calls
     usage = answer.usage
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    assert 0 < usage.completion_tokens <= MAX_TOKENS
+    assert 0 < usage.completion_tokens <= cases.MAX_TOKENS
 
 
 def test_stream(client: Any, plain: str) -> None:
@@ -96,15 +85,15 @@ def test_samples_and_seed(client: Any) -> None:
 def test_completion(client: Any) -> None:
     asked = GREEDY | {"prompt": "The capital of France is", "max_tokens": 8}
     whole = client.completions.create(**asked).choices[0].text
-    assert ANSWER in whole
+    assert cases.ANSWER in whole
     stream = client.completions.create(**asked, stream=True)
     assert whole == "".join(each.choices[0].text for each in stream)
 
 
 def test_more_than_four_stop_strings(client: Any, plain: str) -> None:
-    stops = ["§1", "§2", "§3", "§4", "§5", "§6", "§7", ANSWER]
+    stops = ["§1", "§2", "§3", "§4", "§5", "§6", "§7", cases.ANSWER]
     answer = client.chat.completions.create(**CHAT, stop=stops)
-    assert plain.partition(ANSWER)[0] == answer.choices[0].message.content
+    assert plain.partition(cases.ANSWER)[0] == answer.choices[0].message.content
     assert "stop" == answer.choices[0].finish_reason
 
 
@@ -143,8 +132,8 @@ def test_logit_bias(client: Any, url: str, plain: str) -> None:
     assert " banana" * 3 == answer.choices[0].message.content
     never = {str(each): -100 for text in ("Paris", " Paris") for each in tokens_of(url, text)}
     answer = client.chat.completions.create(**CHAT, logit_bias=never)
-    assert ANSWER in plain
-    assert ANSWER not in answer.choices[0].message.content
+    assert cases.ANSWER in plain
+    assert cases.ANSWER not in answer.choices[0].message.content
 
 
 @pytest.mark.parametrize(
@@ -164,15 +153,15 @@ def test_fields_without_an_effect_here(client: Any, plain: str, fields: dict[str
 
 
 def test_texts_as_parts(client: Any) -> None:
-    content = [{"type": "text", "text": QUESTION}]
+    content = [{"type": "text", "text": cases.QUESTION}]
     answer = client.chat.completions.create(
         **GREEDY, messages=[{"role": "user", "content": content}]
     )
-    assert ANSWER in answer.choices[0].message.content
+    assert cases.ANSWER in answer.choices[0].message.content
 
 
 def test_developer_message(client: Any) -> None:
-    messages = [{"role": "developer", "content": "Answer in one sentence."}, *MESSAGES]
+    messages = [{"role": "developer", "content": "Answer in one sentence."}, *cases.MESSAGES]
     answer = client.chat.completions.create(**GREEDY, messages=messages)
     assert answer.choices[0].message.content
 
@@ -181,14 +170,14 @@ def test_developer_message(client: Any) -> None:
 
 
 def test_parse(client: Any) -> None:
-    answer = client.chat.completions.parse(**CHAT, response_format=City)
-    assert isinstance(answer.choices[0].message.parsed, City)
+    answer = client.chat.completions.parse(**CHAT, response_format=cases.City)
+    assert isinstance(answer.choices[0].message.parsed, cases.City)
 
 
 def test_json_schema(client: Any) -> None:
     asked = CHAT | {"response_format": {"type": "json_schema", "json_schema": SCHEMA}}
     answer = client.chat.completions.create(**asked)
-    City.model_validate_json(answer.choices[0].message.content)
+    cases.City.model_validate_json(answer.choices[0].message.content)
     assert "stop" == answer.choices[0].finish_reason
     stream = client.chat.completions.create(**asked, stream=True)
     streamed = "".join(each.choices[0].delta.content or "" for each in stream if each.choices)
@@ -196,7 +185,9 @@ def test_json_schema(client: Any) -> None:
 
 
 def test_json_object(client: Any) -> None:
-    messages = [{"role": "user", "content": 'Reply in JSON, like {"city": "Rome"}: ' + QUESTION}]
+    messages = [
+        {"role": "user", "content": 'Reply in JSON, like {"city": "Rome"}: ' + cases.QUESTION}
+    ]
     asked = GREEDY | {"messages": messages, "response_format": {"type": "json_object"}}
     answer = client.chat.completions.create(**asked | {"max_tokens": 400})
     assert "stop" == answer.choices[0].finish_reason
@@ -223,7 +214,7 @@ def calls_of(message: Any) -> list[tuple[str, str]]:
     calls = message.tool_calls or []
     for each in calls:
         assert each.id
-        check_call(each.function.name, each.function.arguments)
+        cases.check_call(each.function.name, each.function.arguments)
     assert len({each.id for each in calls}) == len(calls)
     return [(each.function.name, each.function.arguments) for each in calls]
 
@@ -231,7 +222,7 @@ def calls_of(message: Any) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
 def test_tools_that_need_not_be_called(client: Any, choice: str | None) -> None:
     """The model may answer in words; `none` obliges it to."""
-    asked = CHAT | {"tools": TOOLS} | ({"tool_choice": choice} if choice else {})
+    asked = CHAT | {"tools": cases.TOOLS} | ({"tool_choice": choice} if choice else {})
     answer = client.chat.completions.create(**asked).choices[0]
     calls = calls_of(answer.message)
     assert answer.message.content or calls
@@ -240,7 +231,9 @@ def test_tools_that_need_not_be_called(client: Any, choice: str | None) -> None:
 
 
 def test_required_tools(client: Any) -> None:
-    answer = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="required").choices[0]
+    answer = client.chat.completions.create(
+        **CHAT, tools=cases.TOOLS, tool_choice="required"
+    ).choices[0]
     assert len(calls_of(answer.message)) >= 1
     assert "tool_calls" == answer.finish_reason
     assert not answer.message.content
@@ -248,20 +241,20 @@ def test_required_tools(client: Any) -> None:
 
 def test_a_named_tool(client: Any) -> None:
     """OpenAI ends with "stop" here; clients take either reason."""
-    answer = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice=NAMED).choices[0]
+    answer = client.chat.completions.create(**CHAT, tools=cases.TOOLS, tool_choice=NAMED).choices[0]
     assert ["get_time"] == [name for name, _ in calls_of(answer.message)]
     assert answer.finish_reason in ("stop", "tool_calls")
 
 
 def test_one_call_where_parallel_ones_are_not_wanted(client: Any) -> None:
-    asked = CHAT | {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    asked = CHAT | {"tools": cases.TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
     assert 1 == len(calls_of(client.chat.completions.create(**asked).choices[0].message))
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", NAMED], ids=["auto", "required", "named"])
 def test_streamed_tools(client: Any, choice: Any) -> None:
     """The client's own accumulator finds the same calls as in a whole answer."""
-    asked = CHAT | {"tools": TOOLS, "tool_choice": choice}
+    asked = CHAT | {"tools": cases.TOOLS, "tool_choice": choice}
     whole = client.chat.completions.create(**asked).choices[0]
     with client.chat.completions.stream(**asked) as stream:
         kinds = {event.type for event in stream}
@@ -276,14 +269,19 @@ def test_streamed_tools(client: Any, choice: Any) -> None:
 
 def test_tool_history(client: Any) -> None:
     """Assistants that called a tool have no content."""
-    answer = client.chat.completions.create(**GREEDY, messages=HISTORY, tools=TOOLS)
+    answer = client.chat.completions.create(**GREEDY, messages=cases.HISTORY, tools=cases.TOOLS)
     assert answer.choices[0].message.content
 
 
 # ---- responses -----------------------------------------------------------------------------------
 
-RESPONSE = {"model": MODEL, "temperature": 0, "max_output_tokens": MAX_TOKENS, "input": QUESTION}
-RESPONSE_TOOLS = [{"type": "function", "strict": True, **each} for each in FUNCTIONS]
+RESPONSE = {
+    "model": cases.MODEL,
+    "temperature": 0,
+    "max_output_tokens": cases.MAX_TOKENS,
+    "input": cases.QUESTION,
+}
+RESPONSE_TOOLS = [{"type": "function", "strict": True, **each} for each in cases.FUNCTIONS]
 
 
 def test_response(client: Any, plain: str) -> None:
@@ -310,7 +308,9 @@ def test_streamed_response(client: Any, plain: str) -> None:
 
 
 def test_parsed_response(client: Any) -> None:
-    assert isinstance(client.responses.parse(**RESPONSE, text_format=City).output_parsed, City)
+    assert isinstance(
+        client.responses.parse(**RESPONSE, text_format=cases.City).output_parsed, cases.City
+    )
 
 
 @pytest.mark.parametrize(
@@ -328,13 +328,21 @@ def test_tools_of_responses(client: Any, choice: Any) -> None:
     assert found[0] == found[1]
     assert found[0] or choice == "auto"
     for name, arguments in found[0]:
-        check_call(name, arguments)
+        cases.check_call(name, arguments)
 
 
 def test_response_to_a_tool(client: Any) -> None:
     """The history travels with the request, in items."""
-    call = {"type": "function_call", "call_id": "call_1", **HISTORY[1]["tool_calls"][0]["function"]}
-    output = {"type": "function_call_output", "call_id": "call_1", "output": HISTORY[2]["content"]}
-    asked = RESPONSE | {"input": [HISTORY[0], call, output], "tools": RESPONSE_TOOLS}
+    call = {
+        "type": "function_call",
+        "call_id": "call_1",
+        **cases.HISTORY[1]["tool_calls"][0]["function"],
+    }
+    output = {
+        "type": "function_call_output",
+        "call_id": "call_1",
+        "output": cases.HISTORY[2]["content"],
+    }
+    asked = RESPONSE | {"input": [cases.HISTORY[0], call, output], "tools": RESPONSE_TOOLS}
     answer = client.responses.create(**asked, instructions="Be brief.", store=False)
     assert answer.output_text

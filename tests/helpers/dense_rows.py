@@ -8,6 +8,8 @@ finite numbers, which a kernel may fetch but must not use.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -89,3 +91,20 @@ def random_query(
     """`[Tq, Hq, Dk]` of unit noise, the same on every device."""
     total = batch.spans[-1].query_end
     return torch.randn(total, heads, dim, generator=generator).to(device=device, dtype=dtype)
+
+
+def changed_tokens(
+    view: torch.Tensor, mapped: Sequence[tuple[int, int]], before: float
+) -> dict[int, list[int]]:
+    """Return the tokens of each row that no longer hold `before`; rows without any are left out.
+
+    Args:
+        view: Keys or values of a layer, `[rows, tokens, …]`.
+        mapped: Each row, and the number of its tokens that may be read.
+        before: The value that all of them held.
+    """
+    changed = {
+        row: (view[row, :count] != before).flatten(1).any(1).nonzero()[:, 0].tolist()
+        for row, count in mapped
+    }
+    return {row: tokens for row, tokens in changed.items() if tokens}

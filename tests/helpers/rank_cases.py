@@ -329,16 +329,12 @@ class SmallerDevice(HostBackend):
         self.num_refused = 0
 
     def mem_create(
-        self,
-        num_bytes: int,
-        location: MemoryLocation = MemoryLocation.DEVICE,
-        *,
-        shareable: bool = False,
+        self, num_bytes: int, location: MemoryLocation = MemoryLocation.DEVICE, **how: Any
     ) -> Handle:
         if location is MemoryLocation.DEVICE and num_bytes > self._left_bytes:
             self.num_refused += 1
             raise HostDriverError("mem_create", 12, "ENOMEM", is_out_of_memory=True)
-        handle = super().mem_create(num_bytes, location, shareable=shareable)
+        handle = super().mem_create(num_bytes, location, **how)
         if location is MemoryLocation.DEVICE:
             self._sizes[handle] = num_bytes
             self._left_bytes -= num_bytes

@@ -129,14 +129,10 @@ class StampRunner:
         self._slots: dict[int, _Slot] = {}
 
     def set_slot(
-        self,
-        slot: int,
-        params: SamplingParams,
-        prompt_token_ids: Sequence[int],
-        output_token_ids: Sequence[int] = (),
+        self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = ()
     ) -> None:
-        history = History([*prompt_token_ids, *output_token_ids])
-        self._slots[slot] = _Slot(params, len(prompt_token_ids), history)
+        history = History([*prompt, *output])
+        self._slots[slot] = _Slot(params, len(prompt), history)
 
     def submit(self, chunks: Sequence[Piece]) -> _Step:
         return self.sample(self.launch(chunks))

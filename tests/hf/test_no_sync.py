@@ -13,14 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.recorded import SYNCS, recorded
-from helpers.tiny_models import (
-    dynamic_cache,
-    forward,
-    generate,
-    prompt,
-    tiny_config,
-    tiny_model,
-)
+from helpers.tiny_models import dynamic_cache, forward, generate, prompt, tiny_config, tiny_model
 
 from vmkv import VMKVCache
 

@@ -83,6 +83,12 @@ def test_a_request_waits_for_another_engines_request_to_finish() -> None:
         assert 0 == before.requests[0].num_preemptions
 
 
+@pytest.fixture
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that lacks memory does not wait for another engine's step."""
+    monkeypatch.setattr("vmkv.core.memory.arbiter._WAIT_S", 0.0)
+
+
 def test_a_later_request_of_another_engine_is_preempted() -> None:
     """The earlier request takes its memory at once, in the same thread."""
     with engines(2) as (first, second):
@@ -190,10 +196,9 @@ def test_engines_in_threads_of_their_own() -> None:
 
 
 def test_a_later_request_of_another_thread_is_preempted_at_its_next_step(
-    monkeypatch: pytest.MonkeyPatch,
+    no_wait: None,
 ) -> None:
     """The other engine asks for the memory, and the request's own thread preempts it."""
-    monkeypatch.setattr("vmkv.core.memory.arbiter._WAIT_S", 0.0)
     with engines(2) as (first, second):
         before = second.add(PROMPT, params())
         after = first.add(PROMPT, params())
@@ -208,10 +213,9 @@ def test_a_later_request_of_another_thread_is_preempted_at_its_next_step(
 
 
 def test_an_engine_of_another_thread_that_is_not_stepped_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
+    no_wait: None,
 ) -> None:
     """No other thread may preempt its requests."""
-    monkeypatch.setattr("vmkv.core.memory.arbiter._WAIT_S", 0.0)
     with engines(2) as (first, second):
         held = first.add(PROMPT, params())
 

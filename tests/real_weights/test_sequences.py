@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import moves
 from helpers.sequence_cache import add_layers, sequence_cache
 
 from vmkv import ExtentPool, HostBackend, KVCache, Sequence
@@ -31,33 +32,10 @@ def cache(real: Any) -> Iterator[KVCache]:
         cache.check()
 
 
-def _swapped(sequence: Sequence, folder: Path) -> Sequence:
-    sequence.swap_out()
-    assert not sequence.is_resident
-    sequence.swap_in()
-    return sequence
-
-
-def _saved_and_loaded(sequence: Sequence, folder: Path) -> Sequence:
-    sequence.save(folder / "kv")
-    sequence.close()
-    sequence.cache.trim()
-    return sequence.cache.load(folder / "kv")
-
-
-def _saved_while_swapped_out(sequence: Sequence, folder: Path) -> Sequence:
-    sequence.swap_out()
-    return _saved_and_loaded(sequence, folder)
-
-
-def _forked(sequence: Sequence, folder: Path) -> Sequence:
-    return sequence.fork()
-
-
 @pytest.mark.parametrize(
     "happens",
-    [_swapped, _saved_and_loaded, _saved_while_swapped_out, _forked],
-    ids=lambda happens: happens.__name__[1:],
+    [moves.swapped, moves.saved, moves.saved_while_swapped_out, moves.forked],
+    ids=lambda happens: happens.__name__,
 )
 def test_answer_goes_on(
     real: Any,

@@ -20,16 +20,11 @@ from vmkv.serve.scheduler import PreemptionCosts
 
 def make_model(device: str) -> LlamaForCausalLM:
     """A token takes 64 KiB on a GPU, 8 KiB a layer on the CPU: pages hold few tokens."""
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 512)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 32)
+    heads["head_dim"] = 256 if device == "cuda" else 32
     config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        head_dim=256 if device == "cuda" else 32,
-        max_position_embeddings=4096,
-        eos_token_id=None,
+        num_hidden_layers=2, max_position_embeddings=4096, eos_token_id=None, **sizes, **heads
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval().requires_grad_(requires_grad=False)

@@ -27,6 +27,7 @@ from vmkv.serve.engine import Engine
 from vmkv.serve.params import SamplingParams
 from vmkv.units import KiB
 
+OpenEngine = Callable[..., Engine]
 PAGE = 4 * KiB
 PAGES = 100
 PROMPTS = [[1 + (7 * at + 3 * number) % 90 for at in range(60)] for number in range(12)]
@@ -41,7 +42,7 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
 
 
 @pytest.fixture
-def open_engine(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+def open_engine(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenEngine]:
     """Make engines that join the broker; their books are checked, and all is given back."""
     made: list[tuple[Engine, HostBackend]] = []
     opened = served_rows.open_member_pool
@@ -80,9 +81,7 @@ def held(engine: Engine) -> int:
     return engine.cache.pool.stats().created_bytes // PAGE
 
 
-def test_memory_follows_the_load(
-    broker: Broker, open_engine: Callable[..., Engine], alone: list[list[int]]
-) -> None:
+def test_memory_follows_the_load(open_engine: OpenEngine, alone: list[list[int]]) -> None:
     """Each engine in its turn holds more than a fixed half would be, and answers as if alone."""
     engines = [open_engine(), open_engine()]
     most = [0, 0]
@@ -99,7 +98,7 @@ def test_memory_follows_the_load(
     assert min(most) > 60
 
 
-def test_an_idle_engine_keeps_its_floor(broker: Broker, open_engine: Callable[..., Engine]) -> None:
+def test_an_idle_engine_keeps_its_floor(broker: Broker, open_engine: OpenEngine) -> None:
     """Its cached prefixes go back to the driver half a second after its last request."""
     engine = open_engine(floor_bytes=10 * PAGE)
     engine.generate(PROMPTS, LONG)
@@ -110,10 +109,7 @@ def test_an_idle_engine_keeps_its_floor(broker: Broker, open_engine: Callable[..
 
 
 def test_requests_are_preempted_where_all_have_too_little(
-    broker: Broker,
-    open_engine: Callable[..., Engine],
-    alone: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    open_engine: OpenEngine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both engines are busy: the second takes its share from the first one's live rows."""
     monkeypatch.setattr(shares, "TURN_S", 0.0)  # It does not wait for their requests to end.
@@ -141,9 +137,7 @@ def test_requests_are_preempted_where_all_have_too_little(
 
 
 def test_requests_that_fit_no_fair_share_run_by_turns(
-    broker: Broker,
-    open_engine: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request of each engine takes most of the budget; none waits for ever."""
     monkeypatch.setattr(shares, "TURN_S", 0.3)
@@ -166,10 +160,7 @@ def test_requests_that_fit_no_fair_share_run_by_turns(
 
 
 def test_a_request_waits_for_memory_that_another_member_keeps(
-    broker: Broker,
-    open_engine: Callable[..., Engine],
-    alone: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    broker: Broker, open_engine: OpenEngine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For as long as it takes: the broker may give it at any time."""
     monkeypatch.setattr(step_loop, "_ORDER_WAIT_S", 0.001)
@@ -193,7 +184,7 @@ def test_a_request_waits_for_memory_that_another_member_keeps(
 
 
 def test_a_request_may_be_as_long_as_the_floors_of_others_leave(
-    broker: Broker, open_engine: Callable[..., Engine]
+    open_engine: OpenEngine,
 ) -> None:
     """An engine's first budget is its floor, which says nothing about what it can serve."""
     engine = open_engine(max_tokens=2048, floor_bytes=8 * PAGE)
@@ -207,10 +198,7 @@ def test_a_request_may_be_as_long_as_the_floors_of_others_leave(
 
 
 def test_others_use_the_memory_of_weights_that_sleep(
-    broker: Broker,
-    open_engine: Callable[..., Engine],
-    alone: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    broker: Broker, open_engine: OpenEngine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And give it back, from live rows, when the weights return."""
     monkeypatch.setattr(engine_module, "open_backend", lambda _: HostBackend(PAGE))

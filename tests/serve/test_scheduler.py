@@ -537,12 +537,18 @@ def test_decoding_continues_beside_a_long_prompt() -> None:
     assert [15] * 6 + [10] == sizes
 
 
+def _decoding(scheduler: Scheduler, num_requests: int, arrival: Arrival) -> Trace:
+    """Add that many equal requests and run the step that begins them."""
+    trace = Trace(scheduler, ModelView(1000, 4))
+    for request_id in range(num_requests):
+        trace.add(request_id, arrival)
+    trace.step()
+    return trace
+
+
 def test_prompts_continue_beside_many_decoding_requests() -> None:
     """If decoding requests fill the bound of a mixed step, prompts get half of the bound on top."""
-    trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=4), ModelView(1000, 4))
-    for request_id in range(6):
-        trace.add(request_id, Arrival(0, 4, 40, 99, 0, None))
-    trace.step()
+    trace = _decoding(Scheduler(8, 64, max_num_mixed_tokens=4), 6, Arrival(0, 4, 40, 99, 0, None))
     trace.add(6, Arrival(0, 8, 4, 99, 0, None))
     sizes = [
         {c.request.request_id: c.num_new_tokens for c in trace.step().chunks} for _ in range(2)
@@ -553,10 +559,8 @@ def test_prompts_continue_beside_many_decoding_requests() -> None:
 
 def test_decoding_requests_count_in_a_mixed_step() -> None:
     """Beside more decoding requests than the bound, a long prompt gets half of the bound."""
-    trace = Trace(Scheduler(16, 2048, max_num_mixed_tokens=8), ModelView(1000, 4))
-    for request_id in range(12):
-        trace.add(request_id, Arrival(0, 2, 60, 99, 0, None))
-    trace.step()
+    arrival = Arrival(0, 2, 60, 99, 0, None)
+    trace = _decoding(Scheduler(16, 2048, max_num_mixed_tokens=8), 12, arrival)
     trace.add(12, Arrival(0, 297, 4, 99, 0, None))
     sizes = [trace.step().num_tokens for _ in range(10)]
     assert [12 + 4] * 10 == sizes

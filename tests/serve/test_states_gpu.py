@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 NUM_TOKENS = 24
 PROMPTS = random_prompts(40, 1, 13, 25, 2, 9, 70, 3, 5)
 BUDGET_BYTES = 512 * MiB
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_tokens": 256}
 
 
 @pytest.fixture(
@@ -60,10 +61,8 @@ def test_an_engine_replays_decode_steps(model: Any) -> None:
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with Engine(
         model,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_tokens=256,
         budget_bytes=BUDGET_BYTES,
+        **SIZES,
         runner_options=options,
     ) as engine:
         graphs = engine._runner.stepper.decode_graphs

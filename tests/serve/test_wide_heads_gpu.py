@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 NUM_TOKENS = 24
 PROMPTS = random_prompts(40, 1, 13, 25, 2, 9, 70, 3)
 BUDGET_BYTES = 512 * MiB
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_tokens": 256}
 
 
 @pytest.fixture(params=[name for name in families.surveyed() if "wide global heads" in name])
@@ -50,10 +51,8 @@ def test_an_engine_replays_decode_steps(model: Any, dims: list[int]) -> None:
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with Engine(
         model,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_tokens=256,
         budget_bytes=BUDGET_BYTES,
+        **SIZES,
         runner_options=RunnerOptions(show_progress=False),
     ) as engine:
         stepper = engine._runner.stepper

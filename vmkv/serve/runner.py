@@ -279,11 +279,7 @@ class ModelRunner:
     # ---- steps ----------------------------------------------------------------------------
 
     def set_slot(
-        self,
-        slot: int,
-        params: SamplingParams,
-        prompt_token_ids: Sequence[int],
-        output_token_ids: Sequence[int] = (),
+        self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = ()
     ) -> None:
         """Set the state of `slot` for a request that begins or resumes.
 
@@ -291,16 +287,16 @@ class ModelRunner:
         penalty; the output before a preemption for penalties, `min_tokens` and the random
         generator. Token i is drawn from `(seed, i)` alone.
         """
-        self.sampler.set_slot(slot, params, prompt_token_ids, output_token_ids)
+        self.sampler.set_slot(slot, params, prompt, output)
         self._histories.pop(slot, None)
         if params.logits_processors:
-            self._histories[slot] = (params, [*prompt_token_ids, *output_token_ids])
+            self._histories[slot] = (params, [*prompt, *output])
         self._wanted_logprobs.pop(slot, None)
         if params.logprobs is not None:
             self._wanted_logprobs[slot] = params.logprobs
         self._scored.pop(slot, None)
         if params.prompt_logprobs is not None:
-            self._scored[slot] = (params.prompt_logprobs, prompt_token_ids)
+            self._scored[slot] = (params.prompt_logprobs, prompt)
 
     def submit(self, pieces: Sequence[Piece]) -> PendingTokens:
         """Launch the pieces and sample; see `launch` and `sample`."""

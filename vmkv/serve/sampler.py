@@ -190,24 +190,20 @@ class Sampler:
     # ---- slots ----------------------------------------------------------------------------
 
     def set_slot(
-        self,
-        slot: int,
-        params: SamplingParams,
-        prompt_token_ids: Sequence[int],
-        output_token_ids: Sequence[int] = (),
+        self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = ()
     ) -> None:
         """Set the state of a slot; see `ModelRunner.set_slot`."""
         if not self._marks.numel():  # After `sleep`.
             self._make_tables()
         needs, earlier = _Needs.of(params, self.vocab_size), self._needs.get(slot, _PLAIN)
         if needs.penalties or needs.bans or earlier.bans:
-            self._mark(slot, params, prompt_token_ids, output_token_ids)
+            self._mark(slot, params, prompt, output)
         if needs.biases or earlier.biases:
             self._bias(slot, params)
         self._needs.pop(slot, None)  # Not before: a call that failed is repeated.
         if needs != _PLAIN:
             self._needs[slot] = needs
-        self._staged[slot] = self._as_tensors(params, needs, len(output_token_ids))
+        self._staged[slot] = self._as_tensors(params, needs, len(output))
 
     def _make_tables(self) -> None:
         size = (self.max_num_seqs + 1, self.vocab_size)
