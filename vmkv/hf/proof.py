@@ -184,8 +184,9 @@ class _PlainPass(NamedTuple):
 def _plain_pass(model: Any, token_ids: torch.Tensor, *, has_states: bool) -> _PlainPass:
     """Run the model as it is over `[n, T]` tokens.
 
-    Some layers with states compute a token after others by itself otherwise (Zamba 2 bounds time
-    steps only where tokens are several), so tokens that decode get what the model's cache gives.
+    Some layers with states compute a single token in another way than several (Zamba 2 bounds time
+    steps of several tokens only). So tokens of pieces that decode are computed alone, after the
+    others, with the model's own cache.
     """
     found = _heard_pass(model, token_ids)
     for piece in _PASSES[1] if has_states else ():

@@ -40,7 +40,7 @@ class Bounds(NamedTuple):
     is_optional: bool = False
 
     def check(self, name: str, value: Any) -> None:
-        """Raise `ConfigError` for a value outside, infinity or NaN."""
+        """Raise `ConfigError` for a value that is outside the bounds, infinite or NaN."""
         if value is None and self.is_optional:
             return
         kind, least, most, is_open, _ = self

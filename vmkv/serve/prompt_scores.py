@@ -78,7 +78,7 @@ def score(
 def _passes(
     pieces: Mapping[int, Piece], chunk_sizes: Collection[int]
 ) -> Iterator[list[tuple[int, Piece]]]:
-    """Divide pieces into passes, each with one part of a piece at most, within one chunk."""
+    """Divide pieces into passes of at most `_PASS_TOKENS`; no part of a piece crosses a chunk."""
     group: list[tuple[int, Piece]] = []
     room = _PASS_TOKENS
     for at, piece in pieces.items():

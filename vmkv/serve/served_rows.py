@@ -29,7 +29,7 @@ _BUDGET_FRACTION = 0.9
 
 
 class ServedRows(NamedTuple):
-    """The cache of a served model; `close` frees everything, idempotent; the rest as in `Proof`."""
+    """The cache of a served model; `close` frees everything. Other fields are those of `Proof`."""
 
     cache: KVCache
     calls: AttentionCalls

@@ -37,7 +37,7 @@ class Vocabulary(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> Vocabulary:
-        """Read a model's; `ConfigError` if it is in training mode, or no causal language model."""
+        """Read a model's vocabulary; `ConfigError` in training mode, or without an output head."""
         if model.training:
             raise ConfigError("the model is in training mode; call model.eval() first")
         if model.get_output_embeddings() is None or model.get_input_embeddings() is None:

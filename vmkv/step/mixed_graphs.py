@@ -189,7 +189,7 @@ class MixedGraphs(StepGraphs[Bucket]):
         return False
 
     def _step_ms(self, bucket: Bucket) -> float:
-        """Return the shortest of some replays in ms, and wait; tokens where nothing is captured."""
+        """Return the shortest of some replays of a graph in ms; its tokens if it is not captured."""
         graph = self._graphs[bucket]
         if graph is None:
             return bucket.num_tokens
@@ -331,7 +331,7 @@ def _num_tiles(num_tokens: int, num_processors: int) -> int:
 
 
 def token_buckets(most: int) -> list[int]:
-    """Return token counts to `most`: steps of 32 while weights bound the time, then an eighth."""
+    """Return token counts up to `most`, 32 apart below 256, and an eighth apart above."""
     sizes, size = [], 0
     while size < most:
         size += 32 if size < 256 else 1 << (size.bit_length() - 4)

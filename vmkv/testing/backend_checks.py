@@ -80,7 +80,7 @@ def check_backend(make_backend: Callable[[], Backend]) -> int:
 
 
 def _row(num_pages: int) -> Callable[[Callable[[Pages], None]], BackendCheck]:
-    """Make a row of the table of a function."""
+    """Return a decorator that makes a function a check on `num_pages` pages."""
     return lambda run: BackendCheck(run.__name__, (run.__doc__ or "").strip(), num_pages, run)
 
 

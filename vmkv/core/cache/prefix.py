@@ -150,7 +150,7 @@ class PrefixTree:
             path.where = where
 
     def lose(self, path: Path, num_bytes: int) -> None:
-        """Stop offering beginnings of the row of up to `num_bytes`, whole blocks."""
+        """Stop offering the row's prefixes of up to `num_bytes`, a multiple of a block."""
         lost_bytes = min(num_bytes, path.end.end_bytes)
         if lost_bytes > path.lost_bytes:
             self._relist(path, path.lost_bytes, lost_bytes, Where.AWAY)
@@ -223,7 +223,7 @@ class PrefixTree:
 
     @staticmethod
     def _is_the_rows_alone(node: Node, path: Path) -> bool:
-        """Whether `node` is a leaf that only this row holds, in a single state."""
+        """Whether `node` is a leaf that no other row holds, and that this row still offers."""
         return (
             not node.children
             and sum(map(len, node.rows)) == 1
@@ -334,7 +334,7 @@ class PrefixIndex:
             del self._contents[row]
 
     def lose_short(self, row: int, num_tokens: int) -> None:
-        """Stop offering beginnings of `row` that are shorter than `num_tokens`."""
+        """Stop offering prefixes of `row` that are shorter than `num_tokens`."""
         content = self._contents.get(row)
         if content is not None:
             self._tree.lose(content, self._whole_bytes(max(0, num_tokens - 1) * _TOKEN_BYTES))

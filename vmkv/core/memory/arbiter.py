@@ -79,7 +79,7 @@ class Borrower:
             self.arbiter.changed.notify_all()
 
     def outranked_by(self) -> Rank | None:
-        """First claim of another engine; requests ranked behind it take no pages."""
+        """The rank of the first claim of another engine; requests behind it take no pages."""
         if self._num_stuck >= PATIENCE_STEPS:
             return None
         with self.arbiter.lock:

@@ -207,7 +207,7 @@ class PoolMember:
                 self._poke()  # The member's thread, which may be waiting, must send it.
 
     def gave_up(self, num_bytes: int) -> None:
-        """Count memory of live rows that is parked or free now, of `excess_bytes`."""
+        """Subtract from `excess_bytes` what live rows have given up: it is parked or free now."""
         self.excess_bytes = max(0, self.excess_bytes - num_bytes)
         if not self.excess_bytes:
             self._poke()
@@ -223,7 +223,7 @@ class PoolMember:
                     _LOG.warning("requests wait for memory of the broker at %s", server)
 
     def grow(self, num_bytes: int) -> bool:
-        """Ask for so much more than the budget, and wait for some; false if none came in time.
+        """Ask for a budget larger by `num_bytes`; wait until it grows, and return whether it did.
 
         Must not be called with the pool's lock held. An engine asks ahead, and never waits here.
         """

@@ -116,12 +116,12 @@ class Member:
         return max(self.report.budget_bytes, asked_bytes)
 
     def is_hung(self, now_s: float) -> bool:
-        """Whether it owes an answer, or memory, and has been silent for too long."""
+        """Whether the member owes an answer or memory, and has been silent for too long."""
         owes = self.is_asked or self.goal_bytes < self.given_bytes
         return owes and now_s - self.moved_s > HANG_S
 
     def is_idle(self, now_s: float) -> bool:
-        """Whether it has had no work for a while."""
+        """Whether the member has had no work for `IDLE_S`."""
         return self.has_joined and not self.report.is_busy and now_s - self.busy_s >= IDLE_S
 
 

@@ -104,7 +104,7 @@ class RanksMember(PoolMember):
         return self._all.join(self._path, **figures)
 
     def bind(self, pool: ExtentPool) -> None:
-        """Have a pool follow orders, as on one device."""
+        """Have the pool's budget follow the broker's orders."""
         super().bind(pool)
         self._keep(pool)
 
@@ -153,7 +153,7 @@ class RanksMember(PoolMember):
         self._look(self._pool)
 
     def _keep(self, pool: ExtentPool) -> None:
-        """Report all memory as in use, until the next look: no step carries orders out yet."""
+        """Report all memory as in use until `_look`, because no step carries out orders yet."""
         with self._changed:
             self._live_bytes = self._kept_bytes = pool.budget_bytes
             self._more_bytes = 0
