@@ -145,7 +145,7 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor, scales: Scales | None) -> Place:
         """Return the place of a layer's views `[rows, row_tokens, H, D]`."""
-        row_stride, token_stride = (each * keys.element_size() for each in keys.stride()[:2])
+        row_stride, token_stride = [each * keys.element_size() for each in keys.stride()[:2]]
         addresses = keys.data_ptr(), values.data_ptr()
         return cls(*addresses, row_stride, token_stride, keys.dtype, scales)
 

@@ -75,12 +75,12 @@ def _sdpa(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     num_keys, kv_heads, _ = key.shape
     groups = heads // kv_heads
     q = query.view(queries, kv_heads, groups, -1).permute(1, 2, 0, 3)  # [H, groups, Tq, Dk]
-    k, v = (each.transpose(0, 1)[:, None] for each in (key, value))
+    k, v = key.transpose(0, 1)[:, None], value.transpose(0, 1)[:, None]
     attend = functools.partial(functional.scaled_dot_product_attention, scale=call.scale)
     if queries == 1:
         out = attend(q.transpose(1, 2), k, v).transpose(1, 2)
     else:
-        k, v = (each.expand(-1, groups, -1, -1) for each in (k, v))
+        k, v = k.expand(-1, groups, -1, -1), v.expand(-1, groups, -1, -1)
         if call.window is None and queries == num_keys:
             out = attend(q, k, v, is_causal=True)
         else:

@@ -420,7 +420,7 @@ class CapturedSteps:
         )
 
     def takes(self, mask: torch.Tensor | None, num_past_tokens: int, num_batches: int) -> bool:
-        """Whether the next step can run: its mask `[B, num_past_tokens + 1]` is None or left padding.
+        """Whether the next step can run: `mask [B, num_past_tokens + 1]` is None or left padding.
 
         Waits for the device only where the batch does not continue the last step; otherwise `run`
         tells whether the mask is as expected.

@@ -189,7 +189,7 @@ class MixedGraphs(StepGraphs[Bucket]):
         return False
 
     def _step_ms(self, bucket: Bucket) -> float:
-        """Return the shortest of some replays of a graph in ms; its tokens if it is not captured."""
+        """Return the shortest of some replays of a graph in ms; its tokens without a graph."""
         graph = self._graphs[bucket]
         if graph is None:
             return bucket.num_tokens

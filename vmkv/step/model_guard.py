@@ -306,6 +306,8 @@ def _config_of(module: torch.nn.Module) -> Any:
 
 def hooks_of(module: torch.nn.Module) -> list[int]:
     """Return the numbers of a module's forward hooks, without those that change no step."""
+    if not (module._forward_pre_hooks or module._forward_hooks):
+        return []
     return [
         number
         for hooks in (module._forward_pre_hooks, module._forward_hooks)

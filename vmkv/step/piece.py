@@ -67,7 +67,7 @@ class Piece:
             stop - past,
             None if ids is None else ids[past - first : stop - first],
             self.samples and stop == self.num_tokens,
-            tuple(each for each in self.checkpoints if past < each[0] <= stop),
+            tuple([each for each in self.checkpoints if past < each[0] <= stop]),
         )
 
 

@@ -183,12 +183,15 @@ def map_rows(
     If the pool is short, parked rows of all its caches are evicted and no growth quantum is added.
     After `OutOfPagesError` or `DriverError` nothing was mapped.
     """
-    try:
-        changes = _plan(cache, targets, groups, exactly=False)
-        _map(cache, changes, cache.pool.acquire)
-    except OutOfPagesError:
-        changes = _plan(cache, targets, groups, exactly=True)
-        _map(cache, changes, cache.pool.acquire_or_evict)
+    pool, changes = cache.pool, _plan(cache, targets, groups, exactly=False)
+    if pool.reclaimer.batches:
+        pool.reclaimer.poll()
+    needed_bytes = sum([pool.page_bytes << size for each in changes for size in each.classes])
+    if needed_bytes <= pool.available_bytes:
+        with suppress(OutOfPagesError):  # The device may have less than the budget.
+            _map(cache, changes, pool.acquire)
+            return
+    _map(cache, _plan(cache, targets, groups, exactly=True), pool.acquire_or_evict)
 
 
 def _map(
@@ -198,8 +201,6 @@ def _map(
 ) -> None:
     if changes:
         stream = cache.current_stream()
-        if cache.pool.reclaimer.batches:
-            cache.pool.reclaimer.poll()
         with Change(cache.pool, changes, acquire=acquire) as made:
             made.map(stream)
             made.fill(stream)

@@ -76,6 +76,7 @@ class KVCache(AbstractContextManager["KVCache"]):
         away: Parked rows in host memory; until they are back, no sequence may begin.
         overread_tokens: Tokens past every length that are kept resident; see `keep_resident`.
         keeps_past: Keep tokens that have left a sliding window (for rollback).
+        device: The device of the cache's tensors.
         current_stream: Returns the raw handle of torch's current stream on the device.
 
     Raises:
@@ -112,6 +113,7 @@ class KVCache(AbstractContextManager["KVCache"]):
         self.live: dict[int, Sequence] = {}
         self.moving: dict[int, Callable[[], Victim]] = {}
         self.prefixes = PrefixIndex()
+        self.device = torch_device(backend)
         self.current_stream = stream_getter(backend)
         self.rows = Rows(max_sequences, self.pool, self.groups, self.prefixes)
         self.away: MovedPrefixes | None = None
@@ -135,11 +137,6 @@ class KVCache(AbstractContextManager["KVCache"]):
     def kv_groups(self) -> list[KVGroup]:
         """The groups of keys and values."""
         return [group for group in self.groups if isinstance(group, KVGroup)]
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the cache's tensors."""
-        return torch_device(self.pool.backend)
 
     @property
     def layers(self) -> list[int]:

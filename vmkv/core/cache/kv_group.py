@@ -49,7 +49,7 @@ def group_views(
 
         def strided(num_heads: int, dim: int, offset_bytes: int) -> torch.Tensor:
             steps_bytes = geometry.layer_bytes, geometry.row_bytes, geometry.token_bytes
-            layer, row, token = (each // item_bytes for each in steps_bytes)
+            layer, row, token = [each // item_bytes for each in steps_bytes]
             return flat.as_strided(
                 (geometry.num_layers, geometry.num_rows, num_heads, geometry.row_tokens, dim),
                 (layer, row, dim, token, 1),

@@ -223,7 +223,7 @@ class ExtentPool:
         Cost: a list operation per reused extent; a lock and a `mem_create` (10-16 µs) per new one.
         """
         self._check_open()
-        shelf = self._shelf(location)
+        shelf = self._device if location is _DEVICE else self._host
         granted = shelf.pop(size_classes)
         if granted is None:
             with self.lock:
@@ -241,6 +241,11 @@ class ExtentPool:
         Only device memory is evicted for. After an OutOfPagesError an immediate retry fails too;
         parked rows may have lost memory.
         """
+        if location is _DEVICE:
+            missing_bytes = sum([self.page_bytes << each for each in size_classes])
+            missing_bytes -= self.available_bytes
+            if missing_bytes > 0:
+                self.make_room(missing_bytes)
         while True:
             try:
                 return self.acquire(size_classes, location)

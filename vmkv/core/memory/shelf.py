@@ -80,21 +80,21 @@ class Shelf:
         ids = [self._free_ids.pop(size_class) for size_class in size_classes]
         taken = [None if each is None else self._extents[each] for each in ids]
         missing = [size_classes[at] for at, each in enumerate(ids) if each is None]
-        needed_bytes, missing_bytes = map(self._num_bytes, (size_classes, missing))
-        released = self._claim(missing_bytes - self.uncreated_bytes)
+        released = self._claim(self._num_bytes(missing) - self.uncreated_bytes)
         if released is None:
             self.put_back(filter(None, taken))  # First, so that the error's figures are right.
-            raise self._out_of_budget(needed_bytes)
+            raise self._out_of_budget(self._num_bytes(size_classes))
         created: list[Extent] = []
         try:
-            self.release(released)
+            if released:
+                self.release(released)
             for size_class in missing:
                 created.append(self._create(size_class))
         except BaseException as error:
             self.put_back(filter(None, taken))
             self.release(created)
             if isinstance(error, DriverError) and error.is_out_of_memory:
-                raise self._out_of_device_memory(needed_bytes) from error
+                raise self._out_of_device_memory(self._num_bytes(size_classes)) from error
             raise
         fresh = iter(created)
         return [extent or next(fresh) for extent in taken]
@@ -184,7 +184,7 @@ class Shelf:
         """Release free extents, largest first, until `num_bytes` are gone; return the bytes."""
         popped = self._pop_bytes(num_bytes)
         self.release(popped)
-        return sum(extent.num_bytes for extent in popped)
+        return sum([extent.num_bytes for extent in popped])
 
     def _claim(self, num_bytes: int) -> list[Extent] | None:
         """Pop free extents of at least `num_bytes`, or return None if there are too few."""
