@@ -47,6 +47,20 @@ def _known(cache: KVCache) -> list[int]:
     return [cache.prefixes.num_recorded(row) for row in range(3)]
 
 
+def test_shared_extents_are_no_memory_for_an_adopter(make_cache: MakeCache) -> None:
+    """A parked row counts only up to the first extent that a live sequence shares."""
+    cache = make_cache(cost_model=ALIASES)
+    source = cache.open()
+    append(source, range(80))
+    assert cache.rows.adoptable_tokens(source.row) >= 80
+    fork = source.fork()
+    source.close()
+    assert 0 == cache.rows.adoptable_tokens(source.row)
+    fork.close()
+    cache.rows.retire_parked(fork.row)
+    assert cache.rows.adoptable_tokens(source.row) >= 80
+
+
 @pytest.mark.parametrize(
     ("pages", "parked", "num_tokens", "row", "known", "calls"),
     [

@@ -141,6 +141,23 @@ def test_poison_is_nan_in_every_float_type(host: HostBackend, dtype: torch.dtype
         assert sequence.values(0).isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_memory_of_another_type_is_zeroed(host: HostBackend, dtype: torch.dtype) -> None:
+    """Its bytes may be NaN in the new type, so every mode zeroes it; of the same type it stays."""
+    pool = ExtentPool(host, 100 * PAGE)
+    for its_dtype in (torch.float16, dtype):
+        created = pool.backend.calls["mem_create"]
+        with KVCache(pool, max_tokens=50, max_sequences=1) as cache:
+            cache.add_layers([0], num_kv_heads=2, head_dim=32, dtype=its_dtype)
+            sequence = cache.open()
+            sequence.append(20)
+            found = _contents(sequence).clone()
+            _write(sequence)
+    assert created == pool.backend.calls["mem_create"], "memory was not recycled"
+    assert bool(found.any()) == (dtype is torch.float16)
+    pool.close()
+
+
 def test_new_tenant_reads_zeros_on_every_backend(cache_of_two_token_pages: MakeCache) -> None:
     """The memory is adopted, or mapped again."""
     cache = cache_of_two_token_pages(scrub="cross-tenant", max_sequences=2)
