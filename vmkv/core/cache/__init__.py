@@ -3,9 +3,8 @@
 `sequence.py` and `kv_cache.py` are the user's interface. `layer_group.py` is what all kinds of
 layers have in common, `kv_group.py` keys and values, `state_group.py` states. `geometry.py`
 computes byte offsets, `fp8.py` converts to eight bits. `rows.py` says which rows are empty, live or
-parked. `layers.py`, `growing.py`, `forking.py` and
-`swap.py` change what rows hold; `prefix.py` indexes their tokens; `disk.py` and `process.py` save
-and share them.
+parked. `layers.py`, `growing.py`, `forking.py` and `swap.py` change what rows hold; `prefix.py`
+indexes their tokens; `disk.py` and `process.py` save and share them.
 """
 
 from .device_memory import call_with_room as call_with_room
