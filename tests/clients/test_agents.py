@@ -1,4 +1,4 @@
-"""Coding agents from npm do a task of two steps: they call the shell, and answer with its result.
+"""Agents from npm do a task of two steps: they call the shell, and answer with its result.
 
 The model is scripted by its weights, so that it does what a large one would; all else is real.
 Agents find a proxy that takes no connections, so that they reach this machine only.
@@ -28,6 +28,25 @@ enabled = false
 name = "here"
 base_url = "{url}/v1"
 wire_api = "responses"
+"""
+#: Two loops of tool calls, the second one streamed.
+_AI_SDK = """
+import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+import { generateText, stepCountIs, streamText, tool } from "ai";
+import { execSync } from "node:child_process";
+import { z } from "zod";
+
+const [url, prompt] = process.argv.slice(1);
+const model = createOpenAICompatible({ name: "here", baseURL: `${url}/v1` })("smol");
+const execute = async ({ command }) => execSync(command, { encoding: "utf8" });
+const inputSchema = z.object({ command: z.string().describe("what the shell runs") });
+const tools = { Bash: tool({ description: "Run a command.", inputSchema, execute }) };
+const options = { model, tools, prompt, stopWhen: stepCountIs(4), maxRetries: 0 };
+const whole = await generateText(options);
+const streamed = streamText(options);
+for await (const part of streamed.fullStream) if (part.type === "error") throw part.error;
+const told = [whole, streamed].map(async (each) => [await each.text, (await each.steps).length]);
+console.log(JSON.stringify(await Promise.all(told)));
 """
 
 
@@ -93,3 +112,10 @@ def test_claude_code_over_messages(agents: Path, agent_url: str, tmp_path: Path)
     assert (ANSWER, 2, False) == (result["result"], result["num_turns"], result["is_error"])
     usage = result["usage"]
     assert usage["cache_read_input_tokens"] > 0.9 * usage["input_tokens"]
+
+
+def test_ai_sdk_over_chats(agents: Path, agent_url: str, tmp_path: Path) -> None:
+    """Vercel's AI SDK, whole and streamed."""
+    (tmp_path / "node_modules").symlink_to(agents)
+    told = run(tmp_path, "node", "--input-type=module", "-e", _AI_SDK, agent_url, TASK)
+    assert [[ANSWER, 2]] * 2 == json.loads(told)
