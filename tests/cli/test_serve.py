@@ -212,6 +212,8 @@ class Loses:
             with contextlib.suppress(BaseException):
                 signal.raise_signal({number})
 
+# A job in the background of a shell is started with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Loses())
 sys.exit(main(sys.argv[1:]))
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -133,12 +134,13 @@ async def test_pydantic_ai_tools(pydantic_model: Any) -> None:
 
 
 @pytest.fixture(params=["chat", "responses"])
-def agents_model(url: str, request: pytest.FixtureRequest) -> Any:
+async def agents_model(url: str, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
     agents = pytest.importorskip("agents")
     openai = pytest.importorskip("openai")
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     kinds = (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel)
-    return kinds[request.param == "responses"](MODEL, client)
+    # Closed in its own loop: if it were collected later, another test would fail.
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield kinds[request.param == "responses"](MODEL, client)
 
 
 @pytest.mark.anyio
