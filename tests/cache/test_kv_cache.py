@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +42,33 @@ def test_cache_may_be_used_as_a_context(host: HostBackend) -> None:
     with KVCache(host, max_tokens=8, max_sequences=1, budget_bytes=PAGE) as cache:
         assert not cache.is_closed
     assert cache.is_closed
+
+
+def test_a_forked_child_is_refused_although_a_lock_was_held(make_cache: MakeCache) -> None:
+    """The lock's holder is a thread that the child does not have, so it must not wait for it."""
+    sequence = make_cache().open()
+    sequence.append(4)
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with sequence.cache.pool.lock:
+            is_held.set()
+            may_end.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    is_held.wait()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # Ends a child that waits.
+        try:
+            sequence.append(300)
+        except ConfigError:
+            os._exit(7)
+        os._exit(1)
+    may_end.set()
+    holder.join()
+    assert 7 == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_unclosed_cache_warns_and_frees_nothing(host: HostBackend) -> None:

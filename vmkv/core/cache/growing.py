@@ -183,7 +183,9 @@ def map_rows(
     If the pool is short, parked rows of all its caches are evicted and no growth quantum is added.
     After `OutOfPagesError` or `DriverError` nothing was mapped.
     """
-    pool, changes = cache.pool, _plan(cache, targets, groups, exactly=False)
+    pool = cache.pool
+    pool.check_process()  # Before the lock, which a forked child may wait for in vain.
+    changes = _plan(cache, targets, groups, exactly=False)
     if pool.reclaimer.batches:
         pool.reclaimer.poll()
     needed_bytes = sum([pool.page_bytes << size for each in changes for size in each.classes])

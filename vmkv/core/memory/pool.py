@@ -222,9 +222,9 @@ class ExtentPool:
 
         Cost: a list operation per reused extent; a lock and a `mem_create` (10-16 µs) per new one.
         """
-        self._check_open()
+        self.check_process()
         shelf = self._device if location is _DEVICE else self._host
-        granted = shelf.pop(size_classes)
+        granted = shelf.pop(size_classes)  # A closed pool has nothing to pop.
         if granted is None:
             with self.lock:
                 self._check_open()
@@ -241,6 +241,7 @@ class ExtentPool:
         Only device memory is evicted for. After an OutOfPagesError an immediate retry fails too;
         parked rows may have lost memory.
         """
+        self.check_process()
         if location is _DEVICE:
             missing_bytes = sum([self.page_bytes << each for each in size_classes])
             missing_bytes -= self.available_bytes
