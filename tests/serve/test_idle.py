@@ -19,7 +19,6 @@ from helpers.serving import Watch
 from vmkv import ConfigError, HostBackend
 from vmkv.cli.arguments import Commands
 from vmkv.serve import engine as engine_module
-from vmkv.serve import resting
 from vmkv.serve.async_engine import AsyncEngine
 from vmkv.serve.engine import Engine
 from vmkv.serve.engine_loop import Cancel
@@ -58,7 +57,7 @@ def test_memory_above_the_watermark_is_released(
     slice_bytes: int,
 ) -> None:
     """After each burst, in slices of any size; later requests map it again."""
-    monkeypatch.setattr(resting, "_SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(engine_module, "_SLICE_BYTES", slice_bytes)
     engine = make_engine(watermark_bytes=watermark_bytes)
     for seed in range(3):
         wanted = prompts(6, seed)
@@ -223,7 +222,7 @@ SlowRelease = tuple[ReleasesSlowly, Watch, Engine]
 
 @pytest.fixture
 def slow_release(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> SlowRelease:
-    monkeypatch.setattr(resting, "_SLICE_BYTES", 4 * KiB)
+    monkeypatch.setattr(engine_module, "_SLICE_BYTES", 4 * KiB)
     backend, watch = ReleasesSlowly(4 * KiB), Watch()
     return backend, watch, make_engine(backend=backend, observer=watch, watermark_bytes=0)
 

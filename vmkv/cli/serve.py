@@ -525,7 +525,7 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as start:
         progress = start.enter_context(_progress(arguments))
         start.enter_context(compile_cache.compiler_folder())
-        stack.enter_context(_log_of(arguments, "vmkv.serve.resting"))
+        stack.enter_context(_log_of(arguments, "vmkv.serve.engine"))
         if arguments.trace:
             trace = stack.enter_context(contextlib.closing(ChromeTrace(arguments.trace)))
             observer = Observers([observer, trace])
