@@ -231,7 +231,9 @@ def named_events(data: bytes | str) -> list[dict[str, Any]]:
     return found
 
 
-def scripted_form(deltas: Sequence[ReplyDelta]) -> ChatForm:
+def scripted_form(
+    deltas: Sequence[ReplyDelta], new_form: Callable[..., ChatForm] = ChatForm, **names: str
+) -> Any:
     """A form with a prompt of three tokens, whose parser takes a text as the number of a delta."""
 
     class Scripted:
@@ -239,6 +241,7 @@ def scripted_form(deltas: Sequence[ReplyDelta]) -> ChatForm:
             return deltas[int(text)]
 
     body = ChatRequest.model_validate(CHAT)
-    form = ChatForm(Tokens(tiny_tokenizer()), body, SamplingParams(), lambda _: Scripted())
+    its = (Tokens(tiny_tokenizer()), body, SamplingParams(), lambda _: Scripted())
+    form = new_form(*its, **names)
     assert [] == list(form.advance(0, RequestOutput(0, None, [1, 2, 3], [])))
     return form

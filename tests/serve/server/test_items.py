@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -150,11 +151,12 @@ BODY: Json = {
     "parallel_tool_calls": False,
     "metadata": {"half": "\ud800"},
 }
+NAMES = {"model_name": "tiny", "answer_id": "1"}
 WRITERS: dict[str, Callable[[], ItemWriter]] = {
-    RESPONSES: lambda: ResponseWriter(
-        validated(BODY, ResponsesRequest), "tiny", scripted_form(DELTAS), "1"
+    RESPONSES: lambda: scripted_form(
+        DELTAS, partial(ResponseWriter, asked=validated(BODY, ResponsesRequest)), **NAMES
     ),
-    MESSAGES: lambda: MessageWriter("tiny", scripted_form(DELTAS), "1"),
+    MESSAGES: lambda: scripted_form(DELTAS, MessageWriter, **NAMES),
 }
 
 

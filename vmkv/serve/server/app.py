@@ -126,7 +126,6 @@ async def version() -> dict[str, str]:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer for a route or a method that does not exist, in the shape of its API."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)

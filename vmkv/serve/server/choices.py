@@ -40,6 +40,17 @@ def encoded(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
+def compact(payload: Mapping[str, Any]) -> bytes:
+    """Encode a value as ASCII: what it repeats of a request may hold half a surrogate pair."""
+    return json.dumps(payload, allow_nan=False, separators=(",", ":")).encode()
+
+
+def event(payload: Mapping[str, Any]) -> bytes:
+    """Encode a server-sent event; its `type`, if it has one, is its name."""
+    name = f"event: {payload['type']}\n".encode() if "type" in payload else b""
+    return name + b"data: " + compact(payload) + b"\n\n"
+
+
 # ---- tokens --------------------------------------------------------------------------------------
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -82,7 +93,6 @@ class Tokens(dict[int, TokenText]):
 
 
 def _bytes_of(token: str) -> bytes | None:
-    """Return the bytes of a vocabulary entry: SentencePiece's `<0xE2>` or byte-level BPE."""
     by_name = _BYTE_TOKEN.fullmatch(token)
     if by_name:
         return bytes.fromhex(by_name.group(1))
@@ -94,16 +104,35 @@ def _bytes_of(token: str) -> bytes | None:
 
 
 class Form:
-    """Format of one answer; tracks how much was sent of each choice, numbered across prompts."""
+    """Writes an answer, whole or as events; tracks what was sent of each choice.
+
+    Choices are numbered across prompts. `new_parser` makes the parser of each choice of a chat,
+    None if the text is the content.
+    """
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
     def __init__(
-        self, tokens: Tokens, body: CompletionRequest | ChatRequest, params: SamplingParams
+        self,
+        tokens: Tokens,
+        body: CompletionRequest | ChatRequest,
+        params: SamplingParams,
+        new_parser: NewParser | None = None,
+        *,
+        model_name: str = "",
+        answer_id: str = "",
     ):
         self._tokens, self._body, self._params = tokens, body, params
+        self._new_parser, self._options = new_parser, body.stream_options or StreamOptions()
+        self._head: dict[str, Any] = {
+            "id": f"{self.id_prefix}{answer_id}",
+            "object": self.chunk_object,
+            "created": int(time.time()),
+            "model": model_name,
+        }
+        self._choices: defaultdict[int, WholeChoice] = defaultdict(lambda: WholeChoice(self))
         self._num_samples, self.reports_tokens = params.n, bool(body.return_token_ids)
         self._echoes = isinstance(body, CompletionRequest) and bool(body.echo)
         self._prompt_ids: dict[int, Sequence[int]] = {}
@@ -158,7 +187,6 @@ class Form:
     def _echoed(
         self, index: int, output: RequestOutput, *, with_logprobs: bool
     ) -> Iterator[CompletionOutput]:
-        """Yield a choice's prompt as deltas, with the log-probabilities that have come."""
         entries = output.prompt_logprobs if with_logprobs else None
         text = ""
         if index not in self._places:
@@ -232,6 +260,41 @@ class Form:
     def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         raise NotImplementedError
 
+    # ---- writing --------------------------------------------------------------------------
+
+    def add(self, delta: CompletionOutput) -> None:
+        """Append a delta to a whole answer."""
+        self._choices[delta.index].add(delta)
+
+    async def whole(self) -> deque[bytes | bytearray]:
+        """Return the answer as JSON, in parts."""
+        head = encoded({**self._head, "object": self.whole_object})
+        parts: deque[bytes | bytearray] = deque([head[:-1] + b',"choices":['])
+        for index in sorted(self._choices):
+            parts.extend(self._choices.pop(index).parts())
+            parts.append(b"," if self._choices else b'],"usage":')
+            await asyncio.sleep(0)
+        parts.append(encoded(self.usage()))
+        parts += [*self.tail(), b"}"]
+        return parts
+
+    def events(self, delta: CompletionOutput) -> bytes:
+        """Return the events that tell a delta; empty if there is nothing to tell yet."""
+        members = self.chunk_members()  # The first chunk of a choice has more.
+        if self._options.include_usage:  # Every chunk has the field, only the last one a value.
+            members["usage"] = self.usage() if self._options.continuous_usage_stats else None
+        choice = self.choice(delta, is_chunk=True)
+        return b"" if choice is None else event({**self._head, "choices": [choice], **members})
+
+    def end(self) -> bytes:
+        """Return the last events: the usage, if it was asked for, and the mark of the end."""
+        usage = {**self._head, "choices": [], "usage": self.usage()}
+        return (event(usage) if self._options.include_usage else b"") + _DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last events of an answer that fails after its first event."""
+        return event(error.body) + _DONE
+
 
 def _slices(delta: CompletionOutput) -> Iterator[CompletionOutput]:
     """Divide a delta with many log-probabilities; the first part has the text."""
@@ -261,7 +324,6 @@ class CompletionForm(Form):
         return {"text": delta.text, "prompt_token_ids": list(prompt)}
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        """Return log-probabilities; of the first token of an echoed prompt there are none."""
         prompt = self._prompt_ids.get(index // self._num_samples, ())
         tokens = [self._tokens[prompt[0] if each is None else each.token_id] for each in entries]
         places = self._places.get(index)
@@ -291,15 +353,8 @@ class ChatForm(Form):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(
-        self,
-        tokens: Tokens,
-        body: ChatRequest,
-        params: SamplingParams,
-        new_parser: NewParser | None = None,
-    ):
-        super().__init__(tokens, body, params)
-        self._new_parser = new_parser
+    def __init__(self, *its: Any, **names: Any):
+        super().__init__(*its, **names)
         self._parsers: dict[int, ReplyParser] = {}
         #: Pieces of the last tool call's arguments, of choices with tool calls.
         self._arguments: dict[int, list[str]] = {}
@@ -438,69 +493,3 @@ class WholeChoice:
         yield choice
         yield from self._form.tail(whole.index)
         yield b"}"
-
-
-# ---- writers -------------------------------------------------------------------------------------
-
-
-def compact(payload: Mapping[str, Any]) -> bytes:
-    """Encode a value as ASCII: what it repeats of a request may hold half a surrogate pair."""
-    return json.dumps(payload, allow_nan=False, separators=(",", ":")).encode()
-
-
-def event(payload: Mapping[str, Any]) -> bytes:
-    """Encode a server-sent event; its `type`, if it has one, is its name."""
-    name = f"event: {payload['type']}\n".encode() if "type" in payload else b""
-    return name + b"data: " + compact(payload) + b"\n\n"
-
-
-class ChoicesWriter:
-    """Writes completions and chats."""
-
-    def __init__(self, options: StreamOptions | None, model_name: str, form: Form, answer_id: str):
-        self.form = form
-        self._options = options or StreamOptions()
-        self._head = {
-            "id": f"{form.id_prefix}{answer_id}",
-            "object": form.chunk_object,
-            "created": int(time.time()),
-            "model": model_name,
-        }
-        # With include_usage every chunk has the field, and only the last one a value.
-        self._tail: dict[str, Any] = {"usage": None} if self._options.include_usage else {}
-        self._choices: defaultdict[int, WholeChoice] = defaultdict(lambda: WholeChoice(form))
-
-    def add(self, delta: CompletionOutput) -> None:
-        """Append a delta to its choice."""
-        self._choices[delta.index].add(delta)
-
-    async def whole(self) -> deque[bytes | bytearray]:
-        """Return the answer as JSON, in parts."""
-        head = encoded({**self._head, "object": self.form.whole_object})
-        parts: deque[bytes | bytearray] = deque([head[:-1] + b',"choices":['])
-        for index in sorted(self._choices):
-            parts.extend(self._choices.pop(index).parts())
-            parts.append(b"," if self._choices else b'],"usage":')
-            await asyncio.sleep(0)
-        parts.append(encoded(self.form.usage()))
-        parts += [*self.form.tail(), b"}"]
-        return parts
-
-    def events(self, delta: CompletionOutput) -> bytes:
-        """Return a chunk."""
-        if self._options.include_usage and self._options.continuous_usage_stats:
-            self._tail["usage"] = self.form.usage()
-        members = self.form.chunk_members()  # The first chunk of a choice has more.
-        choice = self.form.choice(delta, is_chunk=True)
-        if choice is None:
-            return b""
-        return event({**self._head, **members, "choices": [choice], **self._tail})
-
-    def end(self) -> bytes:
-        """Return the usage, if it was asked for, and the mark of the end."""
-        usage = {**self._head, "choices": [], "usage": self.form.usage()}
-        return (event(usage) if self._options.include_usage else b"") + _DONE
-
-    def failure(self, error: ApiError) -> bytes:
-        """Return the error and the mark of the end."""
-        return event(error.body) + _DONE

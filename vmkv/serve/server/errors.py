@@ -104,7 +104,6 @@ class ApiError(VMKVError):
         return JSONResponse(body, error.status, headers=error.headers)
 
     def _renamed(self, names: Mapping[str, str]) -> ApiError:
-        """Return the error with the name that the client's API has for the parameter."""
         told = self.body["error"]
         first, dot, rest = (told["param"] or "").partition(".")
         if first not in names:

@@ -145,7 +145,6 @@ class Guard:
                 _log_request(scope, route, status or _CLIENT_GONE, began_s)
 
     def _check(self, scope: Scope) -> None:
-        """Raise the error that a request's head causes; store its key's digest."""
         path, headers = scope["path"], Headers(scope=scope)
         origin = headers.get("origin")
         is_own = origin is not None and origin.partition("://")[2] == headers.get("host")
@@ -169,7 +168,6 @@ class Guard:
 
 
 def _log_request(scope: Scope, route: str, status: int, began_s: float) -> None:
-    """Log a request at info: its client, route, status, tokens, times and identifier."""
     if not _LOG.isEnabledFor(logging.INFO):
         return
     host, port = scope.get("client") or ("-", 0)

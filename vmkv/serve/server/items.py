@@ -17,8 +17,8 @@ from pydantic_core import PydanticCustomError
 
 from ...errors import shown
 from ..request import CompletionOutput
-from .choices import ChatForm, Form, compact, event
-from .errors import ApiError, invalid
+from .choices import ChatForm, compact, event
+from .errors import invalid
 from .formats import Lenient
 from .schema import ChatRequest, GenerationRequest, validated
 
@@ -144,12 +144,11 @@ class Item:
 Change: TypeAlias = tuple[Literal["begins", "grows", "ends"], Item, str]
 
 
-class ItemWriter(ABC):
+class ItemWriter(ChatForm, ABC):
     """Divides a reply into items, one of which is open; subclasses have an API's format."""
 
-    def __init__(self, form: Form):
-        assert isinstance(form, ChatForm)
-        self.form: ChatForm = form
+    def __init__(self, *its: Any, **names: Any):
+        super().__init__(*its, **names)
         self.items: list[Item] = []
         self._has_begun = False
         #: The delta that ended the answer, and the number of the open item's call.
@@ -157,20 +156,16 @@ class ItemWriter(ABC):
         self._call: int | None = None
 
     def add(self, delta: CompletionOutput) -> None:
-        """Append a delta to a whole answer."""
+        """See `Form.add`."""
         for _ in self._changes(delta):
             pass
 
-    @abstractmethod
-    def failure(self, error: ApiError) -> bytes:
-        """Return the last events of an answer that fails after its first event."""
-
     async def whole(self) -> deque[bytes | bytearray]:
-        """Return the answer as JSON, in parts."""
+        """See `Form.whole`."""
         return deque([compact(self._answer())])
 
     def events(self, delta: CompletionOutput) -> bytes:
-        """Return the events that tell a delta; empty if there is nothing to tell yet."""
+        """See `Form.events`."""
         told = [] if self._has_begun else list(map(event, self._begin()))
         self._has_begun = True
         for change in self._changes(delta):
@@ -178,7 +173,7 @@ class ItemWriter(ABC):
         return b"".join(told)
 
     def end(self) -> bytes:
-        """Return the last events."""
+        """See `Form.end`."""
         return b"".join(map(event, self._finish()))
 
     @abstractmethod
@@ -195,7 +190,7 @@ class ItemWriter(ABC):
     def _finish(self) -> Iterator[Event]: ...
 
     def _changes(self, delta: CompletionOutput) -> Iterator[Change]:
-        reply = self.form.reply(delta)
+        reply = self.reply(delta)
         for call in reply.tool_calls:  # Text may follow the rest of a call.
             if call.index == self._call:
                 yield from self._grow("call", call.arguments)

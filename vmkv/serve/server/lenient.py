@@ -43,7 +43,6 @@ def checked(asked: StructuredOutputs, trials: GrammarTrials) -> StructuredOutput
 
 
 def _without(schema: Any, names: Collection[str]) -> Any:
-    """Return a schema without keywords; in `properties`, a property may have such a name."""
     if isinstance(schema, list):
         return [_without(each, names) for each in schema]
     if not isinstance(schema, dict):

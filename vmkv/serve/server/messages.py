@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from ..request import FinishReason
 from . import items
-from .choices import Form, event
+from .choices import event
 from .errors import ApiError
 from .formats import Lenient
 from .items import Event, Item, TypedItem, text_parts
@@ -174,10 +174,12 @@ class MessagesRequest(CountTokensRequest):
 class MessageWriter(items.ItemWriter):
     """Writes a message, whole or as events."""
 
-    def __init__(self, model_name: str, form: Form, answer_id: str):
-        super().__init__(form)
-        self._head = {"id": f"msg_{answer_id}", "model": model_name}
-        self._head |= {"type": "message", "role": "assistant"}
+    id_prefix = "msg_"
+
+    def __init__(self, *its: Any, **names: Any):
+        super().__init__(*its, **names)
+        own = {name: self._head[name] for name in ("id", "model")}
+        self._head = {**own, "type": "message", "role": "assistant"}
 
     def failure(self, error: ApiError) -> bytes:
         """Return the event of an error."""
@@ -207,7 +209,7 @@ class MessageWriter(items.ItemWriter):
         yield {"type": "message_stop"}
 
     def _usage(self) -> dict[str, Any]:
-        usage = self.form.usage()
+        usage = self.usage()
         num_cached = usage["prompt_tokens_details"]["cached_tokens"]
         num_thinking = usage["completion_tokens_details"]["reasoning_tokens"]
         return {

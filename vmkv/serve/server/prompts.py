@@ -154,7 +154,6 @@ class Prompts:
         return self._cut(list(encoded["input_ids"]), num_kept)
 
     def _render(self, chat: ChatBody) -> Any:
-        """Return a chat as the template's text, or as tokens of mistral-common."""
         extra = chat.chat_template_kwargs or {}
         taken = sorted(_RESERVED & extra.keys())
         if taken:
@@ -220,7 +219,6 @@ class Prompts:
         return rendered, systems
 
     def _cut(self, token_ids: list[int], num_kept: int | None) -> list[int]:
-        """Keep the last tokens; if all are to be kept, check that there are not too many."""
         if num_kept is not None:
             return token_ids[-num_kept:]
         if len(token_ids) > self._max_tokens:

@@ -64,7 +64,6 @@ class _CleanText:
         self._is_delimited = False  # Whether a delimiter has come since the last text.
 
     def delimit(self) -> None:
-        """Note that a region of another kind begins."""
         self._is_delimited = True
 
     def push(self, text: str, *, is_last: bool) -> str:
@@ -92,8 +91,6 @@ class _CleanText:
 
 
 class _ObjectEnd:
-    """Finds the end of a JSON object that comes in pieces."""
-
     _STRUCTURE = regex.compile(r'\\.|["{}\[\]]', regex.DOTALL)
 
     def __init__(self) -> None:
@@ -101,7 +98,6 @@ class _ObjectEnd:
         self._in_string = self._is_escaped = False
 
     def push(self, text: str) -> int | None:
-        """Return where the object ends in the next piece; None if it goes on."""
         at = int(self._is_escaped and bool(text))
         self._is_escaped = self._is_escaped and not text
         for found in self._STRUCTURE.finditer(text, at):
@@ -287,7 +283,6 @@ class TemplateParser:
         return [] if text is None else [{"type": "region_chunk", "field": "content", "text": text}]
 
     def _read(self, events: list[dict[str, Any]]) -> tuple[str, str]:
-        """Return new reasoning and content of events; add the calls."""
         reasoning = content = ""
         for event in events:
             kind, field, text = event["type"], event["field"], event.get("text", "")

@@ -107,7 +107,6 @@ def _call_pattern(template: Mapping[str, Any], calls: Mapping[str, Any]) -> Call
 
 
 def _delimiter(calls: Mapping[str, Any], name: str) -> str:
-    """Return the pattern of a field's beginning or end; "" if it has none."""
     if f"{name}_pattern" in calls:
         return str(calls[f"{name}_pattern"])
     texts = calls.get(name, "")
@@ -116,7 +115,6 @@ def _delimiter(calls: Mapping[str, Any], name: str) -> str:
 
 
 def _as_text(calls: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a field whose regions are plain text, each with its beginning."""
     text = {each: calls[each] for each in ("close", "close_pattern") if each in calls}
     text |= {"content": "text", "content_args": {"strip": False}, "repeats": True}
     pattern = f"(?={_delimiter(calls, 'open')})"
@@ -136,7 +134,6 @@ def _name_and_arguments(function: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _found(tokenizer: Any, chat_template: str | None) -> Mapping[str, Any] | None:
-    """Return the response template for a tokenizer, if one is known."""
     own: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
     if own is not None:
         return own
@@ -157,7 +154,6 @@ def is_mistral_common(tokenizer: Any) -> bool:
 
 
 def _special_tokens(tokenizer: Any) -> Any:
-    """Return a pattern of the texts that a tokenizer skips as special tokens; None without."""
     texts = set(tokenizer.all_special_tokens)
     if not is_mistral_common(tokenizer):
         added = tokenizer.added_tokens_decoder.values()

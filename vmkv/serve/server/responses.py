@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,7 +10,7 @@ from pydantic import Field, model_validator
 
 from ..request import FinishReason
 from . import items
-from .choices import Form, event
+from .choices import event
 from .errors import ApiError, invalid
 from .items import Event, Item, text_parts
 from .schema import ChatRequest
@@ -172,14 +171,15 @@ class ResponsesRequest(items.ItemsRequest):
 class ResponseWriter(items.ItemWriter):
     """Writes a response, whole or as events; `answer_id` is in the identifiers of its items."""
 
-    def __init__(self, body: ResponsesRequest, model_name: str, form: Form, answer_id: str):
-        super().__init__(form)
-        self._answer_id = answer_id
-        self._num_events = 0
-        self._head: dict[str, Any] = {"id": f"resp_{answer_id}", "object": "response"}
-        self._head |= {"created_at": int(time.time()), "model": model_name, **_REPEATED}
-        self._head |= body.model_dump(include=set(_REPEATED), exclude_none=True)
-        tools = [tool for tool in body.tools or () if tool.namespace]
+    id_prefix = "resp_"
+    chunk_object = "response"
+
+    def __init__(self, *its: Any, asked: ResponsesRequest, answer_id: str, **names: Any):
+        super().__init__(*its, answer_id=answer_id, **names)
+        self._answer_id, self._num_events = answer_id, 0
+        self._head |= {"created_at": self._head.pop("created"), **_REPEATED}
+        self._head |= asked.model_dump(include=set(_REPEATED), exclude_none=True)
+        tools = [tool for tool in asked.tools or () if tool.namespace]
         self._names = {items.full_name(tool.namespace, tool.name): tool for tool in tools}
 
     def failure(self, error: ApiError) -> bytes:
@@ -228,7 +228,7 @@ class ResponseWriter(items.ItemWriter):
     def _is_cut(self) -> bool:
         last = self._last
         is_at_limit = last is not None and last.finish_reason is FinishReason.LENGTH
-        return is_at_limit or (last is not None and self.form.cuts_call(last))
+        return is_at_limit or (last is not None and self.cuts_call(last))
 
     def _event(self, kind: str, **fields: Any) -> Event:
         self._num_events += 1
@@ -239,7 +239,7 @@ class ResponseWriter(items.ItemWriter):
         if output and (status != "completed" or self._is_cut):
             output[-1]["status"] = "incomplete"
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        usage = self.form.usage()
+        usage = self.usage()
         return {
             **self._head,
             "status": status,
@@ -256,7 +256,6 @@ class ResponseWriter(items.ItemWriter):
         }
 
     def _item(self, item: Item, status: str) -> dict[str, Any]:
-        """Return an item; while it is in progress, without its text."""
         text = "" if status == "in_progress" else item.text
         found = {"id": self._id(item), "type": _KINDS[item.kind][0], "status": status}
         if item.kind == "call":

@@ -85,8 +85,6 @@ class TimedProtocol(H11Protocol):
 
 
 class _CountingConnection(h11.Connection):
-    """Refuses bodies that come in tiny pieces."""
-
     _num_pieces = 0
     _num_bytes = 0
 

@@ -113,7 +113,6 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _sort_out(cls, data: Any) -> Any:
-        """Refuse parameters that would change the answer; whole floats become integers."""
         if not isinstance(data, dict):
             return data
         declared: dict[str, Any] = {}
@@ -508,7 +507,6 @@ async def check_structure(body: bytes | bytearray, max_values: int) -> bool:
 
 
 def _explained(error: ValidationError) -> ApiError:
-    """Convert pydantic's findings to one error: a wrong size, or else the deepest one."""
     errors = error.errors(include_url=False, include_input=False)
     found: Any = max(errors, key=lambda each: (each["type"] in _SIZES, len(each["loc"])))
     names = [str(part) for part in found["loc"] if not _ALTERNATIVE.match(str(part))]

@@ -29,10 +29,9 @@ from ..metrics import CONTENT_TYPE, labelled
 from ..options import ServerOptions
 from ..params import SamplingParams
 from ..request import CompletionOutput, RequestOutput
-from .choices import ChatForm, ChoicesWriter, CompletionForm, Form, Tokens
+from .choices import ChatForm, CompletionForm, Form, Tokens
 from .errors import ApiError, api_error, full_context, invalid
 from .guard import Gate, receive_body, tenant_of
-from .items import ItemWriter
 from .messages import CountTokensRequest, MessagesRequest, MessageWriter
 from .prompts import Prompt, Prompts
 from .reply import NewParser
@@ -59,8 +58,8 @@ BodyT = TypeVar("BodyT", bound=GenerationRequest | TokenizeRequest | DetokenizeR
 #: An engine that runs in the background, and streams outputs to an event loop. As a context manager
 #: it serves the current event loop, and stops once running requests have finished.
 StreamingEngine: TypeAlias = "EngineClient | ReplicatedEngine"
-#: Makes the writer of an answer, from its form and its request's identifier.
-NewWriter: TypeAlias = Callable[[Form, str], ChoicesWriter | ItemWriter]
+#: Makes the form of an answer, with the arguments of `Form`.
+NewForm: TypeAlias = Callable[..., Form]
 
 _LOG = logging.getLogger(__name__)
 #: Names of unknown parameters that are logged, and characters of each: clients cannot fill the log.
@@ -135,20 +134,17 @@ class Service:
     async def completions(self, request: Request) -> Response:
         """Continue one or several prompts."""
         service, body = await self.read(request, CompletionRequest)
-        return await service.generate(request, body)
+        return await service.generate(request, body, CompletionForm)
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a chat."""
         service, body = await self.read(request, ChatRequest)
-        return await service.generate(request, body)
+        return await service.generate(request, body, ChatForm)
 
     async def generate(
-        self,
-        request: Request,
-        body: CompletionRequest | ChatRequest,
-        new_writer: NewWriter | None = None,
+        self, request: Request, body: CompletionRequest | ChatRequest, new_form: NewForm
     ) -> Response:
-        """Answer a validated request, in the format of `new_writer` if there is one."""
+        """Answer a validated request."""
         tenant = tenant_of(request.state.api_key, body.cache_salt)
         if body.request_id is not None and not request.state.has_request_id:
             request.state.request_id = body.request_id
@@ -156,8 +152,7 @@ class Service:
         params, new_parser = body.sampling_params(self.sampling_defaults), None
         if isinstance(body, ChatRequest):
             params, new_parser = self.replies.plan(body, params)
-        new_writer = new_writer or partial(ChoicesWriter, body.stream_options, self.model_name)
-        answer = Answer(self, body, params, tenant, request_id, new_writer, new_parser)
+        answer = Answer(self, body, params, tenant, request_id, new_form, new_parser)
         request.state.answer = answer
         answer.check()
         if body.stream:
@@ -170,14 +165,12 @@ class Service:
     async def responses(self, request: Request) -> Response:
         """Answer a conversation, with texts and function calls."""
         service, body = await self.read(request, ResponsesRequest)
-        writer = partial(ResponseWriter, body, service.model_name)
-        return await service.generate(request, body.chat(), writer)
+        return await service.generate(request, body.chat(), partial(ResponseWriter, asked=body))
 
     async def messages(self, request: Request) -> Response:
         """Answer a conversation, with texts and uses of tools."""
         service, body = await self.read(request, MessagesRequest)
-        writer = partial(MessageWriter, service.model_name)
-        return await service.generate(request, body.chat(), writer)
+        return await service.generate(request, body.chat(), MessageWriter)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation, as an answer to it would."""
@@ -204,7 +197,6 @@ class Service:
         return await until_disconnect(request.receive, self._converted(self.prompts.tokens, prompt))
 
     async def _converted(self, convert: Callable[[Any], Awaitable[T]], what: Any) -> T:
-        """Convert a prompt behind the gate of /tokenize."""
         async with self._tokenizing.entered():
             return await convert(what)
 
@@ -269,11 +261,9 @@ class Service:
         return {"is_sleeping": bool(self._asked(model).is_sleeping)}
 
     def _asked(self, model: str | None) -> Any:
-        """Return the `EngineClient` of the model that a query names, or of this service's model."""
         return (self if model is None else self.find(model)).engine
 
     def _counts(self) -> tuple[int, int]:
-        """Count the admitted requests of all models, and those that wait for admission."""
         gates = [each.gate for each in self.served.values()]
         return sum([each.num_inside for each in gates]), sum([each.num_waiting for each in gates])
 
@@ -305,7 +295,6 @@ class Service:
         return service, body
 
     def _note_unknown(self, names: Collection[str]) -> None:
-        """Log each name of an unknown parameter once."""
         new = {name[:_NAME_CHARS_MAX] for name in names} - self._unknown if names else ()
         for name in sorted(new)[: _UNKNOWN_MAX - len(self._unknown)]:
             self._unknown.add(name)
@@ -414,7 +403,7 @@ class Answer:
     params: SamplingParams
     tenant: str | None
     request_id: str
-    new_writer: NewWriter
+    new_form: NewForm
     new_parser: NewParser | None = None
     forms: list[Form] = field(default_factory=list)
 
@@ -447,31 +436,29 @@ class Answer:
             return await self._whole()  # Nothing was sent.
 
     async def _whole(self) -> deque[bytes | bytearray]:
-        writer = self._new_writer()
-        async with contextlib.aclosing(self._deltas(writer.form)) as deltas:
+        form = self._begun_form()
+        async with contextlib.aclosing(self._deltas(form)) as deltas:
             async for delta in deltas:
-                writer.add(delta)
-        return await writer.whole()
+                form.add(delta)
+        return await form.whole()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer as server-sent events; raises `ApiError` only before the first event."""
-        writer = self._new_writer()
-        has_begun = False
+        form, has_begun = self._begun_form(), False
         try:
-            async with contextlib.aclosing(self._deltas(writer.form)) as deltas:
+            async with contextlib.aclosing(self._deltas(form)) as deltas:
                 async for delta in deltas:
-                    if events := writer.events(delta):
+                    if events := form.events(delta):
                         yield events
                         has_begun = True
         except ApiError as error:
             if not has_begun:
                 raise
-            yield writer.failure(error)
+            yield form.failure(error)
         else:
-            yield writer.end()
+            yield form.end()
 
     async def _deltas(self, form: Form) -> AsyncGenerator[CompletionOutput, None]:
-        """Yield the deltas of all outputs; the event loop runs other tasks between slices."""
         async with contextlib.aclosing(self._outputs()) as outputs:
             async for at, output in outputs:
                 for _ in form.encode_prompt(at, output):
@@ -519,13 +506,11 @@ class Answer:
             except Exception as error:
                 raise api_error(error) from error
 
-    def _new_writer(self) -> ChoicesWriter | ItemWriter:
-        tokens, params = self.service.tokens, self.params
-        if isinstance(self.body, CompletionRequest):
-            self.forms.append(CompletionForm(tokens, self.body, params))
-        else:
-            self.forms.append(ChatForm(tokens, self.body, params, self.new_parser))
-        return self.new_writer(self.forms[-1], self.request_id)
+    def _begun_form(self) -> Form:
+        names = {"model_name": self.service.model_name, "answer_id": self.request_id}
+        its = (self.service.tokens, self.body, self.params, self.new_parser)
+        self.forms.append(self.new_form(*its, **names))
+        return self.forms[-1]
 
 
 # ---- streams -------------------------------------------------------------------------------------

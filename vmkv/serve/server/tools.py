@@ -145,7 +145,6 @@ def forced_schema(
 
 
 def _closed(function: Function) -> dict[str, Any]:
-    """Return a schema that, unless it says otherwise, permits no other properties, as in vLLM."""
     schema = {"type": "object", **(function.parameters or {})}
     if schema["type"] not in ("object", ["object"], ["object", "null"]):
         told = f"the parameters of {shown(function.name)} are of type {shown(schema['type'])}"
@@ -155,7 +154,6 @@ def _closed(function: Function) -> dict[str, Any]:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """Return a schema whose references lead to its place `root` in a larger one."""
     if isinstance(schema, list):
         return [_moved(each, root) for each in schema]
     if not isinstance(schema, dict):
