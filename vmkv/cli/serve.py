@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 from .. import compile_cache
 from ..errors import CapacityError, ConfigError, VMKVError, one_line
 from ..phases import phase
-from ..serve.options import LOGPROBS_MODES, EngineOptions, Limits, ServerOptions
+from ..serve.options import LOGPROBS_MODES, EngineOptions, Limits, ServerOptions, described
 from ..units import DTYPES, KV_DTYPES, GiB, MiB, format_bytes
 from . import arguments as types
 from .folders import check_folder
@@ -38,55 +38,42 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _API_KEY_VARIABLE = "VMKV_API_KEY"
-_MIXED_HELP = """tokens in a step that both decodes and computes prompts; up to twice as many for a
-long prompt; prompts get at least half; not applied while more prompt tokens wait than
---max-num-batched-tokens; 0 for no bound"""
-_LENGTH_HELP = "prompt and answer of a request together; by default the model's length"
-_MEMORY_HELP = "memory for keys and values; by default 0.9 of what is free"
-_WATERMARK_HELP = "device memory kept while no request runs; by default everything"
-_SLEEP_HELP = """seconds without requests after which the weights move to host memory, until
-the next request"""
-_POOL_HELP = """socket of a running vmkv pool that shares the device's memory with other
-processes; --memory then limits this server's share. Several models get a pool by default"""
-_WEIGHT_HELP = "share relative to other members of the pool that want the same memory"
-_SHARE_HELP = """share of the device's memory for weights, graphs, keys and values together,
-as in vLLM; instead of --memory"""
-#: Fields of `EngineOptions`: name, type, metavar, help, and the flags where they are not the name;
-#: flags after the first are vLLM's.
-_ENGINE = (
-    ("max_num_seqs", types.integer(1, 1 << 16), "N", "requests in a step"),
-    ("max_num_batched_tokens", types.integer(1, 1 << 20), "N", "tokens in a step"),
-    ("max_num_mixed_tokens", types.count_or_none, "N", _MIXED_HELP),
-    ("max_tokens", types.positive_int, "N", _LENGTH_HELP, "--max-model-tokens", "--max-model-len"),
-    ("budget_bytes", types.positive_gib, "GiB", _MEMORY_HELP, "--memory"),
-    ("memory_fraction", types.share, "SHARE", _SHARE_HELP, "--gpu-memory-utilization"),
-    ("pool_socket", types.name, "PATH", _POOL_HELP, "--pool"),
-    ("floor_bytes", types.gib, "GiB", "memory this model always keeps", "--floor"),
-    ("pool_weight", types.number(0.001, 1000, "weights"), "W", _WEIGHT_HELP, "--weight"),
-    ("host_budget_bytes", types.gib, "GiB", "host memory for preempted requests", "--swap"),
-    ("watermark_bytes", types.gib, "GiB", _WATERMARK_HELP, "--watermark"),
-    ("sleep_after_s", types.seconds, "S", _SLEEP_HELP, "--sleep-after"),
-    ("attention_backend", types.name, "NAME", "see vmkv doctor (default: the best that runs)"),
-    ("kv_scales", types.name, "FILE", "scales of keys and values in fp8; by default 1"),
-    ("skip_layers", types.layers, "LAYERS", "layers kept out of fp8, e.g. 0,1,sliding"),
-    ("seed", types.count, "N", "seed of requests without one (default: random)"),
-)
-#: Fields of `Limits`, likewise.
-_LIMITS = (
-    ("max_body_bytes", types.positive_mib, "MiB", "size of a request's body", "--max-body-mib"),
-    ("max_prompt_tokens", types.positive_int, "N", "tokens of a prompt; by default the model's"),
-    ("max_concurrent", types.positive_int, "N", "requests in the engine at once"),
-    ("max_queued", types.count, "N", "requests that wait for admission; more get a 429"),
-    ("max_connections", types.positive_int, "N", "at once, as far as ulimit -n permits"),
-    ("max_priority", types.count, "N", "allow priorities -N to N (default: refuse)"),
-    (
-        "send_timeout_s",
-        types.seconds,
-        "S",
-        "limit for a client that does not read",
-        "--send-timeout",
-    ),
-)
+#: Flags of `EngineOptions`: for each field the type, the metavar and, if they are not the field's
+#: name, the flags; those after the first are vLLM's. Helps are the fields' descriptions.
+_ENGINE: dict[str, tuple[Any, ...]] = {
+    "max_num_seqs": (types.integer(1, 1 << 16), "N"),
+    "max_num_batched_tokens": (types.integer(1, 1 << 20), "N"),
+    "max_num_mixed_tokens": (types.count_or_none, "N"),
+    "max_tokens": (types.positive_int, "N", "--max-model-tokens", "--max-model-len"),
+    "budget_bytes": (types.positive_gib, "GiB", "--memory"),
+    "memory_fraction": (types.share, "SHARE", "--gpu-memory-utilization"),
+    "pool_socket": (types.name, "PATH", "--pool"),
+    "floor_bytes": (types.gib, "GiB", "--floor"),
+    "pool_weight": (types.number(0.001, 1000, "weights"), "W", "--weight"),
+    "host_budget_bytes": (types.gib, "GiB", "--swap"),
+    "watermark_bytes": (types.gib, "GiB", "--watermark"),
+    "enable_sleep_mode": (bool, None),
+    "sleep_after_s": (types.seconds, "S", "--sleep-after"),
+    "sleep_keeps_prefixes": (bool, None),
+    "attention_backend": (types.name, "NAME"),
+    "kv_dtype": (KV_DTYPES, None, "--kv-dtype", "--kv-cache-dtype"),
+    "kv_scales": (types.name, "FILE"),
+    "skip_layers": (types.layers, "LAYERS"),
+    "prefix_caching": (bool, None, "--prefix-caching", "--enable-prefix-caching"),
+    "deterministic": (bool, None),
+    "seed": (types.count, "N"),
+    "logprobs_mode": (LOGPROBS_MODES, None),
+}
+#: Flags of `Limits`, likewise.
+_LIMITS: dict[str, tuple[Any, ...]] = {
+    "max_body_bytes": (types.positive_mib, "MiB", "--max-body-mib"),
+    "max_prompt_tokens": (types.positive_int, "N"),
+    "max_concurrent": (types.positive_int, "N"),
+    "max_queued": (types.count, "N"),
+    "max_connections": (types.positive_int, "N"),
+    "max_priority": (types.count, "N"),
+    "send_timeout_s": (types.seconds, "S", "--send-timeout"),
+}
 _OF_ONE_MODEL = (
     *("--tokenizer", "--served-model-name", "--revision", "--kv-scales", "--trace"),
     *("--chat-template", "--response-template"),
@@ -128,17 +115,6 @@ def add_parser(commands: types.Commands) -> None:
     add("--generation-config", type=types.name, metavar="FOLDER", default="auto", help=text)
     add = parser.add_argument_group("engine").add_argument
     _add_all(add, EngineOptions, _ENGINE)
-    flags, text = ("--kv-dtype", "--kv-cache-dtype"), "dtype of keys and values"
-    add(*flags, choices=KV_DTYPES, default="auto", help=text)
-    flags, text = ("--prefix-caching", "--enable-prefix-caching"), "reuse prefixes (the default)"
-    add(*flags, action=argparse.BooleanOptionalAction, help=text)
-    text = "log-probabilities of the model's logits, or of the distribution that is sampled from"
-    add("--logprobs-mode", choices=LOGPROBS_MODES, default=LOGPROBS_MODES[0], help=text)
-    add("--deterministic", action="store_true", help="tokens do not depend on other requests")
-    text = "move cached prefixes to host memory during sleep too, as many as --swap holds"
-    add("--sleep-keeps-prefixes", action="store_true", help=text)
-    text = "serve /sleep, /wake_up and /is_sleeping, as does --sleep-after"
-    add("--enable-sleep-mode", action="store_true", help=text)
     add = parser.add_argument_group("replicas").add_argument
     text = "number of engines, each on a GPU, on the Ray cluster of RAY_ADDRESS or on this machine"
     add("--replicas", type=types.integer(1, 1024), metavar="N", help=text)
@@ -163,21 +139,28 @@ def add_parser(commands: types.Commands) -> None:
     text = "do not log each request on stderr"
     add("--disable-log-requests", dest="log_requests", action="store_false", help=text)
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    its = {"max_num_mixed_tokens": _MAX_NUM_MIXED_TOKENS, "prefix_caching": True}
-    parser.set_defaults(run=run, model=None, log_requests=True, **its)  # `_part_of` sets the model.
+    # `_part_of` sets the model.
+    parser.set_defaults(run=run, model=None, log_requests=True)
+    parser.set_defaults(max_num_mixed_tokens=_MAX_NUM_MIXED_TOKENS)
 
 
-def _add_all(add: Callable[..., object], options: type, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Add a flag for each of some fields, with the field's default."""
-    for dest, of, metavar, text, *flags in rows:
-        default = getattr(options, dest)
+def _add_all(
+    add: Callable[..., object], options: type, flags_of: dict[str, tuple[Any, ...]]
+) -> None:
+    """Add a flag for each of some fields, with the field's default and description."""
+    for dest, (of, metavar, *flags) in flags_of.items():
+        default, text = getattr(options, dest), described(options)[dest]
+        given: dict[str, Any] = {"type": of, "metavar": metavar}
+        if isinstance(of, tuple):
+            given = {"choices": of}
+        elif of is bool:
+            given = {"action": argparse.BooleanOptionalAction if default else "store_true"}
         shown = str(default // MiB) if metavar == "MiB" else default
         flags = flags or [f"--{dest.replace('_', '-')}"]
-        add(*flags, dest=dest, type=of, default=shown, metavar=metavar, help=text)
+        add(*flags, dest=dest, default=shown, help=text, **given)
 
 
 def _chosen(options: type, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of `options` that have a flag."""
     names = [each.name for each in fields(options)]
     return {each: getattr(arguments, each) for each in names if each in arguments}
 
@@ -252,8 +235,6 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 class _Served(NamedTuple):
-    """A model behind the server, and the memory for its keys and values."""
-
     service: Service
     options: ServerOptions
     budget_bytes: int
@@ -266,7 +247,6 @@ def _serve(
     longest: int,
     options_for: Callable[..., ServerOptions],
 ) -> _Served:
-    """Run one model's engine, which ends with the stack, and make its service."""
     from ..serve.server import Service
     from .models import load_sampling_defaults
 
@@ -290,7 +270,6 @@ def _serve(
 def _announcement(
     arguments: argparse.Namespace, url: str, served: Sequence[_Served], broker: Broker | None
 ) -> Iterator[str]:
-    """Yield lines that say what is served, and with what memory."""
     of_each = f" with {arguments.replicas} replicas" if arguments.replicas else ""
     names = ", ".join(each.options.model_name for each in served)
     first, tokens = served[0], ""
@@ -329,7 +308,6 @@ def _broker(stack: contextlib.ExitStack, arguments: argparse.Namespace) -> Broke
 def _part_of(
     arguments: argparse.Namespace, model: str, broker: Broker | None
 ) -> argparse.Namespace:
-    """Return the options of one of the models."""
     part = argparse.Namespace(**vars(arguments))
     part.model = model
     if broker is not None:
@@ -344,7 +322,6 @@ def _progress(arguments: argparse.Namespace) -> AbstractContextManager[Progress 
 
 
 def _log_of(arguments: argparse.Namespace, name: str) -> AbstractContextManager[object]:
-    """Show the records of a logger on stderr, from info on."""
     if arguments.log_level not in ("debug", "info"):
         return contextlib.nullcontext()
     return on_stderr(name)
@@ -352,9 +329,8 @@ def _log_of(arguments: argparse.Namespace, name: str) -> AbstractContextManager[
 
 @contextlib.contextmanager
 def _names_of_options() -> Iterator[None]:
-    """Have errors name options as the command line does."""
-    rows = (*_ENGINE, ("kv_dtype", None, "", ""))
-    names = {dest: (*flags, f"--{dest.replace('_', '-')}")[0] for dest, _, _, _, *flags in rows}
+    rows = _ENGINE.items()
+    names = {dest: (*flags, f"--{dest.replace('_', '-')}")[0] for dest, (_, _, *flags) in rows}
     names["tokenizer="] = "--tokenizer"
     pattern = re.compile(rf"\b({'|'.join(each for each in names if '_' in each)})\b|\btokenizer=")
     try:
@@ -442,7 +418,6 @@ def _check_combination(arguments: argparse.Namespace) -> None:
 
 
 def _check_sharing(arguments: argparse.Namespace) -> None:
-    """Raise `ConfigError` for options that several models, or a shared memory, cannot have."""
     is_shared = arguments.pool_socket is not None or len(arguments.models) > 1
     what = "several models" if len(arguments.models) > 1 else "--pool"
     if is_shared and arguments.replicas:
@@ -496,7 +471,6 @@ def _check_engine(arguments: argparse.Namespace) -> int:
 
 
 def _check_memory(arguments: argparse.Namespace, config: Any) -> None:
-    """Raise `ConfigError` if the memory for keys and values does not hold one token."""
     # Larger budgets hold one of any model; the model's shape takes a second.
     if arguments.budget_bytes is None or arguments.budget_bytes >= GiB:
         return
@@ -513,9 +487,9 @@ def _check_memory(arguments: argparse.Namespace, config: Any) -> None:
 
 @contextlib.contextmanager
 def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator[Engine]:
-    """Make the engine, in its own process."""
     from ..core.cache.device_memory import check_budgets
     from ..hf.compat import load_model
+    from ..serve.engine import Engine
     from ..serve.observer import Observers
     from ..serve.sampler import is_out_of_memory
     from ..serve.trace import ChromeTrace
@@ -531,6 +505,7 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
             observer = Observers([observer, trace])
         # For grammars; weights are copied meanwhile, mostly without the lock of the interpreter.
         loading = start.enter_context(ThreadPoolExecutor(1)).submit(_tokenizer, arguments)
+        engine: Engine
         if arguments.tensor_parallel > 1:
             from ..serve.parallel.engine import open_parallel_engine
 
@@ -549,8 +524,8 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
                 source = types.source_of(arguments)
                 model = load_model(arguments.model, device=device, dtype=arguments.dtype, **source)
             try:
-                made = make_engine(arguments, model, observer, loading.result())
-                engine = stack.enter_context(made)
+                its = {"tokenizer": loading.result(), **_chosen(EngineOptions, arguments)}
+                engine = stack.enter_context(Engine(model, observer=observer, **its))
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -585,16 +560,6 @@ def _set_logging(arguments: argparse.Namespace) -> None:
 
     if arguments.log_level != "debug":
         be_quiet(with_progress=sys.stderr is not None and sys.stderr.isatty())
-
-
-def make_engine(
-    arguments: argparse.Namespace, model: Any, observer: Any, tokenizer: Any = None
-) -> Any:
-    """Make the engine that the options describe."""
-    from ..serve.engine import Engine
-
-    options = _chosen(EngineOptions, arguments)
-    return Engine(model, tokenizer=tokenizer, observer=observer, **options)
 
 
 def server_options(arguments: argparse.Namespace) -> functools.partial[ServerOptions]:

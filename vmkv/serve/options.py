@@ -1,12 +1,15 @@
 """Options of the engine and of its server; each default stands here only.
 
-Their keywords are those of `Engine`, `Limits` and `ServerOptions`, and `vmkv serve` has flags for
-most. This module imports no torch, so that the command's help is quick.
+Their keywords are those of `Engine`, `Limits` and `ServerOptions`. `vmkv serve` has flags for most,
+whose helps are the first sentences here. This module imports no torch, so that the help is quick.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +29,14 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _MAY_BE_ZERO = ("max_queued", "max_priority")
 
 
+@functools.cache
+def described(options: type) -> dict[str, str]:
+    """Return the first sentence of each attribute's description."""
+    found = re.findall(r"^    (\w+): ((?:.|\n {8})+)", inspect.getdoc(options) or "", re.MULTILINE)
+    texts = {name: " ".join(text.split()).partition(". ")[0] for name, text in found}
+    return {name: text[0].lower() + text[1:].rstrip(".") for name, text in texts.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """Options of an engine.
@@ -34,25 +45,31 @@ class EngineOptions:
         max_num_seqs: Maximum number of running requests. Each slot takes 5 bytes of device memory
             per vocabulary entry, allocated at the start.
         max_num_batched_tokens: Token budget of a step; longer prompts take several steps.
-        max_num_mixed_tokens: Token budget of a mixed step, which both decodes and computes prompts;
-            up to twice as much to fit half of the next prompt. All running requests decode, and
-            prompts get at least half of the budget, so many decoding requests may exceed it. Not
-            applied while more prompt tokens are left than `max_num_batched_tokens`. None, the
-            default, for no extra bound, which suits requests that arrive together.
+        max_num_mixed_tokens: Token budget of a step that both decodes and computes prompts, and up
+            to twice as much to fit half of the next prompt; None (on the command line 0) for no
+            extra bound. All running requests decode, and prompts get at least half of the budget,
+            so many decoding requests may exceed it. Not applied while more prompt tokens are left
+            than `max_num_batched_tokens`. None suits requests that arrive together.
         max_tokens: Maximum length of a request, prompt and output; by default the model's.
         budget_bytes: Physical memory for keys and values; by default 0.9 of what is free now.
-        memory_fraction: Without `budget_bytes`, share of a GPU's whole memory for weights, graphs,
-            keys and values; the rest stays free. Elsewhere, share of the free memory.
+        memory_fraction: Share of a GPU's whole memory for weights, graphs, keys and values, of
+            which the rest stays free. It excludes `budget_bytes`. Without a GPU it is a share of
+            the free memory.
         host_budget_bytes: Host memory for swapping preempted requests; 0 to recompute them.
         pool_socket: Socket of a broker (`vmkv pool`) that shares the device's memory between
-            processes; `budget_bytes` is then the most that this engine may have.
+            processes; several models get one by default. `budget_bytes` is then the most that
+            this engine may have.
         floor_bytes: Memory that a broker never takes back; at least a page.
         pool_weight: Share relative to the broker's other members, where they want the same memory.
         deterministic: Make a request's tokens independent of the rest of the batch, by forward
             passes of its own. This costs most of the throughput.
         prefix_caching: Reuse cached keys and values of prompts' prefixes. Samples of one request
             share their prompt either way, unless `deterministic`.
-        attention_backend, kv_dtype, kv_scales, skip_layers: See `vmkv.hf.store.CacheOptions`.
+        attention_backend: Attention kernel, of those of `vmkv doctor`; by default the best that
+            runs.
+        kv_dtype: Type of keys and values: fp8, in half the memory, or auto, the model's.
+        kv_scales: Divisors of keys and values in fp8, as a file (or `KVScales`); by default 1.
+        skip_layers: Layers kept out of fp8, for instance 0, 1 and "sliding", those with a window.
         runner: "eager", "graphs" (compiled layers and CUDA graphs), or "auto": graphs on CUDA.
         runner_options: A `RunnerOptions` for "graphs".
         preemption_costs: `PreemptionCosts`, the speed of the machine; by default an H200 and the
@@ -61,19 +78,19 @@ class EngineOptions:
             keeps when no request is left. The rest returns to the device: free memory first, then
             the least recently used prefixes. Memory of the pool's other users counts but is not
             taken. None, the default, keeps everything.
-        enable_sleep_mode: Put the weights where `Engine.sleep(weights=True)` can take them from the
-            device. They move at the start, and back when the engine is closed.
-        sleep_after_s: Seconds without requests after which a loop (`AsyncEngine`, `vmkv serve`)
-            lets the engine sleep, with its weights; None, the default, for never. Includes
-            `enable_sleep_mode`.
-        sleep_keeps_prefixes: Cached prefixes move to host memory in such a sleep, as many as
-            `host_budget_bytes` holds; otherwise they are dropped.
+        enable_sleep_mode: Put the weights where a sleep can take them from the device: that of
+            `Engine.sleep(weights=True)`, or of the server's routes /sleep and /wake_up. They move
+            at the start, and back when the engine is closed.
+        sleep_after_s: Seconds without requests after which the weights move to host memory, until
+            the next request; by default never. For engines in a loop (`AsyncEngine`, `vmkv serve`).
+            Includes `enable_sleep_mode`.
+        sleep_keeps_prefixes: Move cached prefixes to host memory in such a sleep, as far as there
+            is room. The room is `host_budget_bytes`; other prefixes are dropped.
         seed: Seed for requests without one; by default random.
-        logprobs_mode: Distribution of the log-probabilities of generated tokens, by vLLM's names:
-            "raw_logprobs", of the model's logits; or "processed_logprobs", of what tokens are drawn
-            from, after biases, penalties, masks, logits processors, temperature, top-k, top-p and
-            min-p; greedy requests, as in vLLM, without the last four. Those of prompts are the
-            model's.
+        logprobs_mode: Log-probabilities of generated tokens: raw ones of the model's logits, or
+            processed ones of the distribution that tokens are drawn from. The latter are after
+            biases, penalties, masks, logits processors, temperature, top-k, top-p and min-p; for
+            greedy requests, as in vLLM, without the last four. Those of prompts are the model's.
 
     Raises:
         ConfigError: The fraction is not above 0 and up to 1, the watermark negative, the time to
@@ -141,7 +158,7 @@ class Limits:
         max_body_bytes: Size of a request's body (413). The number of JSON values in it is bounded
             as well (400): one per 128 bytes of this limit, and at least twice the model's tokens,
             where a list, an object or a key counts as eight.
-        max_prompt_tokens: Tokens of one prompt (400); None for as many as the model takes.
+        max_prompt_tokens: Tokens of one prompt (400); by default as many as the model takes.
         max_concurrent: Requests in the engine at once; others wait for admission.
         max_queued: Requests waiting for admission (429).
         max_answer_logprobs: Log-probabilities of one answer, samples x tokens x (alternatives + 1)
@@ -150,7 +167,7 @@ class Limits:
         max_priority: Priority levels above and below zero (400), at most 16; 0 for none.
         head_timeout_s: Time to send the head of a request; the connection is closed afterwards.
         body_timeout_s: Time for a body to arrive (408).
-        send_timeout_s: Time a client may leave sent data unread before its request is cancelled.
+        send_timeout_s: Seconds a client may leave sent data unread before its request is cancelled.
 
     Raises:
         ConfigError: A limit is not positive (`max_queued` and `max_priority`: negative).
