@@ -127,7 +127,6 @@ def model_shape(
 
 
 def _stored(shape: LayerShape, divisor: int, *, is_fp8: bool) -> LayerShape:
-    """Return the shape of a rank's part of a layer, as it is stored."""
     return replace(
         shape,
         num_k_heads=shape.num_k_heads // divisor,
@@ -218,7 +217,6 @@ def kind_bytes(
 
 
 def _first_page(geometry: Geometry, window_tokens: int, num_tokens: int) -> int:
-    """Return the first page that a kernel may read for a query at `num_tokens`."""
     first_seen = num_tokens - window_tokens + 1
     return geometry.whole_pages_below(max(0, first_seen - UNDERREAD_TOKENS))
 

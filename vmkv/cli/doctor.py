@@ -141,7 +141,6 @@ def attention_summary(findings: list[Finding]) -> str:
 
 
 def _devices() -> Iterator[Finding]:
-    """Check the devices that torch sees, the first GPU in any case, and the host."""
     import torch
 
     note, num_devices = "", torch.cuda.device_count()

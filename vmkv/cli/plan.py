@@ -106,7 +106,6 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _budget_bytes(arguments: argparse.Namespace, shape: ModelShape) -> int | None:
-    """Return device memory less weights and reserve; None without `--device-memory`."""
     if arguments.device_memory is None:
         return None
     weights_bytes = shape.weights_bytes if arguments.weights is None else arguments.weights

@@ -150,7 +150,6 @@ def view(url: str, now: Scrape, before: Scrape | None = None) -> str:
 
 
 def _lines(now: Scrape, before: Scrape | None) -> list[str]:
-    """Render a row for each metric, in the server's order."""
     rows: dict[str, list[str]] = {}
     budget_bytes = now.value("memory_bytes", state="budget")
     for (sample, labels), value in now.samples.items():
@@ -177,7 +176,6 @@ def _number(name: str, value: float) -> str:
 
 
 def _times(now: Scrape, metric: str, count: float) -> str:
-    """Describe a histogram of seconds."""
     half, most = now.quantile(metric, 0.5), now.quantile(metric, 0.99)
     if half is None or most is None:
         return "none"

@@ -28,8 +28,6 @@ _LOG = logging.getLogger(__name__)
 
 
 class _ThreadLink:
-    """`Link` between the engine's thread and an event loop, where `take` is called with news."""
-
     is_broken = False
 
     def __init__(self, take: Callable[[News], None]):
@@ -52,7 +50,6 @@ class _ThreadLink:
         self.commands.put(Look())
 
     def call(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in the event loop, unless there is none or it is closed."""
         if self.loop is not None:
             with contextlib.suppress(RuntimeError):
                 self.loop.call_soon_threadsafe(callback)

@@ -195,6 +195,5 @@ class Detokenizer:
 
 
 def _without_incomplete(text: str) -> str:
-    """Remove trailing replacement characters that may still become a character."""
     num_replaced = len(text) - len(text.rstrip(_REPLACEMENT))
     return text[: len(text) - min(num_replaced, _INCOMPLETE_BYTES)]

@@ -52,8 +52,6 @@ SILENCE_MAX_S = 60.0
 
 
 class _Stream(RequestHandle):
-    """A request on the client's side, with the output that the reader has not taken yet."""
-
     def __init__(self, key: int, prompt: Any, params: SamplingParams, tokenizer: Any):
         tokens = tuple(as_integers(token_ids_of(prompt, tokenizer)))
         detokenizers = [detokenizer_of(tokenizer, tokens, params) for _ in range(params.n)]
@@ -285,7 +283,6 @@ class EngineClient(abc.ABC):
                 self._send(Finish(update.key, update.sample))
 
     def _lose(self, reason: str) -> None:
-        """Fail all streams because the engine has ended. Idempotent."""
         self._death, self.is_sleeping = self._death or reason, False
         for answer in self._asked.values():
             if not answer.done():

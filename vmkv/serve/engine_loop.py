@@ -295,7 +295,6 @@ class EngineLoop:
     # ---- training -------------------------------------------------------------------------
 
     def _pause(self, asked: Pause) -> None:
-        """Wait while training has the model; commands queue up."""
         self._unpaused = None
         try:
             with self._engine.paused():
@@ -331,7 +330,6 @@ class EngineLoop:
         return bool(self._commands) or self._is_stopping
 
     def _obey(self, most_s: float = _COMMANDS_S) -> None:
-        """Carry out commands for up to `most_s` seconds; the rest follows after the next step."""
         start_s = time.monotonic()
         while (self._commands or self._is_wanted()) and self._commands:
             command = self._commands.popleft()

@@ -305,7 +305,6 @@ class Sampler:
     def _filtered(
         self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Divide by the temperatures; return candidates' scores, their ids, and the ruled-out."""
         floats, integers = self._floats[slots], self._integers[slots]
         ordered = self._scaled(scores, slots)
         ids = torch.arange(self.vocab_size, device=scores.device)

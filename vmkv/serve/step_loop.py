@@ -412,7 +412,6 @@ class StepLoop:
         self._view.end(request)
 
     def _give_way(self) -> None:
-        """Preempt the running request ranked last, else drop the swapped one's shared pages."""
         if self._scheduler.running:
             self._preempt(*self._scheduler.preempt(self._scheduler.running[-1], self._view))
         elif (swapped := self._scheduler.last_swapped) is not None:

@@ -184,7 +184,6 @@ class Weights:
             views.clear()  # An error's traceback would keep their addresses reserved.
 
     def _map(self, row: int) -> tuple[int, int]:
-        """Map memory in a row; returns where it begins and ends in the reservation."""
         table, extents = self._table, self._acquire(row)
         try:
             table.map(row, 0, extents)
@@ -306,7 +305,6 @@ class Weights:
         self._pool, self.num_bytes = None, 0
 
     def _move_out(self, its: _Sharing, start: int) -> int:
-        """Move a storage that begins at `start` to torch's memory; returns where it ended."""
         data, table = _bytes_of(its[0].untyped_storage()), self._table
         rows = range(start // table.row_bytes, div_ceil(start + len(data), table.row_bytes))
         if not all(table.rows[row].mappings for row in rows):

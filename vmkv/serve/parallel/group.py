@@ -226,7 +226,6 @@ class TensorParallel:
         return known or f"{which} has ended: {text}"
 
     def _note_failure(self) -> None:
-        """Tell the other ranks through the store that this rank has failed, and is not hanging."""
         with contextlib.suppress(RuntimeError):  # The store may have ended with a rank.
             self._store.set(_FAILED.format(self.rank), "")
 

@@ -75,8 +75,6 @@ class GatheredLinear(torch.nn.Linear):
 
 
 class _PartialEmbedding(torch.nn.Embedding):
-    """Embedding with some tokens, and zero for others; ranks' outputs are added."""
-
     _vmkv_group: str
     _vmkv_start: int
 
@@ -88,8 +86,6 @@ class _PartialEmbedding(torch.nn.Embedding):
 
 
 class _PartialExperts(torch.nn.Module):
-    """Experts with some columns of each; ranks' outputs are added."""
-
     _vmkv_group: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -149,12 +149,10 @@ class Ranks:
         self._closing.close()
 
     def _close_group(self) -> None:
-        """Close the group after the other ranks, whose kernels use this rank's memory."""
         if self.group is not None:
             self.group.close()
 
     def _explain(self) -> str | None:
-        """Return which rank has ended and why, as far as it is known within `_EXPLAIN_S`."""
         self._has_reason.wait(_EXPLAIN_S)
         return self._reason
 

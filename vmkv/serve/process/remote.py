@@ -184,7 +184,6 @@ class EngineProcess(EngineClient):
             self._opening = None
 
     def _watch(self, transport: asyncio.Transport) -> None:
-        """End a process that has work and is silent for too long, so that it is restarted."""
         if transport.is_closing():
             return
         if self.silent_s > self._silence_max_s:

@@ -99,7 +99,6 @@ class _Sent:
         self.expected: Counter[bytes] = Counter()
 
     def drop(self, requests: dict[str, _Request], request: str) -> _Request:
-        """Forget a request, and the prefixes that no other one is expected to leave."""
         found = requests.pop(request)
         for name in found.names:
             self.expected[name] -= 1

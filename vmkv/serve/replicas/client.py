@@ -112,7 +112,6 @@ class ReplicatedEngine:
         return output
 
     def _worded(self, error: Exception) -> Exception:
-        """Convert one of Ray's errors; unwrap an exception that the replica raised."""
         if self._is_stopping and isinstance(error, _LOST):
             return ClosedError(_CUT)
         if isinstance(error, _LOST):

@@ -54,8 +54,6 @@ _NUM_CPUS_BESIDE = 2
 
 
 class _Replica(EngineReplica):
-    """An `EngineReplica` with the name that Ray gives it."""
-
     def __init__(self, make: MakeEngine, silence_max_s: float = SILENCE_MAX_S):
         if os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == "0":
             # `vmkv serve` has set it: a cluster on loopback, where Ray Serve would have each
@@ -95,8 +93,6 @@ def engine_deployment(routing: Routing | None = None, **options: Any) -> serve.D
 
 @serve.ingress()
 class _OpenAI:
-    """HTTP server for the replicas, behind Ray's proxy."""
-
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self,
         handle: Any,

@@ -106,7 +106,6 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types for
         return known[1]
 
     def _load(self, replica: RunningReplica) -> int:
-        """Return the larger of the replica's reported load and the requests sent from here."""
         queued = self.replica_queue_len_cache.get(replica.replica_id)
         return max(queued or 0, self._assignments.load(_name(replica.replica_id)))
 
@@ -117,7 +116,6 @@ def _name(replica_id: ReplicaID) -> str:
 
 
 def _prompt_of(pending_request: PendingRequest | None) -> tuple[int, Names]:
-    """Return the length and the named prefixes of a request's prompt; nothing for other calls."""
     if pending_request is None or pending_request.metadata.call_method != "stream":
         return 0, []
     args, kwargs = pending_request.args, pending_request.kwargs
