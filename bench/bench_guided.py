@@ -107,7 +107,6 @@ class Spent:
         (StepLoop, "step"),
         (Scheduler, "plan"),
         (MemoryView, "grow"),
-        (MemoryView, "make_ready"),
         (ModelRunner, "launch"),
         (ModelRunner, "submit"),
         (PendingTokens, "wait"),

@@ -22,7 +22,6 @@ from helpers.stamp_runner import VOCABULARY, Mishap, StampRunner, answer
 from helpers.stamped_rows import STATES, History, StampedRows
 from vmkv import ExtentPool, KVCache, SamplingParams
 from vmkv import Sequence as Sequence_
-from vmkv.core.cache import grow_ahead, make_ready
 from vmkv.errors import CapacityError, ConfigError, DriverError
 from vmkv.serve import engine
 from vmkv.serve.engine import Engine
@@ -268,21 +267,6 @@ class EnginePlay(PoolPlay):
             if num_pages is None:
                 stats = self.cache.stats()
                 assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
-
-    def make_ready(self, num_tokens: int, num_new_tokens: int) -> None:
-        """Make memory ready for live sequences, as an engine does while the device works."""
-        with self._doing(f"make_ready({num_tokens}, {num_new_tokens})"):
-            live = self.cache.live_sequences()
-            before, num_done = self._live_pages(), self.device.num_done
-            wanted = [(each, each.num_tokens + num_tokens) for each in live]
-            is_ready = make_ready(self.cache, wanted, num_new_tokens)
-            assert before == self._live_pages(), "a live sequence lost memory"
-            if is_ready:
-                grow_ahead(self.cache, wanted)
-                assert before <= self._live_pages(), "a live sequence lost memory"
-            # A device that is never late zeroes memory that changes its type at once.
-            is_late = self.shape.is_late
-            assert not is_late or num_done == self.device.num_done, "it waited for the device"
 
     # ---- guests: other sequences in the engine's cache ------------------------------------
 

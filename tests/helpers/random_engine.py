@@ -105,10 +105,6 @@ def _guest_once(draw: random.Random, play: EnginePlay) -> None:
     )()
 
 
-def _make_ready(draw: random.Random, play: EnginePlay) -> None:
-    play.make_ready(draw.choice([1, 8, 40]), draw.choice([0, 30]))
-
-
 def _trim(draw: random.Random, play: EnginePlay) -> None:
     play.trim(draw.choice([None, draw.randint(0, 20)]))
 
@@ -122,7 +118,6 @@ _OPERATIONS: dict[str, _Operation] = {
     "set_budget": lambda draw, play: play.set_budget(_some_pages(draw, play)),
     "restore_budget": lambda draw, play: play.set_budget(play.shape.budget_pages),
     "trim": _trim,
-    "make_ready": _make_ready,
     "other_append": lambda draw, play: play.other_append(draw.randint(0, 40), draw.random() < 0.4),
     "other_close": lambda draw, play: play.other_close(draw.random() < 0.2),
     "catch_up": lambda draw, play: play.catch_up(draw.randint(1, 20)),
@@ -137,7 +132,6 @@ _SOMETIMES = {
     "set_budget": 1,
     "restore_budget": 1,
     "trim": 0.7,
-    "make_ready": 3,
     "other_append": 2,
     "other_close": 1.5,
     "catch_up": 2,

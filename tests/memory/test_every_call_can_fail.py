@@ -25,7 +25,7 @@ from helpers.interrupts import interrupted, offsets
 
 from vmkv import BackendUsage, HostBackend, KVCache
 from vmkv.core.backend.host import HostFence
-from vmkv.core.cache import StateShape, layer_group, make_ready
+from vmkv.core.cache import StateShape, layer_group
 from vmkv.core.cache.forking import CostModel
 from vmkv.core.cache.swap import MovedPrefixes, move_prefixes
 from vmkv.core.interrupts import uninterrupted
@@ -356,15 +356,6 @@ def _set_budget(state: FaultyCache) -> Prepared:
     state.say(98).close()
     state.begin(60).close()
     return lambda: state.pool.set_budget(20 * PAGE)
-
-
-@operation("record_fence", "mem_unmap", "mem_release", "mem_create", budget_pages=20)
-def _make_ready(state: FaultyCache) -> Prepared:
-    """Evicts extents of eight and two pages, and converts them to two of four and two."""
-    sequence = state.begin(16)
-    state.begin(20)
-    state.begin(40).close()
-    return lambda: make_ready(state.cache, [(sequence, 40)], 16)
 
 
 @operation("mem_create", "join_streams", "stream_wait", "copy", *_EXCHANGES, **_WITH_HOST)

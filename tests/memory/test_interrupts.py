@@ -29,7 +29,6 @@ def test_a_pool_can_be_interrupted_at_any_offset() -> None:
         def use(pool: ExtentPool = pool) -> None:
             pool.disown(pool.acquire([0, 1, 2]))
             pool.disown(pool.acquire([3]))  # Converts smaller extents.
-            pool.make_ready([0, 0])
             pool.set_budget(8 * PAGE)
             pool.trim()
 

@@ -130,7 +130,6 @@ def test_lock_free_acquisition_beside_locked_operations(make_pool: MakePool) -> 
             parked.fill(choose.randrange(4), [choose.randrange(3) for _ in range(2)])
             pool.disown(_acquired(pool, [3] * choose.randrange(3)))  # Converts.
             pool.make_room(choose.randrange(10) * PAGE)
-            pool.make_ready([choose.randrange(3)] * choose.randrange(5))
             try:
                 pool.set_budget(choose.randrange(10, 40) * PAGE)
             except ConfigError:

@@ -195,9 +195,6 @@ class Trace:
         else:
             self.check(plan)
             self.view.carry_out(plan)
-            wanted, num_new_tokens, _ = self.scheduler.upcoming(plan.chunks, self.view)
-            assert {request.request_id for request, _ in wanted} <= set(self.view.resident)
-            assert 0 <= num_new_tokens
         unread, self.pending = self.pending, plan.chunks
         for chunk in unread:
             self.read(chunk)
@@ -689,14 +686,6 @@ def test_the_cost_model_compares_bandwidth_with_arithmetic(num_tokens: int) -> N
     assert PreemptionMethod.RECOMPUTE is tiny.cheaper(num_tokens, pages, 2 << 20)
 
 
-def _upcoming(
-    scheduler: Scheduler, chunks: Sequence[Piece], view: ModelView
-) -> tuple[list[tuple[int, int]], int, bool]:
-    """What is predicted, with the requests' numbers."""
-    wanted, *others = scheduler.upcoming(chunks, view)
-    return [(request.request_id, to) for request, to in wanted], *others
-
-
 def _stepped(scheduler: Scheduler, view: ModelView) -> tuple[Piece, ...]:
     plan = scheduler.plan(view)
     view.carry_out(plan)
@@ -715,45 +704,6 @@ def test_prompts_pass_samples_that_wait_for_theirs(max_num_seqs: int, expected: 
     assert expected == [len(_stepped(scheduler, view)) for _ in expected]
     assert [*range(expected[-1])] == [each.request_id for each in scheduler.running]
     assert 12 == scheduler.num_running + scheduler.num_waiting
-
-
-def test_upcoming_has_the_next_tokens_of_running_requests() -> None:
-    """A few tokens of decoding requests, up to their limit, and the next chunk of a prompt."""
-    scheduler, view = Scheduler(4, 16), ModelView(1000, 4)
-    for request_id, (num_prompt, most) in enumerate([(4, 60), (3, 5), (30, 60)]):
-        scheduler.add(request_of(request_id, num_prompt, most))
-    chunks = _stepped(scheduler, view)
-    assert [4, 3, 9] == [chunk.num_new_tokens for chunk in chunks]
-    # Beside two decoding requests, a step has room for 14 tokens.
-    assert ([(0, 7), (1, 5), (2, 23)], 0, False) == _upcoming(scheduler, chunks, view)
-
-
-def test_upcoming_has_the_first_waiting_requests_chunk() -> None:
-    """Without its cached prefix; a request is looked up once when it becomes the first."""
-    scheduler, view = Scheduler(2, 16), ModelView(1000, 4)
-    scheduler.add(request_of(0, 18, 60))
-    scheduler.add(request_of(1, 30, 60))
-    view.prefixes[1] = 24
-    chunks = _stepped(scheduler, view)
-    assert ([(0, 18)], 6, False) == _upcoming(scheduler, chunks, view)
-    chunks = _stepped(scheduler, view)
-    scheduler.add(request_of(2, 12, 60))
-    assert ([(0, 21), (1, 33)], 12, True) == _upcoming(scheduler, chunks, view)
-    view.prefixes[2] = 8
-    assert ([(0, 21), (1, 33)], 12, True) == _upcoming(scheduler, chunks, view)
-
-
-def test_upcoming_has_a_request_that_waits_for_memory() -> None:
-    """No request behind it may pass, so its memory is needed in any case."""
-    scheduler, view = Scheduler(3, 16), ModelView(10, 4)
-    for request_id in range(2):
-        scheduler.add(request_of(request_id, 15, 25))
-    _stepped(scheduler, view)
-    chunks = _stepped(scheduler, view)
-    scheduler.add(request_of(2, 15, 25))
-    chunks = _stepped(scheduler, view)
-    assert 1 == scheduler.num_waiting
-    assert 14 == scheduler.upcoming(chunks, view)[1]
 
 
 def test_tokens_of_a_request_are_prompt_and_output() -> None:

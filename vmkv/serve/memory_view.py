@@ -19,8 +19,6 @@ from ..core.cache import (
     Sequence,
     begun_checkpoint,
     close_idle,
-    grow_ahead,
-    make_ready,
 )
 from ..core.cache.growing import retire_surplus, surplus_bytes
 from ..core.cache.layer_group import UNDERREAD_TOKENS
@@ -161,32 +159,6 @@ class MemoryView:
                 num_tokens = max(found, default=num_tokens)
             sequence.truncate(num_tokens)
         request.num_computed = request.num_submitted = num_tokens
-
-    def make_ready(
-        self,
-        wanted: Iterable[tuple[Request, int]],
-        num_new_tokens: int = 0,
-        *,
-        begins_empty: bool = True,
-    ) -> bool:
-        """Prepare memory for upcoming growth, without blocking; returns whether all is ready.
-
-        `wanted` are `(request, num_tokens)` targets; `num_new_tokens` are of a request that
-        begins or resumes next, and `begins_empty` is whether it has no cached tokens. A
-        `DriverError` affects parked rows at most.
-        """
-        short = self.cache.lacking_room([(each.sequence, to) for each, to in wanted])
-        if not short and not num_new_tokens:
-            return True
-        is_ready = is_ready_for_short = make_ready(
-            self.cache, short, num_new_tokens, begins_empty=begins_empty
-        )
-        if not is_ready and short and num_new_tokens:
-            # Running requests alone may still fit.
-            is_ready_for_short = make_ready(self.cache, short)
-        if is_ready_for_short:
-            grow_ahead(self.cache, short)
-        return is_ready
 
     def note_computed(self, chunks: Iterable[Piece]) -> None:
         """Record that a step with `chunks` was submitted."""

@@ -25,7 +25,6 @@ class StepRecord:
     plan_s: float = 0.0  # Scheduling.
     map_s: float = 0.0  # Growing sequences: page tables and driver calls.
     submit_s: float = 0.0  # Launching the model and the sampling.
-    ready_s: float = 0.0  # Making memory ready for the next steps.
     wait_s: float = 0.0  # Waiting for the previous step's tokens.
     fence_wait_s: float = 0.0  # Part of `map_s` spent waiting for fences.
     num_prefill_tokens: int = 0  # Prompt tokens that the step computes.
@@ -38,7 +37,7 @@ class StepRecord:
     @property
     def total_s(self) -> float:
         """Sum of the parts."""
-        return self.plan_s + self.map_s + self.submit_s + self.ready_s + self.wait_s
+        return self.plan_s + self.map_s + self.submit_s + self.wait_s
 
 
 @dataclass(frozen=True, slots=True)

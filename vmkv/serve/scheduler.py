@@ -117,8 +117,6 @@ class PreemptionCosts:
 _LAST: Rank = (math.inf, 0)
 #: Admission keeps one page of this many free, for a few steps of growth of running requests.
 _HEADROOM_DIVISOR = 100
-#: Steps for which memory is made ready: memory retired in a step is free two steps later.
-_STEPS_AHEAD = 3
 #: Tokens of each running request for which a broker is asked ahead.
 _TOKENS_AHEAD = 64
 #: With more running requests than this, surplus pages are counted only every so many steps.
@@ -169,7 +167,6 @@ class Scheduler:
         self.free_slots = list(range(max_num_seqs))  # A heap: low slots first.
         self._waiting: list[tuple[Rank, int]] = []  # A heap; may hold ended requests.
         self._num_steps = 0
-        self._looked_up_id: int | None = None  # First waiting request at the last lookup.
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -331,46 +328,6 @@ class Scheduler:
             method = self.costs.cheaper(victim.num_computed, num_pages, view.page_bytes)
         self.requeue(victim, method)
         return victim, method
-
-    def upcoming(
-        self, chunks: Sequence[Piece], view: MemoryView
-    ) -> tuple[list[tuple[Request, int]], int, bool]:
-        """Predict what the next steps need, given the chunks submitted last.
-
-        Returns the targets `(request, num_tokens)` of running requests, the tokens of the
-        request that begins or resumes next, and whether that one begins with nothing cached. Costs
-        some 0.2 µs per chunk, plus planning while prompts are computed or slots are short.
-        """
-        wanted = [
-            (
-                each.request,
-                min(
-                    each.num_past_tokens + each.num_new_tokens + _STEPS_AHEAD,
-                    each.request.max_total_tokens,
-                ),
-            )
-            for each in chunks
-            if each.samples
-        ]
-        is_cut = len(wanted) < len(chunks)  # A prompt continues: the step was full.
-        first = self.first_waiting if self._waiting else None
-        if not is_cut and first is None:
-            return wanted, 0, False
-        begun = [request for request in self.running if request.num_left > 1]
-        left = self.prompt_tokens_beside(len(wanted), self.max_num_batched_tokens, begun)
-        for request in begun if is_cut else ():
-            num_new = self.chunk_tokens(request, left)
-            left -= num_new
-            wanted.append((request, request.num_computed + num_new))
-        if first is None or not view.is_ready(first):
-            return wanted, 0, False
-        if first.state is RequestState.WAITING and first.request_id != self._looked_up_id:
-            look_up(first, view)
-            self._looked_up_id = first.request_id
-        num_new = self.chunk_tokens(first, left)
-        if num_new and first.state is RequestState.SWAPPED:
-            num_new += first.num_computed
-        return wanted, num_new, not first.num_computed
 
     def pages_ahead(self, view: MemoryView) -> tuple[int, int, int]:
         """Return page counts: soon taken by all requests, by the first alone, and by running ones.

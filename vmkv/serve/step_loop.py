@@ -1,10 +1,10 @@
 """Step loop: plan a step, make room, submit it, and only then read the previous step.
 
-    plan k+1 -> preempt, begin, grow -> submit k+1 -> make ready -> wait for the tokens of k -> …
+    plan k+1 -> preempt, begin, grow -> submit k+1 -> wait for the tokens of k -> …
 
-While the device runs step k, the host plans step k + 1 from lengths alone, maps its pages, and
-makes memory ready for later steps. A request that turns out to have ended in step k has one
-superfluous token in k + 1, which is dropped; its memory is released after k + 1 was submitted.
+While the device runs step k, the host plans step k + 1 from lengths alone and maps its
+pages. A request that turns out to have ended in step k has one superfluous token in k + 1, which is
+dropped; its memory is released after k + 1 was submitted.
 
 The next token of some requests depends on the last one through the host: through a grammar's mask
 or a logits processor. A step with such requests is submitted in two parts, and the host works
@@ -162,10 +162,6 @@ class Pace:
 _LOG = logging.getLogger(__name__)
 #: Attempts to plan a step, with less memory each time.
 _ATTEMPTS_MAX = 12
-#: Retired memory is ready after two steps. After this many consecutive failures to make all memory
-#: ready, that of a new request is tried only every so many steps, as counting evictable memory is
-#: slow.
-_TRIES_MAX = 8
 #: Interval of messages to a broker, and longest wait for one of its orders.
 _ASK_S, _ORDER_WAIT_S = 0.1, 0.02
 
@@ -217,7 +213,6 @@ class StepLoop:
         self._shortage: Exception | None = None
         # Pages counted as free that recently could not be mapped.
         self._withheld_pages = 0
-        self._num_in_vain = 0  # Consecutive steps in which memory was not made ready.
         # When a broker was asked last, for how many requests, and the budget of the last plan.
         self._asked_s, self._num_asked, self._budget_bytes = -math.inf, 0, 0
         self._pace = Pace()
@@ -372,14 +367,7 @@ class StepLoop:
                 return None, plan
             start_s = time.perf_counter()
             submitted = self._submit(plan, record)
-            ready_start_s = time.perf_counter()
-            record.submit_s += ready_start_s - start_s - record.wait_s
-            if submitted is not None:
-                if not self._pending:  # Reading the last step may have ended requests.
-                    chunks = [each for each in chunks if each.request.sequence is not None]
-                if outranked_by is None:
-                    self._make_ready(chunks)
-                record.ready_s += time.perf_counter() - ready_start_s
+            record.submit_s += time.perf_counter() - start_s - record.wait_s
             return submitted, plan
         return None, StepPlan([], [], [], [])
 
@@ -416,18 +404,6 @@ class StepLoop:
             self._preempt(*self._scheduler.preempt(self._scheduler.running[-1], self._view))
         elif (swapped := self._scheduler.last_swapped) is not None:
             self._drop(swapped)
-
-    def _make_ready(self, chunks: Sequence[Piece]) -> None:
-        is_ready, num_in_vain = False, self._num_in_vain
-        is_tried = num_in_vain < _TRIES_MAX or num_in_vain % _TRIES_MAX == 0
-        try:
-            wanted, num_new, begins_empty = self._scheduler.upcoming(chunks, self._view)
-            num_new = num_new if is_tried else 0
-            is_ready = self._view.make_ready(wanted, num_new, begins_empty=begins_empty)
-        except DriverError:
-            # No request lacks memory yet; the growth that needs it tries again, and may fail.
-            _LOG.debug("no memory could be made ready", exc_info=True)
-        self._num_in_vain = 0 if is_ready and is_tried else num_in_vain + 1
 
     def _give_up(self, plan: StepPlan) -> None:
         self._scheduler.undo(plan.chunks)

@@ -93,7 +93,7 @@ class ChromeTrace:
         arguments = {f"{name}_tokens": number for name, number in tokens.items()}
         arguments |= {"swapped": step.num_swapped, "recomputed": step.num_recomputed}
         self._bar("step", start_s, step.total_s, args=arguments)
-        for name in ("plan", "map", "submit", "ready", "wait"):
+        for name in ("plan", "map", "submit", "wait"):
             part_s = getattr(step, f"{name}_s")
             self._bar(name, at_s, part_s)
             at_s += part_s

@@ -7,9 +7,9 @@ activations and residuals, some twenty-five kernels, into a few. There are two v
   one token   products with a single row are dot products, fused with the norm before and the
               residual after, and tuned to read weights at full speed
   many        the number of tokens is a symbol, so that nothing is recompiled; products are the
-              library's, and each layer computes the next one's first norm (`early_norms.py`)
+              library's
 
-Where ranks add between layers, norms are fused with the sums (`graph_passes.py`) in both variants.
+Where ranks add within a layer, the norm that follows is fused with the sum (`graph_passes.py`).
 The last norm is compiled too; embedding, rotary angles and head run eagerly.
 """
 
@@ -26,7 +26,7 @@ import torch
 
 from ..errors import ConfigError
 from ..phases import part
-from . import early_norms, graph_passes, joined_layers
+from . import graph_passes, joined_layers
 from .row_attention import autocast_dtype
 
 _Compiled = Callable[..., Any]
@@ -53,19 +53,15 @@ class CompiledLayers:
                 f"the forward of {type(model).__name__}'s layers is wrapped, so they "
                 "cannot be compiled; serve it with compile_layers=False"
             )
-        #: Modules with their own classes, and those and the attributes that `pause` took.
-        self._paused: list[tuple[Any, Any, Any, dict[str, Any]]] = []
+        #: Modules, and the classes and attributes that `pause` took from them.
+        self._paused: list[tuple[Any, Any, dict[str, Any]]] = []
         self._autocast = autocast_dtype(next(model.parameters()).device)
         joined_layers.join(model, self._autocast)
         tuning = {"coordinate_descent_tuning": True, **_KEEPS_TUNED}
         self._one = _compiler(backend, {**_IN_PROCESS, **tuning})
         self._many = _compiler(backend, _IN_PROCESS)
-        self._variants: dict[tuple[Any, bool, bool], _Compiled] = {}
-        self._decoder, self._last = layers, _last_norm(model)
-        self._compiled = [*layers, *self._last]
-        self._following = early_norms.prepare(layers, self._last)
-        self._handed: early_norms.Handed | None = None
-        self._has_sums = graph_passes.GROUP in vars(model)
+        self._variants: dict[tuple[Any, bool], _Compiled] = {}
+        self._compiled = [*layers, *_last_norm(model)]
         self._thread: int | None = None  # The only one whose layers run compiled.
         self._step_in()
 
@@ -100,13 +96,10 @@ class CompiledLayers:
         self._drop_classes(self._model.modules())
 
     def _drop_classes(self, modules: Iterable[torch.nn.Module]) -> None:
-        kinds = joined_layers.SiblingLinear, early_norms.EarlyNorm
-        for module in [each for each in modules if isinstance(each, kinds)]:
+        for module in [each for each in modules if isinstance(each, joined_layers.SiblingLinear)]:
             its = {name: each for name, each in vars(module).items() if name.startswith("_vmkv_")}
-            is_norm = isinstance(module, early_norms.EarlyNorm)
-            own: Any = early_norms.own_class(module) if is_norm else torch.nn.Linear
-            self._paused.append((module, own, type(module), its))
-            module.__class__ = own
+            self._paused.append((module, type(module), its))
+            module.__class__ = torch.nn.Linear  # type: ignore[assignment]
             for name in its:
                 del vars(module)[name]
 
@@ -129,8 +122,8 @@ class CompiledLayers:
     def _have_classes(self) -> list[Any]:
         """Undo `pause` of the modules that nobody has changed meanwhile, and return these."""
         paused, self._paused = self._paused, []
-        unchanged = [each for each in paused if type(each[0]) is each[1]]
-        for module, _, kind, its in unchanged:
+        unchanged = [each for each in paused if type(each[0]) is torch.nn.Linear]
+        for module, kind, its in unchanged:
             module.__class__ = kind
             vars(module).update(its)
         return [module for module, *_ in unchanged]
@@ -139,32 +132,14 @@ class CompiledLayers:
         if self._thread not in (None, threading.get_ident()):
             return type(layer).forward(layer, *args, **kwargs)
         hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        before, self._handed = self._handed, None
-        # This layer's norm, if the previous layer computed it.
-        early = None if before is None else before.of(layer, hidden)
-        is_one = hidden.shape[-2] == 1
-        is_apart = is_one and not self._has_sums
-        following = None if is_apart else self._following.get(id(layer))
-        if following is None:
-            if early is not None and layer in self._last:
-                return early
-            return self._variant(layer, is_one, False)(layer, hidden, *args, **kwargs)
-        if early is None:
-            norm = layer.input_layernorm
-            early = self._variant(norm, is_one, False)(norm, hidden)
-        run = self._variant(layer, is_one, True)
-        out, handed = run(layer, following, early, hidden, *args, **kwargs)
-        self._handed = early_norms.Handed.on(following, out, handed)
-        return out
+        variant = self._variant(type(layer), hidden.shape[-2] == 1)
+        return variant(layer, hidden, *args, **kwargs)
 
-    def _variant(self, module: Any, is_one: bool, is_handing_on: bool) -> _Compiled:
-        key = (type(module), is_one, is_handing_on)
-        variant = self._variants.get(key)
+    def _variant(self, kind: Any, is_one: bool) -> _Compiled:
+        variant = self._variants.get((kind, is_one))
         if variant is None:
-            forward = with_own_code(type(module).forward)
-            if is_handing_on:
-                forward = with_own_code(early_norms.handing_on(forward))
-            variant = self._variants[key] = torch.compile(
+            forward = with_own_code(kind.forward)
+            variant = self._variants[kind, is_one] = torch.compile(
                 forward, dynamic=True, backend=self._one if is_one else self._many
             )
         return variant
@@ -173,7 +148,6 @@ class CompiledLayers:
         """Restore the model's own layers. Idempotent."""
         self.stand_aside()
         modules = self._have_classes() if self._paused else list(self._model.modules())
-        early_norms.undo(modules)
         joined_layers.separate(self._model, modules)
 
 

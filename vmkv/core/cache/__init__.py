@@ -11,8 +11,6 @@ from .device_memory import call_with_room as call_with_room
 from .forking import CostModel as CostModel
 from .geometry import Geometry as Geometry
 from .geometry import LayerShape as LayerShape
-from .growing import grow_ahead as grow_ahead
-from .growing import make_ready as make_ready
 from .kv_cache import KVCache as KVCache
 from .kv_group import KVGroup as KVGroup
 from .layer_group import LayerGroup as LayerGroup

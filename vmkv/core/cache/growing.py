@@ -13,10 +13,10 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...errors import ConfigError, OutOfAddressSpaceError, OutOfPagesError
+from ...errors import ConfigError, OutOfPagesError
 from ..interrupts import uninterrupted
 from ..memory import Change, Extent, PageMapping, RowChange, Scrub, size_classes
-from .forking import choose_row, unshare
+from .forking import unshare
 from .layer_group import LayerGroup
 from .prefix import BLOCK_TOKENS
 
@@ -84,72 +84,6 @@ def _longest(targets: Iterable[tuple[Sequence, int]]) -> dict[Sequence, int]:
     for sequence, num_tokens in targets:
         longest[sequence] = max(num_tokens, longest.get(sequence, 0))
     return longest
-
-
-@uninterrupted
-def make_ready(
-    cache: KVCache,
-    wanted: Iterable[tuple[Sequence, int]],
-    num_new_tokens: int = 0,
-    *,
-    begins_empty: bool = True,
-) -> bool:
-    """Prepare free memory for a later `KVCache.grow`, which then only maps; returns success.
-
-    Call it while the device works; see `ExtentPool.make_ready`. It covers the resident sequences of
-    `wanted`, and `num_new_tokens` of a sequence that will begin: with nothing (`begins_empty`), so
-    that it can adopt a parked row, or after tokens that it brings or shares. Never blocks. After a
-    `DriverError` parked rows may have lost memory.
-    """
-    cache.check_open()
-    changes = _plan(cache, _targets(cache, wanted))
-    classes = [size_class for each in changes for size_class in each.classes]
-    if num_new_tokens:
-        classes += _lacking_at_first(cache, num_new_tokens, begins_empty=begins_empty)
-    return cache.pool.make_ready(classes)
-
-
-@uninterrupted
-def grow_ahead(cache: KVCache, wanted: Iterable[tuple[Sequence, int]]) -> None:
-    """Map memory that a later `KVCache.grow` will need, without blocking.
-
-    Call it while the device works, once `make_ready` has returned true. Skips sequences without
-    tokens and any whose memory is not ready, whose addresses are in use, or that need a copy of
-    shared extents. After a `DriverError` nothing was mapped.
-    """
-    changes = _plan(cache, _targets(cache, [each for each in wanted if each[0].num_tokens]))
-    is_in_use = cache.pool.reclaimer.has_retired_in
-    if is_in_use([each.addresses for each in changes]):
-        changes = [each for each in changes if not is_in_use([each.addresses])]
-    with suppress(OutOfPagesError):
-        _map(cache, changes, cache.pool.acquire)
-
-
-def _targets(cache: KVCache, wanted: Iterable[tuple[Sequence, int]]) -> list[Target]:
-    return [
-        Target(each.row, min(to, cache.max_tokens), each.num_tokens, each.tenant)
-        for each, to in cache.lacking_room(list(wanted))
-        if each.is_resident
-    ]
-
-
-def _lacking_at_first(cache: KVCache, num_tokens: int, *, begins_empty: bool) -> list[int]:
-    """Return the size classes that a new sequence will need; see `make_ready`."""
-    there_tokens = [0] * len(cache.groups)
-    if begins_empty:
-        try:
-            with cache.pool.lock:
-                row = choose_row(cache, num_tokens)
-                there_tokens = [group.adoptable_tokens(row) for group in cache.groups]
-        except OutOfAddressSpaceError:
-            return []  # No sequence can begin.
-    classes: list[int] = []
-    for group, there in zip(cache.groups, there_tokens, strict=True):
-        end_page = group.pages_for(num_tokens + cache.overread_tokens)
-        num_pages = end_page - group.pages_for(there)
-        if num_pages > 0:
-            classes += size_classes(num_pages, group.largest_class)
-    return classes
 
 
 def keep_resident(cache: KVCache, overread_tokens: int) -> None:

@@ -359,38 +359,6 @@ class ExtentPool:
                         break
         return self.available_bytes > start_bytes
 
-    @uninterrupted
-    def make_ready(self, size_classes: Sequence[int]) -> bool:
-        """Prepare free extents of these classes, so that a later `acquire` only pops them.
-
-        `size_classes` are the acquisitions of all users until the next call. Evicts parked rows
-        until twice that memory is free, then converts free extents. Never blocks: memory whose
-        fences have not passed is ready after a later call. Returns whether all are ready. See Note
-        [Memory is made ready ahead].
-        """
-        shelf = self._device
-        wanted_bytes = sum([self.page_bytes << size_class for size_class in size_classes])
-        while True:
-            self.reclaimer.poll()
-            with self.lock:
-                self._check_open()
-                lacking = shelf.lacking(size_classes)
-                if not lacking:
-                    return True
-                if sum([self.page_bytes << each for each in lacking]) > shelf.uncreated_bytes:
-                    coming_bytes = shelf.available_bytes + self._retired_bytes(_DEVICE)
-                    if self.pressure.evict(2 * wanted_bytes - coming_bytes):
-                        continue
-                retired = self.reclaimer.retired_mappings()
-                if all(mapping.extent.size_class not in lacking for mapping in retired):
-                    # Under the lock, so that no other thread is refused meanwhile.
-                    try:
-                        self.disown(self.acquire(size_classes))
-                    except OutOfPagesError:
-                        return False
-                    return True
-            return False
-
     # ---- budget and books -----------------------------------------------------------------
 
     @uninterrupted

@@ -10,7 +10,6 @@ released, so a popped id has an extent that belongs to the caller alone.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -129,12 +128,6 @@ class Shelf:
 
     def _num_bytes(self, size_classes: Iterable[int]) -> int:
         return sum([self.page_bytes << size_class for size_class in size_classes])
-
-    def lacking(self, size_classes: Sequence[int]) -> list[int]:
-        """Return the `size_classes`, with repetition, for which no free extent is left."""
-        wanted = Counter(size_classes)
-        wanted.subtract({size_class: self.count_free(size_class) for size_class in wanted})
-        return list(wanted.elements())
 
     def _create(self, size_class: int) -> Extent:
         num_bytes = self.page_bytes << size_class

@@ -1,7 +1,6 @@
-"""Memory for the next steps is made ready while the device runs the current one.
+"""A growth under pressure waits for the device only if the running step may use the memory.
 
 The device runs its work only when the host waits for it, so that a growth that waits is noticed.
-`make_ready` has its own tests in tests/cache/test_ready.py.
 """
 
 from __future__ import annotations
@@ -81,15 +80,12 @@ def _note_growths(play: EnginePlay) -> list[tuple[bool, Counter[str]]]:
 def test_growing_under_pressure_does_not_wait(
     make_play: Callable[[Shape], EnginePlay], seed: int
 ) -> None:
-    """At most one growth in five maps, and one in twenty creates or releases extents."""
+    """Memory of rows that no running step uses is taken at once."""
     play = make_play(CHURN)
     growths = _note_growths(play)
     handles = _churn(play, seed, 240)
     del growths[:_FILLED_AFTER_STEPS]
-    mapped = [calls["mem_map"] > 0 for _, calls in growths]
-    late = [calls["mem_create"] > 0 or calls["mem_release"] > 0 for _, calls in growths]
-    assert 5 * sum(mapped) <= len(growths)
-    assert 20 * sum(late) <= len(growths)
+    assert any(calls["mem_unmap"] for _, calls in growths)
     assert not any(has_waited for has_waited, _ in growths)
     ended = [handle.output().outputs[0].finish_reason for handle in handles if handle.is_finished]
     assert len(ended) > 50
@@ -113,92 +109,6 @@ def test_driver_calls_do_not_depend_on_a_clock(
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     assert expected == calls_of_a_churn()
-
-
-def test_driver_errors_in_make_ready_end_no_request(
-    make_play: Callable[[Shape], EnginePlay],
-) -> None:
-    """The growth that needs the memory tries again."""
-    play = make_play(CHURN)
-    view, backend = play.engine._view, play.backend
-    make_ready, num_failed = view.make_ready, Counter[str]()
-    fail_at = itertools.cycle([1, 2, 3])
-
-    def failing(*wanted: Any, **how: Any) -> bool:
-        backend.arm(next(fail_at))
-        try:
-            return make_ready(*wanted, **how)
-        finally:
-            num_failed[str(backend.failed_call)] += 1
-            backend.arm(0)
-
-    view.make_ready = failing
-    handles = _churn(play, 2, 120)
-    assert {"mem_create", "mem_map", "mem_unmap"} <= num_failed.keys()
-    ended = [handle.output() for handle in handles if handle.is_finished]
-    assert len(ended) > 20
-    assert {FinishReason.LENGTH} == {output.outputs[0].finish_reason for output in ended}
-    assert {None} == {output.error for output in ended}
-    assert not play.engine.num_failed_steps
-    play.cache.check()
-
-
-def test_rows_with_room_ask_for_no_pages(make_play: Callable[[Shape], EnginePlay]) -> None:
-    """Running rows ask in three steps of eight; only the first waiting request is looked up."""
-    play = make_play(Shape(max_num_seqs=2, max_num_batched_tokens=64, budget_pages=400))
-    view, asked = play.engine._view, Counter[int]()
-    for _ in range(2):
-        _ask(play, [1, 2, 3], 70)
-    play.engine.step()
-    for _ in range(200):
-        _ask(play, [4, 5, 6], 4)
-    lookups = Counter[int]()
-    cached_tokens, make_ready = view.cached_tokens, play.cache.pool.make_ready
-
-    def look_up(request_id: int) -> int:
-        lookups[request_id] += 1
-        return cached_tokens(request_id)
-
-    def noted(size_classes: Sequence[int], **options: Any) -> bool:
-        asked[len(size_classes)] += 1
-        return make_ready(size_classes, **options)
-
-    view.cached_tokens, play.cache.pool.make_ready = look_up, noted
-    for _ in range(60):
-        play.engine.step()
-    assert 1 == lookups.total(), "only the first waiting request is looked up, once"
-    # A page has eight tokens; the waiting request always has one page ready.
-    assert {1, 3} == set(asked)
-    assert 0 < asked[3] <= 60 * 3 / 8 + 3
-
-
-def test_unavailable_pages_are_asked_for_in_one_step_of_eight(
-    make_play: Callable[[Shape], EnginePlay],
-) -> None:
-    """Running rows hold the pages that the waiting request needs, and can still grow."""
-    play = make_play(Shape(max_num_seqs=2, max_num_batched_tokens=80, budget_pages=24))
-    handles = [_ask(play, [token] * 70, 26) for token in (1, 2)]
-    while play.engine._scheduler.num_running < 2:
-        play.engine.step()
-    waiting = _ask(play, [3] * 60, 4)
-    view, tries = play.engine._view, []
-    make_ready = view.make_ready
-
-    def noted(wanted: Sequence[tuple[int, int]], num_new: int, **how: Any) -> bool:
-        assert wanted, "the running requests are missing"
-        tries.append(num_new > 0)
-        return make_ready(wanted, num_new, **how)
-
-    view.make_ready = noted
-    while not any(handle.is_finished for handle in handles):
-        play.engine.step()
-    assert len(tries) > 20
-    assert 8 <= sum(tries) <= 8 + len(tries) // 8
-    while play.engine.has_unfinished:
-        play.engine.step()
-    play.check()
-    assert waiting.output().error is None
-    assert [0, 0] == [handle.requests[0].num_preemptions for handle in handles]
 
 
 # ---- memory of ended requests -------------------------------------------------------------
@@ -261,7 +171,7 @@ def test_the_surplus_of_an_adopted_row_is_reused_at_once(
     make_play: Callable[[Shape], EnginePlay],
 ) -> None:
     """Two requests begin after one has ended: one adopts its row, the other gets the surplus."""
-    has_waited, calls = _begin_after(make_play(_small(13)), 1, 60, [10, 20])
+    has_waited, calls = _begin_after(make_play(_small(12)), 1, 60, [10, 20])
     assert calls["mem_unmap"]
     assert not has_waited
 
