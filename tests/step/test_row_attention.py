@@ -20,6 +20,7 @@ from vmkv import HostBackend, Sequence
 from vmkv.attention import AttentionBackend, AttentionSpec, Call, register
 from vmkv.core.cache import KVCache
 from vmkv.step import Piece
+from vmkv.step.packed_pass import PackedPass, passing
 from vmkv.step.piece import pack, packing_order
 from vmkv.step.row_attention import LayerCall, RowAttention, row_capacities
 
@@ -102,17 +103,16 @@ register("like queries", _LikeQueries)
 
 @pytest.mark.parametrize("spans", [[(0, 30)], [(40, 1), (41, 1)], [(40, 1), (0, 30)]])
 def test_the_operator_returns_the_layout_that_compilers_expect(
-    cache: KVCache, spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    cache: KVCache, spans: list[tuple[int, int]]
 ) -> None:
     """Whatever that of queries is: rotary embeddings put heads first."""
     _, pieces = begun(cache, spans)
     device, total = torch.device("cpu"), sum(new for _, new in spans)
     attention = RowAttention([cache], "like queries")
     attention.steps = {device: pack(pieces, row_capacities(cache), device).parts}
-    monkeypatch.setitem(row_attention._SERVING, -1, attention)
     its = [torch.randn(1, count, total, DIM) for count in (HEADS, KV_HEADS, KV_HEADS)]
-    place = torch.tensor([-1, 0])
-    out = torch.ops.vmkv.attend_rows(*its, place, None, SCALE, 0, 0.0)
+    with passing(PackedPass(rows=attention)):
+        out = torch.ops.vmkv.attend_rows(*its, torch.tensor(0), None, SCALE, 0, 0.0)
     wanted = row_attention._shape_of_attend_rows(*its)
     assert (out.shape, out.stride()) == (wanted.shape, wanted.stride())
     attention.close()

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from vmkv.errors import InternalError
 from vmkv.step import state_rules
+from vmkv.step.packed_pass import PackedPass, passing
 from vmkv.step.piece import Piece, packing_order
 from vmkv.step.state_plan import CHUNK_TOKENS, CapturedSizes, PackedSequences, plan_step
 from vmkv.step.state_rules import Call, PackedRules, can_pack
@@ -207,7 +208,8 @@ def _check(rules: PackedRules, layer: Layer, pieces: list[Piece], planned: Packe
     for each in tensors:
         each.normal_()
     before = [each.clone() for each in tensors]
-    with rules.step(planned), rules.in_place():
+    rules.begin(planned)
+    with passing(PackedPass(rules=rules)), rules.in_place():
         found = layer(hidden[None])[0]
     assert type(layer) is Layer
     is_there = state_rules._rule_in_place() is rule_in_place

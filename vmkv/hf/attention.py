@@ -27,9 +27,9 @@ from ..attention.sdpa import plain_attention, visible_keys
 from ..core.cache.fp8 import FP8
 from ..errors import ConfigError
 from ..step.model_guard import PACKED, register_attention
+from ..step.packed_pass import running
 from ..step.row_attention import LayerCall, in_autocast
 from . import compat
-from .configuration import UnservableError
 from .layers import VirtualLayer, layer_behind, outside_graphs
 
 
@@ -48,11 +48,10 @@ def vmkv_attention(
     in a packed step the new tokens' alone. `attention_mask` is a result of `vmkv_mask`, None, a
     padding mask `[B, T]` or a mask `[B, 1, Tq, T]`. Of transformers' options `scaling`, `dropout`,
     `sliding_window`, `softcap`, `s_aux` (sinks `[Hq]`), `is_causal`, `position_bias` and `indices`
-    (of the keys that each query sees, `[B, Tq, n]`) count; `vmkv_batch` is the packed step, a
-    function of the module and its `LayerCall`.
+    (of the keys that each query sees, `[B, Tq, n]`) count.
     """
-    scale, vmkv_batch = options.get("scaling"), options.get("vmkv_batch")
-    if vmkv_batch is None:
+    scale, attend_packed = options.get("scaling"), running().attend
+    if attend_packed is None:
         (query,) = in_autocast(query)  # The cache's tensors may be in eight bits.
     else:
         query, key, value = in_autocast(query, key, value)
@@ -67,12 +66,8 @@ def vmkv_attention(
         attention_mask,
         options.get("position_bias"),
     )
-    if vmkv_batch is not None:
-        return vmkv_batch(module, asked), None
-    if getattr(attention_mask, "_vmkv_placeholder", False):
-        raise UnservableError(
-            f"its {type(module).__name__} does not pass keyword arguments on to its attention"
-        )
+    if attend_packed is not None:
+        return attend_packed(module, asked), None
     causal, dropout = options.get("is_causal"), options.get("dropout") or 0.0
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if options.get("indices") is not None:

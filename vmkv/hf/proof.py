@@ -31,6 +31,7 @@ from ..core.cache import Sequence, StateShape
 from ..errors import VMKVError
 from ..step import Piece, Stepper, attending_through
 from ..step.model_guard import PACKED, chosen_attention, eval_mode, hooks_of, refusing_waits
+from ..step.packed_pass import PackedPass, passing
 from ..step.piece import cut_at_chunks, packing_order
 from ..step.row_attention import AttentionCalls, LayerCall, autocast_dtype
 from ..step.states import StateLayer, StateProbe, splitting, state_modules, tensors_of, with_tensors
@@ -490,7 +491,7 @@ def _states_of(model: Any, token_ids: torch.Tensor) -> dict[int, StateLayer]:
         states[at] = StateLayer(empty, empty.layers[at], begun, shapes)
     # Comparing outputs would not do: a lost state fades in a few tokens, and the median hides it.
     probe = StateProbe(states)
-    with splitting(model, states), probe.step():
+    with splitting(model, states), passing(PackedPass(states=probe)):
         _run(model, token_ids[None], _NOT_PLAIN)
     return {at: each._replace(is_chunkable=at in probe.chunkable) for at, each in states.items()}
 
@@ -536,7 +537,7 @@ def _layers_by(
             signatures[index] = Signature.of(asked.key, named.value)
         elif index in signatures or index in sources:
             raise UnservableError(f"its layer {index} attends more than once in a pass")
-        if asked.mask is not None and not getattr(asked.mask, "_vmkv_placeholder", False):
+        if asked.mask is not None and asked.mask is not placeholder:
             raise UnservableError(f"its layer {index} attends with a mask of the model's own")
         if asked.bias is not None:
             raise UnservableError(f"its layer {index} adds a bias of the model's own to scores")
@@ -559,13 +560,12 @@ def _layers_by(
         return attend_to_tensors(asked._replace(mask=None), causal=True)
 
     placeholder = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=token_ids.device)
-    placeholder._vmkv_placeholder = True  # type: ignore[attr-defined]
     positions = torch.arange(len(token_ids), device=token_ids.device)
     given: dict[str, Any] = {"position_ids": positions[None], "logits_to_keep": positions}
-    given |= {"attention_mask": placeholder, "vmkv_batch": hear}
+    given["attention_mask"] = placeholder
     if is_named:
         given[compat.cache_argument(model)] = named.cache
-    with attending_through(model, PACKED):
+    with attending_through(model, PACKED), passing(PackedPass(hear)):
         _run(model, token_ids[None], "it does not run on packed tokens", **given)
     missing = windows.keys() - signatures.keys()
     if missing:
@@ -617,11 +617,10 @@ def _check_windows(
             heard[int(layer)] = (asked.window, recipe.window, recipe.chunk)
         return attend_to_tensors(asked, causal=getattr(module, "is_causal", True))
 
-    with attending_through(model, PACKED):
+    with attending_through(model, PACKED), passing(PackedPass(hear)):
         # Some models cut the masks of their last layers to the tokens whose logits are wanted.
         keep = torch.arange(len(token_ids), device=token_ids.device)
-        options |= {"vmkv_batch": hear, "logits_to_keep": keep}
-        _run(model, token_ids[None], _NOT_PLAIN, **options)
+        _run(model, token_ids[None], _NOT_PLAIN, logits_to_keep=keep, **options)
     read = {layer: windows[source] for layer, source in proof.calls.sources.items()}
     for index, window in (*windows.items(), *read.items()):
         chunk = proof.calls.chunks.get(index)

@@ -137,7 +137,8 @@ class GraphSpace:
         """Return the model's logits of a step, or this rank's part of them."""
         stepper, head = self.stepper, self.head
         in_room = stepper.head_in(self.logits) if head is None else head.in_part(self.logits)
-        with in_room, stepper.with_states(parts, sequences):
+        stepper.begin_states(parts, sequences)
+        with in_room:
             return stepper.forward(token_ids, positions, keep, {self.device: parts})
 
     def take(self, logits: torch.Tensor, slots: torch.Tensor) -> None:

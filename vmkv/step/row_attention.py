@@ -11,12 +11,9 @@ row occupies one processor for its whole length. A step that only decodes is one
 the kernel can append and rows have no left padding, which only such steps may have. A captured step
 with prompts (`graphs.py`) has two kinds, decode and tiles, with the graph's sizes.
 
-Layers that run as they are get the step as a keyword of the model's call, `vmkv_batch`. Compiled
-layers attend through an operator, one opaque call to compilers: the implementation `"vmkv_rows"` of
-transformers. Each layer has a tensor of its number and its `RowAttention`'s, instead of numbers in
-code, so one compiled layer serves all; the step's rows and lengths never pass through the model.
-Operators take only tensors and numbers, so a process-wide table maps numbers to `RowAttention`s, by
-weak reference: Note [State of the process].
+Compiled layers attend through an operator, one opaque call to compilers: the implementation
+`"vmkv_rows"` of transformers. Each layer has a tensor of its number, not a number in code, so one
+compiled layer serves all; the step's rows and lengths never pass through the model.
 """
 
 from __future__ import annotations
@@ -35,9 +32,10 @@ from ..attention.append import append_rotated, can_rotate
 from ..attention.registry import select_for_new, why_not
 from ..core.cache import KVCache
 from ..core.cache.fp8 import Scales
-from ..errors import ClosedError, ConfigError, InternalError
+from ..errors import ConfigError, InternalError
 from .graph_passes import turned
 from .model_guard import attending_through, numbered_layers, register_attention
+from .packed_pass import running
 
 if TYPE_CHECKING:
     from .states import StateLayer
@@ -453,8 +451,8 @@ IMPLEMENTATION = "vmkv_rows"
 """Name in transformers' registry of attention implementations."""
 
 _PLACE = "_vmkv_place"
-_NUMBERS = itertools.count()
-_SERVING: weakref.WeakValueDictionary[int, RowAttention] = weakref.WeakValueDictionary()
+#: Modules that attend through the operator; copies of these do not.
+_SERVED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 _LIBRARY: Any = torch.library.Library("vmkv", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
@@ -480,13 +478,12 @@ def _attend_rows(
     The operator declares no mutation of rows: no tensor that a compiler sees aliases them, and each
     layer's call depends on the previous one through the activations.
     """
-    number, layer = place.tolist()  # On the CPU: no synchronisation.
-    serving = _SERVING.get(number)
-    if serving is None:
-        raise ClosedError("the runner that this model was set up for is closed")
+    rows = running().rows
+    if rows is None:
+        raise InternalError("attention was asked for outside a step")
     angles = None if cos is None or sin is None else (cos, sin)
     asked = LayerCall(query, key, value, scale, window or None, softcap, sinks=sinks, angles=angles)
-    return serving.attend(layer, asked).contiguous()
+    return rows.attend(int(place), asked).contiguous()  # On the CPU: no synchronisation.
 
 
 def _shape_of_attend_rows(
@@ -522,10 +519,8 @@ def _rows_attention(
 
 
 @contextlib.contextmanager
-def attending(
-    model: Any, attention: RowAttention, *, in_all_threads: bool = False
-) -> Iterator[None]:
-    """Context in which the model's layers attend through `attention`.
+def attending(model: Any, *, in_all_threads: bool = False) -> Iterator[None]:
+    """Context in which the model's layers attend through the operator.
 
     `in_all_threads` as in `attending_through`. Raises `ConfigError` if another stepper has the
     model, or no layer has a `layer_idx`.
@@ -535,25 +530,22 @@ def attending(
     if not layers:
         raise ConfigError("no layer of this model says which one it is (layer_idx)")
     register_attention(IMPLEMENTATION, _rows_attention, _no_mask)
-    number = next(_NUMBERS)
-    _SERVING[number] = attention
     try:
         for module, layer in layers:
-            setattr(module, _PLACE, torch.tensor([number, layer]))
+            setattr(module, _PLACE, torch.tensor(layer))
+            _SERVED.add(module)
         with attending_through(model, IMPLEMENTATION, in_all_threads=in_all_threads):
             yield
     finally:
-        _SERVING.pop(number, None)
         for module, _ in layers:
             vars(module).pop(_PLACE, None)
+            _SERVED.discard(module)
 
 
 def check_free(model: Any) -> None:
     """Raise `ConfigError` if the model's layers attend through this operator already."""
-    for module, _ in numbered_layers(model):
-        place = vars(module).get(_PLACE)
-        if place is not None and int(place[0]) in _SERVING:
-            raise ConfigError("this model is served by another runner already; close that first")
+    if any(module in _SERVED for module, _ in numbered_layers(model)):
+        raise ConfigError("this model is served by another runner already; close that first")
 
 
 def _no_mask(**_: Any) -> None:

@@ -28,13 +28,13 @@ import inspect
 import itertools
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import InternalError
 from .compiled_layers import with_own_code
+from .packed_pass import running
 from .piece import Piece
 from .state_plan import Kind, PackedSequences, Round, plan_step
 
@@ -123,8 +123,8 @@ class PackedRules:
         self._called = called
         self._takes_starts: dict[Callable[..., Any], bool] = {}
         self._is_in_place: dict[Callable[..., Any], bool] = {}
-        self._sequences: PackedSequences  # Of the step, while there is one.
-        self._num_run = 0  # Layers that have run in this pass.
+        self._sequences: PackedSequences  # Of the pass.
+        self._num_run = 0  # Layers that have run in the pass.
         self._modules: dict[int, Any] = dict(sorted(modules.items()))
         self._codes: dict[int, _Code] = {}
         for layer, module in self._modules.items():
@@ -142,16 +142,9 @@ class PackedRules:
         """Drop the states, whose tensors keep addresses reserved."""
         self._states = {}
 
-    @contextlib.contextmanager
-    def step(self, sequences: PackedSequences) -> Iterator[None]:
-        """Context in which passes of this thread are of these sequences."""
+    def begin(self, sequences: PackedSequences) -> None:
+        """Let the next pass be of these sequences."""
         self._sequences, self._num_run = sequences, 0
-        token = _RULES.set(self)
-        try:
-            yield
-        finally:
-            _RULES.reset(token)
-            del self._sequences
 
     def plan(self, pieces: Sequence[Piece], device: torch.device) -> PackedSequences:
         """Return the sequences of a step of `pieces` in `packing_order`."""
@@ -376,16 +369,13 @@ def _takes_starts(rule: Callable[..., Any], call: Call, given: torch.Tensor) -> 
 
 # ---- operators -----------------------------------------------------------------------------------
 
-#: The rules of the step that runs in this thread.
-_RULES: ContextVar[PackedRules | None] = ContextVar("vmkv_rules", default=None)
-
 _LIBRARY: Any = torch.library.Library("vmkv", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("convolve_rows(Tensor x, Tensor weight, Tensor? bias, str? activation) -> Tensor")
 _LIBRARY.define("apply_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta) -> Tensor")
 
 
-def _running() -> PackedRules:
-    rules = _RULES.get()
+def _rules() -> PackedRules:
+    rules = running().rules
     if rules is None:
         raise InternalError("a layer with a state was run outside a step")
     return rules
@@ -396,8 +386,8 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 for _key in ("CPU", "CUDA"):  # Like `attend_rows`, they declare no mutation of rows.
-    _LIBRARY.impl("convolve_rows", lambda *each: _running().convolve(*each), _key)
-    _LIBRARY.impl("apply_rule", lambda *each: _running().apply(Call(*each)), _key)
+    _LIBRARY.impl("convolve_rows", lambda *each: _rules().convolve(*each), _key)
+    _LIBRARY.impl("apply_rule", lambda *each: _rules().apply(Call(*each)), _key)
 torch.library.register_fake("vmkv::convolve_rows", lambda hidden, *_: _like(hidden), lib=_LIBRARY)
 torch.library.register_fake("vmkv::apply_rule", lambda *each: _like(each[2]), lib=_LIBRARY)
 

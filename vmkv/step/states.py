@@ -8,11 +8,10 @@ one, with caches over their states:
     the layer       [a, b, c]   [d d d d]   [e e e]
 
 Layers whose code is known run once over all tokens of a step (`state_rules.py`).
-`splitting` replaces the `forward` of such layers, not all of which get the keywords of the model's
-call. Outside `PackedStates.step` they compute as before. A layer stops where a piece wants a
-checkpoint, copies its state and goes on, so prompts are not cut for checkpoints. Steps overwrite
-states: a step that fails midway has spoilt those of its sequences, which then go back to a
-checkpoint or start over.
+`splitting` replaces the `forward` of such layers. Outside packed passes they compute as before. A
+layer stops where a piece wants a checkpoint, copies its state and goes on, so prompts are not cut
+for checkpoints. Steps overwrite states: a step that fails midway has spoilt those of its sequences,
+which then go back to a checkpoint or start over.
 
 See DESIGN.md, Note [States beside rows].
 """
@@ -26,7 +25,6 @@ import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,6 +32,7 @@ import torch
 from ..core.cache import StateGroup, StateShape
 from ..errors import ConfigError
 from .cache_argument import named_cache
+from .packed_pass import running
 from .state_plan import PackedSequences
 from .state_rules import PackedRules, can_pack
 
@@ -130,34 +129,22 @@ class PackedStates:
         self._num_batched = 0  # The first pieces, one token each after others of their sequence.
         self._batched_rows: torch.Tensor | None = None
 
-    @contextlib.contextmanager
-    def step(self, packed: Sequence[Piece], device: torch.device) -> Iterator[None]:
-        """Context in which this thread's passes compute these pieces, in their order."""
+    def begin(self, packed: Sequence[Piece], device: torch.device) -> None:
+        """Let the next pass compute these pieces, in their order."""
         self._pieces = packed
         batched = itertools.takewhile(lambda each: each.decodes and each.num_past_tokens, packed)
         self._num_batched, self._batched_rows = len(list(batched)), None
-        with contextlib.ExitStack() as stack:
-            if self.rules.layers:
-                stack.enter_context(self.rules.step(self.rules.plan(packed, device)))
-            stack.enter_context(_running(self))
-            yield
+        if self.rules.layers:
+            self.rules.begin(self.rules.plan(packed, device))
 
-    @contextlib.contextmanager
-    def decoding(self, rows: torch.Tensor) -> Iterator[None]:
-        """Context in which this thread's passes decode one token for each of `rows [n]`.
+    def begin_decoding(self, rows: torch.Tensor) -> None:
+        """Let the next pass decode one token for each of `rows [n]`.
 
         Nothing on the host depends on the rows, so passes may be captured. A row may come twice if
         its state is not read afterwards.
         """
         self._pieces, self._num_batched, self._batched_rows = (), len(rows), rows.long()
-        with self.rules.step(PackedSequences.decoding(self._batched_rows)), _running(self):
-            yield
-
-    @contextlib.contextmanager
-    def packed(self, sequences: PackedSequences) -> Iterator[None]:
-        """Context in which this thread's passes compute these sequences, all by the rules."""
-        with self.rules.step(sequences), _running(self):
-            yield
+        self.rules.begin(PackedSequences.decoding(self._batched_rows))
 
     def clear(self, row: int) -> None:
         """Zero a mapped row."""
@@ -265,10 +252,6 @@ class StateProbe:
         self._layers = layers
         self.chunkable: set[int] = set()
 
-    def step(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which this thread's passes are probed."""
-        return _running(self)
-
     def run(self, layer: int, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
         """Run a layer over tokens `[B, T, D]`, and once more for each tensor of its state."""
         known = self._layers[layer]
@@ -286,19 +269,6 @@ class StateProbe:
         if all(answers):
             self.chunkable.add(layer)
         return forward(hidden, known.cache_of(layer, with_tensors(known.empty, {})))
-
-
-#: The step that runs in this thread.
-_STEP: ContextVar[PackedStates | StateProbe | None] = ContextVar("vmkv_states", default=None)
-
-
-@contextlib.contextmanager
-def _running(step: PackedStates | StateProbe) -> Iterator[None]:
-    token = _STEP.set(step)
-    try:
-        yield
-    finally:
-        _STEP.reset(token)
 
 
 def _transposed(made: Any) -> Any:
@@ -331,8 +301,7 @@ class _SplitForward:
             vars(module)["forward"] = self._before
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        options.pop("vmkv_batch", None)
-        states = _STEP.get()
+        states = running().states
         if states is None:
             return self._plain(*arguments, **options)
         hidden = arguments[0] if arguments else options.pop("hidden_states")

@@ -4,8 +4,8 @@ A step is one packed forward pass, or the replay of a captured one. The caller g
 a step and chooses the tokens after it; `last_tokens` keeps tokens on the device from one step to
 the next.
 
-Eager layers get the step as a keyword that their attention implementation passes on
-(`vmkv.hf.attention`); compiled layers find it through an operator (`row_attention.py`). Graphs are
+Layers find the step through a context variable (`packed_pass.py`): eager ones in their attention
+implementation (`vmkv.hf.attention`), compiled ones in an operator (`row_attention.py`). Graphs are
 captured in advance (`warm_up.py`), or when a size comes for the third time
 (`capture_where_it_pays`).
 
@@ -33,6 +33,7 @@ from .compiled_layers import CompiledLayers
 from .graphs import BatchGraphs, DecodeGraphs, GraphSpace, Scratch
 from .mixed_graphs import MixedGraphs
 from .model_guard import PACKED, ModelGuard, attending_through, has_users, hooks_of
+from .packed_pass import PackedPass, passing
 from .piece import HeadInParts, Piece, StepLogits, cut_at_chunks, pack, packing_order
 from .row_attention import AttentionCalls, PackedPast, RowAttention, StepParts, row_capacities
 from .state_plan import PackedSequences
@@ -44,7 +45,7 @@ class Stepper:
 
     Args:
         model: A transformers causal language model that passed its proof. Unless its layers are
-            compiled, it attends through "vmkv", which passes `vmkv_batch` on.
+            compiled, it attends through "vmkv".
         caches: One for each device of the model.
         num_slots: Most pieces of a step.
         attention_backend: Backend for rows; see `RowAttention`.
@@ -98,6 +99,8 @@ class Stepper:
         self._past_argument = cache_argument(model) if self.chunk_sizes or calls.is_named else ""
         self.attention = RowAttention(caches, attention_backend, preferred_backend, calls)
         self._states = _packed_states(model, caches, calls.states, self.attention.called)
+        rules = None if self._states is None else self._states.rules
+        self._pass = PackedPass(self.attention.attend_in, self.attention, self._states, rules)
         # transformers passes a 4-D mask on unchanged, and vmkv's attention ignores it.
         self._mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=self.device)
         self.uses_operator = compile_with is not None or layers is not None
@@ -118,10 +121,7 @@ class Stepper:
                 undo.callback(self._states.close)
                 if self.uses_operator and (not self.state_tokens or layers is not None):
                     raise ConfigError("layers of models that keep states cannot be compiled")
-            if not self.uses_operator:
-                self._mask._vmkv_placeholder = True  # type: ignore[attr-defined]
-                self._keywords["vmkv_batch"] = self.attention.attend_in
-            elif compile_with is not None:
+            if compile_with is not None:
                 if self.chunk_sizes:
                     raise ConfigError("layers of models that attend in chunks cannot be compiled")
                 if calls.is_named:
@@ -150,11 +150,11 @@ class Stepper:
             with attending_through(self.model, PACKED, in_all_threads=in_all_threads), split:
                 yield
         else:
-            with row_attention.attending(self.model, self.attention), self._shared.in_place():
+            with row_attention.attending(self.model), self._shared.in_place():
                 yield
 
     def _attend_by_operator(self) -> None:
-        attending = row_attention.attending(self.model, self.attention, in_all_threads=True)
+        attending = row_attention.attending(self.model, in_all_threads=True)
         self._serving.enter_context(attending)
         if self._states is not None:
             self._serving.enter_context(self._states.rules.in_place())
@@ -268,9 +268,9 @@ class Stepper:
             there = [replace(piece, row=row) for piece, row in zip(packed, rows, strict=True)]
             steps[cache.device] = pack(there, row_capacities(cache), cache.device).parts
         kept = step.ends if keep is None else torch.as_tensor(keep, device=self.device)
-        states = self._states
-        with contextlib.nullcontext() if states is None else states.step(packed, self.device):
-            logits = self.forward(token_ids, step.positions, kept, steps)
+        if self._states is not None:
+            self._states.begin(packed, self.device)
+        logits = self.forward(token_ids, step.positions, kept, steps)
         self._logits_like = (logits.shape[1], logits.dtype)
         return logits
 
@@ -295,7 +295,7 @@ class Stepper:
             self.attention.past = PackedPast(positions - places)
             self._keywords[self._past_argument] = self.attention.past
         try:
-            with self._computing():
+            with passing(self._pass), self._computing():
                 output = self.model(
                     input_ids=token_ids[None],
                     position_ids=positions[None],
@@ -324,18 +324,17 @@ class Stepper:
         logits: torch.Tensor = output.logits[0]
         return logits if keep is None or logits.shape[0] == keep.shape[0] else logits[keep]
 
-    def with_states(
-        self, parts: StepParts, sequences: PackedSequences | None
-    ) -> contextlib.AbstractContextManager[None]:
-        """Context of a `forward` whose rows are known on the device only, to be captured.
+    def begin_states(self, parts: StepParts, sequences: PackedSequences | None) -> None:
+        """Prepare a `forward` whose rows are known on the device only, to be captured.
 
         Layers with states see `sequences`, or without them each token as one more of its row.
         """
         if self._states is None:
-            return contextlib.nullcontext()
+            return
         if sequences is not None:
-            return self._states.packed(sequences)
-        return self._states.decoding(next(iter(parts.everything.values())).row_indices)
+            self._states.rules.begin(sequences)
+        else:
+            self._states.begin_decoding(next(iter(parts.everything.values())).row_indices)
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
