@@ -21,7 +21,7 @@ import torch
 from helpers.dense_rows import DenseRows
 from helpers.reference_backend import ReferenceBackend
 
-from vmkv.attention import AttentionBatch, Call, decode, get
+from vmkv.attention import AttentionBatch, Call, decode, get, nvrtc
 from vmkv.attention.flash_common import with_sinks
 from vmkv.attention.nvrtc import FORMATS
 from vmkv.core.cache import fp8
@@ -127,7 +127,7 @@ def host_kernel(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
         pytest.skip("no g++ to compile the kernel for the host")
     folder = tmp_path_factory.mktemp("decode")
     source = folder / "decode.cu"
-    source.write_text(f'#include "{HELPERS}/instructions_on_host.h"\n{decode._SOURCE}')
+    source.write_text(f'#include "{HELPERS}/instructions_on_host.h"\n{nvrtc.source("decode")}')
 
     @functools.cache
     def compiled(_: int, dtype: torch.dtype, dim: int, is_fp8: bool) -> Any:

@@ -28,7 +28,7 @@ import torch
 from ..core.cache.fp8 import FP8, Scales, encode
 from ..errors import ConfigError
 from .base import Call, check_new, flat
-from .nvrtc import FORMATS, NUMBERS, Kernel, addresses, compiled, launch
+from .nvrtc import FORMATS, Kernel, addresses, compiled, launch, source
 
 # ---- append cuda ---------------------------------------------------------------------------------
 
@@ -37,99 +37,6 @@ _VECTOR_TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short"
 _THREADS = 128
 _WORDS = Struct("=23q")
 _FP8_CAPABILITY = (8, 9)
-
-# The beginning of every kernel's source. Conversion saturates at the largest float8 value. A thread
-# moves one VECTOR of bytes at a time or, where NUMBERS stands before, COUNT numbers.
-_ROWS = r"""
-typedef long long word;
-
-__device__ unsigned short encode(float low, float high) {
-  unsigned short two;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(high), "f"(low));
-  return two;
-}
-
-// The last of the sequences that starts at or before the token.
-__device__ word sequence_of(word token, const int* query_starts, word num_sequences) {
-  word low = 0, high = num_sequences;
-  while (high - low > 1) {
-    const word middle = (low + high) / 2;
-    if (query_starts[middle] <= token) low = middle; else high = middle;
-  }
-  return low;
-}
-
-#ifdef VECTOR
-typedef VECTOR Numbers;
-#else
-struct alignas(sizeof(number) * COUNT) Numbers { number at[COUNT]; };
-#endif
-
-#ifdef ENCODES
-struct alignas(COUNT) Stored { unsigned char at[COUNT]; };
-__device__ Stored stored(Numbers numbers, float by) {
-  Stored out;
-  for (int at = 0; at < COUNT; at += 2) {
-    const int next = at + 1 < COUNT ? at + 1 : at;
-    const unsigned short two = encode(as_float(numbers.at[at]) * by,
-                                      as_float(numbers.at[next]) * by);
-    out.at[at] = two & 0xff;
-    out.at[next] = next > at ? two >> 8 : out.at[at];
-  }
-  return out;
-}
-#else
-typedef Numbers Stored;
-__device__ Stored stored(Numbers numbers, float) { return numbers; }
-#endif
-
-__device__ float scale_of(const float* inverse, word head) {
-  return inverse == nullptr ? 1.0f : inverse[head];
-}
-"""
-# Strides and head sizes are in bytes; head sizes count stored bytes. Arguments are 64-bit words,
-# see vmkv/core/_native/launch.c.
-_APPEND = r"""
-__device__ void put_token(const char* from, word from_head_stride, const float* inverse, char* to,
-                          word heads, word head_bytes) {
-  const word per_head = head_bytes / sizeof(Stored);
-  for (word i = threadIdx.x; i < heads * per_head; i += blockDim.x) {
-    const char* source = from + (i / per_head) * from_head_stride;
-    reinterpret_cast<Stored*>(to)[i] = stored(
-        reinterpret_cast<const Numbers*>(source)[i % per_head], scale_of(inverse, i / per_head));
-  }
-}
-
-extern "C" __global__ void append(
-    const char* key, word key_sequence_stride, word key_token_stride, word key_head_stride,
-    const char* value, word value_sequence_stride, word value_token_stride, word value_head_stride,
-    char* keys, char* values, word row_stride, word token_stride,
-    word k_heads, word k_head_bytes, word v_heads, word v_head_bytes,
-    word tokens_per_sequence, word first_position,
-    const int* row_indices, const int* num_tokens, const int* query_starts,
-    const float* inverse_keys, const float* inverse_values) {
-  const word token = blockIdx.x;
-  word sequence, at, row, position;
-  if (row_indices == nullptr) {  // Row b is sequence b, and all are equally long.
-    sequence = token / tokens_per_sequence;
-    at = token % tokens_per_sequence;
-    row = sequence;
-    position = first_position + at;
-  } else {  // Packed, and `tokens_per_sequence` is how many sequences there are.
-    const word low = sequence_of(token, query_starts, tokens_per_sequence);
-    sequence = 0;
-    at = token;
-    row = row_indices[low];
-    position = num_tokens[low] - (query_starts[low + 1] - token);
-    if (position < 0) return;  // Padding.
-  }
-  const word target = row * row_stride + position * token_stride;
-  put_token(key + sequence * key_sequence_stride + at * key_token_stride, key_head_stride,
-            inverse_keys, keys + target, k_heads, k_head_bytes);
-  put_token(value + sequence * value_sequence_stride + at * value_token_stride, value_head_stride,
-            inverse_values, values + target, v_heads, v_head_bytes);
-}
-"""
 
 
 class Place(NamedTuple):
@@ -222,7 +129,7 @@ def _launch(
 @functools.cache
 def _kernel(device_index: int, vector_bytes: int) -> Kernel:
     option = f"-DVECTOR={_VECTOR_TYPES[vector_bytes]}"
-    return compiled(_ROWS + _APPEND, "append", device_index, option)
+    return compiled(source("rows", "append"), "append", device_index, option)
 
 
 @functools.cache
@@ -233,9 +140,8 @@ def _numbers_kernel(
     reason = why_not_fp8(torch.device("cuda", device_index), dtype) if encodes else None
     if reason is not None:
         raise ConfigError(reason)
-    source = NUMBERS + _ROWS + (_APPEND if name == "append" else _ROTATE)
     options = [f"-DFORMAT={FORMATS[dtype]}", f"-DCOUNT={count}", *["-DENCODES"] * encodes]
-    return compiled(source, name, device_index, *options)
+    return compiled(source("numbers", "rows", name), name, device_index, *options)
 
 
 def why_not_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -299,80 +205,6 @@ def append(call: Call, new: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 _ROTATED_WORDS = Struct("=29q")
 _ROTATED_DTYPES = (torch.bfloat16, torch.float16)
-
-# Strides are in numbers; those of rows are in bytes.
-_ROTATE = r"""
-__device__ void turn(Numbers& low, Numbers& high, const Numbers& c0, const Numbers& c1,
-                     const Numbers& s0, const Numbers& s1) {
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const float x = as_float(low.at[i]), y = as_float(high.at[i]);
-    low.at[i] = as_number(x * as_float(c0.at[i]) - y * as_float(s0.at[i]));
-    high.at[i] = as_number(y * as_float(c1.at[i]) + x * as_float(s1.at[i]));
-  }
-}
-
-extern "C" __global__ void append_rotated(
-    const number* query, word query_token_stride, word query_head_stride, word query_heads,
-    const number* key, word key_token_stride, word key_head_stride,
-    const number* value, word value_token_stride, word value_head_stride,
-    const number* cosine, word cosine_stride, const number* sine, word sine_stride,
-    number* out_query, number* out_key,
-    char* keys, char* values, word row_stride, word token_stride,
-    word heads, word dim, word value_dim,
-    const int* row_indices, const int* num_tokens, const int* query_starts, word num_sequences,
-    const float* inverse_keys, const float* inverse_values) {
-  const word token = blockIdx.x;
-  const int half = (int)dim / 2, per_head = half / 8, at = threadIdx.x % per_head;
-  const int first_head = threadIdx.x / per_head, step = blockDim.x / per_head;
-  const bool turns = first_head < step;
-  const Numbers* cosines = reinterpret_cast<const Numbers*>(cosine + token * cosine_stride) + at;
-  const Numbers* sines = reinterpret_cast<const Numbers*>(sine + token * sine_stride) + at;
-  const Numbers c0 = cosines[0], c1 = cosines[per_head], s0 = sines[0], s1 = sines[per_head];
-
-  for (int head = first_head; turns && head < query_heads; head += step) {
-    const number* from = query + token * query_token_stride + head * query_head_stride;
-    Numbers first = reinterpret_cast<const Numbers*>(from)[at];
-    Numbers second = reinterpret_cast<const Numbers*>(from + half)[at];
-    turn(first, second, c0, c1, s0, s1);
-    Numbers* to = reinterpret_cast<Numbers*>(out_query + (token * query_heads + head) * dim) + at;
-    to[0] = first;
-    to[per_head] = second;
-  }
-
-  word low = token;
-  if (query_starts != nullptr) low = sequence_of(token, query_starts, num_sequences);
-  const word behind = query_starts == nullptr ? 1 : query_starts[low + 1] - token;
-  const word position = num_tokens[low] - behind;
-  const bool is_real = position >= 0;  // Of padding, nothing is written to a row.
-  const word target = row_indices[low] * row_stride + position * token_stride;
-  for (int head = first_head; turns && head < heads; head += step) {
-    const number* from = key + token * key_token_stride + head * key_head_stride;
-    Numbers first = reinterpret_cast<const Numbers*>(from)[at];
-    Numbers second = reinterpret_cast<const Numbers*>(from + half)[at];
-    turn(first, second, c0, c1, s0, s1);
-    if (out_key != nullptr) {
-      Numbers* to = reinterpret_cast<Numbers*>(out_key + (token * heads + head) * dim) + at;
-      to[0] = first;
-      to[per_head] = second;
-    }
-    if (is_real) {
-      Stored* to = reinterpret_cast<Stored*>(keys + target) + head * 2 * per_head + at;
-      const float by = scale_of(inverse_keys, head);
-      to[0] = stored(first, by);
-      to[per_head] = stored(second, by);
-    }
-  }
-  const int per_value = (int)value_dim / 8;
-  for (int part = threadIdx.x; is_real && part < (int)heads * per_value; part += blockDim.x) {
-    const int head = part / per_value;
-    const number* from = value + token * value_token_stride + head * value_head_stride;
-    reinterpret_cast<Stored*>(values + target)[part] =
-        stored(reinterpret_cast<const Numbers*>(from)[part % per_value],
-               scale_of(inverse_values, head));
-  }
-}
-"""
 
 
 def can_rotate(

@@ -8,6 +8,7 @@ vmkv/core/_native/launch.c.
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,33 +21,13 @@ from ..errors import ConfigError, CudaDriverError
 FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """Value of `-DFORMAT` by dtype."""
 
-NUMBERS = r"""
-#if FORMAT == 2
-typedef unsigned int number;
-__device__ float as_float(number bits) { return __uint_as_float(bits); }
-__device__ number as_number(float value) { return __float_as_uint(value); }
-#elif FORMAT == 1
-typedef unsigned short number;
-__device__ float as_float(number bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-}
-__device__ number as_number(float value) {
-  number bits;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
-}
-#else
-typedef unsigned short number;
-__device__ float as_float(number bits) { return __uint_as_float((unsigned int)bits << 16); }
-__device__ number as_number(float value) {
-  number bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
-}
-#endif
-"""
+
+def source(*names: str) -> str:
+    """Return the CUDA source of some files beside this one, one after the other."""
+    return "".join(Path(__file__).with_name(f"{name}.cu").read_text() for name in names)
+
+
+NUMBERS = source("numbers")
 """CUDA source: conversion between numbers of `-DFORMAT` and float."""
 
 _checked = functools.partial(checked, details="cannot prepare the kernel")
