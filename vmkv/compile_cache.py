@@ -110,11 +110,7 @@ _COMPILER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def choose_compiler_folder() -> None:
-    """Have torch's compiler keep its files here, unless the user has chosen a folder for them.
-
-    Call it before the compiler is imported, which chooses one in /tmp. It names files by everything
-    that they depend on.
-    """
+    """Have torch's compiler keep its files here, unless the user has chosen a folder."""
     with contextlib.suppress(OSError):
         path = folder() / f"compiled-{metadata.version('torch')}"
         os.environ.setdefault(_COMPILER_VARIABLE, str(path))
@@ -153,11 +149,7 @@ def compiler_folder() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_folder(name: str) -> Iterator[Path]:
-    """Context with a folder in which a library keeps files; at its end, their digests are noted.
-
-    The folder is removed first if a noted file has changed since. Files that are not noted, of a
-    start that did not end, are left to the library's own checks.
-    """
+    """Context with a library's folder, which is removed first if noted files have changed."""
     path = folder() / name
     if any(_digest(path / each) != digest for each, digest in _noted(name).items()):
         _LOG.warning("files in %s have changed since they were written; they are removed", path)

@@ -128,11 +128,7 @@ class Rollouts(contextlib.AbstractContextManager["Rollouts"]):
 
     @contextlib.contextmanager
     def _serving(self, trainer: Any) -> Iterator[Engine]:
-        """Hand the model to the engine, and back to training.
-
-        Garbage collection is off meanwhile: it would scan all of training's objects several times,
-        some 0.4 s each.
-        """
+        """Hand the model to the engine, without garbage collection, and back to training."""
         with trainer.accelerator.autocast():
             engine = self._open(trainer)
             try:
@@ -183,10 +179,7 @@ class Rollouts(contextlib.AbstractContextManager["Rollouts"]):
 
 
 def served_model(trainer: Any) -> Any:
-    """Return the model that generates, without wrappers of training and peft; its layers stay.
-
-    Raises `ConfigError` if an engine cannot serve it.
-    """
+    """Return the model without wrappers of training; `ConfigError` if it cannot be served."""
     if trainer._dist.is_fsdp or trainer._dist.is_zero3:
         raise ConfigError(
             "each rank's engine serves whole weights, and FSDP and ZeRO-3 shard them; train with "

@@ -66,11 +66,7 @@ class MappedExtent:
 
 @dataclass(frozen=True)
 class RowMap:
-    """A row that is live, or has something mapped.
-
-    `num_tokens` counts the sequence's tokens, or a parked row's recorded prefix. `extents` are in
-    order; swapped-out ones are listed at their old place, without access.
-    """
+    """A row that is live, or has something mapped; swapped-out extents are at their old place."""
 
     row: int
     state: _State
@@ -85,11 +81,7 @@ class RowMap:
 
 @dataclass(frozen=True)
 class GroupMap:
-    """The rows of one layer group that are live or have something mapped, in order.
-
-    `layers` are numbered as the caller does. `token_bytes` is the stride between tokens of a row.
-    With `is_fixed`, rows are states, which count as one token.
-    """
+    """The rows of a layer group, in order; with `is_fixed` they are states, one token each."""
 
     layers: tuple[int, ...]
     token_bytes: int

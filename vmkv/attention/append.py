@@ -65,10 +65,7 @@ class Place(NamedTuple):
 def append_uniform(
     key: torch.Tensor, value: torch.Tensor, place: Place, first_position: int
 ) -> None:
-    """Write `key [B, H, T, Dk]` and `value [B, H, T, Dv]` at `first_position` of rows 0, 1, 2 ….
-
-    Nothing is checked; 5 us of host time.
-    """
+    """Write `[B, H, T, D]` at `first_position` of rows 0, 1, 2 …, unchecked; 5 us of host time."""
     batch_size, _, num_tokens, _ = key.shape
     if not batch_size * num_tokens:
         return
@@ -100,11 +97,7 @@ def _launch(
     sequences: tuple[int, ...],
     num_tokens: int,
 ) -> None:
-    """Launch the copying kernel, or the one that encodes.
-
-    `strides` are those of a sequence, a token and a head in `key` and `value`, in numbers, and
-    `sequences` the kernel's arguments from `tokens_per_sequence` to `query_starts`.
-    """
+    """Launch the kernel; `strides` are of sequence, token, head; `sequences` its arguments."""
     item, stored_item, index = key.element_size(), place.stored.itemsize, key.device.index
     source = (
         *(key.data_ptr(), *[stride * item for stride in strides[0]]),
@@ -238,11 +231,9 @@ def append_rotated(
     *,
     keep_keys: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotate queries and new keys by `cos`, `sin` `[Tq, D]`; append keys and values to the rows.
+    """Rotate queries and new keys by `cos`, `sin [Tq, D]`, and append, in one launch; unchecked.
 
-    `new` are keys and values `[Tq, H, D]` of the call's query tokens. Unchecked, see `can_rotate`.
-    Returns the rotated queries `[Tq, Hq, D]` and, with `keep_keys`, the rotated keys `[Tq, H, D]`;
-    new tensors. One launch.
+    Returns new queries `[Tq, Hq, D]` and, with `keep_keys`, the rotated keys `[Tq, H, D]`.
     """
     query, (key, value), batch = call.query, new, call.batch
     keys, values = call.keys, call.values

@@ -169,11 +169,7 @@ class AttentionBatch:
 
     @cached_property
     def key_starts(self) -> torch.Tensor:
-        """`[B + 1] int32`: each sequence's first visible key in the flat view (`cu_seqlens_k`).
-
-        Rows need not ascend: with `visible_tokens`, kernels read each sequence's start alone; the
-        last entry is only there for the shape. Left padding is skipped.
-        """
+        """`[B + 1] int32`: each sequence's first visible key in the flat view (`cu_seqlens_k`)."""
         starts = torch.zeros_like(self.query_starts)
         torch.mul(self.row_indices, self.row_tokens, out=starts[:-1])
         if self.left_pad is not None:
@@ -187,10 +183,7 @@ class AttentionBatch:
 
     @cached_property
     def flat_positions(self) -> torch.Tensor:
-        """`[Tq] int64`: index of each query token in the flat view; -1 for padding.
-
-        Synchronises on CUDA, where the fused append computes the index in its kernel instead.
-        """
+        """`[Tq] int64`: each query token's place in the flat view, -1 for padding."""
         lengths = (self.query_starts[1:] - self.query_starts[:-1]).long()
         # Token i of a sequence whose queries start at s is at position `before + (i - s)`.
         shifts = self.tokens_before.long() - self.query_starts[:-1].long()

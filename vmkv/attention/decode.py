@@ -115,10 +115,7 @@ def _num_parts(device: torch.device, num_blocks: int, max_num_tokens: int, token
 def _scratch(
     call: Call, parts: int, num_queries: int, dim: int, num_blocks: int
 ) -> tuple[int, int, int]:
-    """Return the addresses of partial sums, partial weights and completion counts.
-
-    All layers share them: layers run in order on a stream, and each leaves the counts at zero.
-    """
+    """Return the addresses of partial sums, weights and counts, which all layers share in order."""
     if parts == 1:
         return 0, 0, 0
     key = ("decode", parts, num_queries, dim, num_blocks)

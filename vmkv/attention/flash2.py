@@ -151,10 +151,7 @@ def _split(packed: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 
 class TorchFlashBackend(FlashBackend):
-    """torch's own FlashAttention-2, which takes each row's length in `seqused_k`, and no soft cap.
-
-    Left padding moves a row's start.
-    """
+    """torch's own FlashAttention-2: no soft cap; left padding moves a row's start."""
 
     name = "torch"
 

@@ -223,10 +223,7 @@ def _plan(call: Call, query: torch.Tensor, uniform: bool) -> dict[str, torch.Ten
 
 @functools.cache
 def _planner() -> Callable[..., torch.Tensor | None] | None:
-    """Return the library's scheduling function; None where there is none that kernels take.
-
-    It returns None where a release does not take all that the schedule depends on.
-    """
+    """Return the library's scheduling function; None if its kernels take no plan."""
     library = torch.ops._vllm_fa3_C
     if "scheduler_metadata" not in _arguments() or not hasattr(library, "get_scheduler_metadata"):
         return None
@@ -329,11 +326,7 @@ def _arguments() -> dict[str, Any]:
 
 @functools.cache
 def library_kernel() -> Kernel | str:
-    """Return the kernel of vLLM's library, or why there is none.
-
-    Its releases differ in their arguments: any that the operator declares may be passed by name,
-    and the others get neutral values.
-    """
+    """Return the kernel of vLLM's library, whose releases differ, or why there is none."""
     operator, arguments = _operator(), _arguments()
     if isinstance(operator, str):
         return operator

@@ -102,11 +102,7 @@ class FlashBackend(AttentionBackend):
 
 
 def window_bounds(window: int | None) -> tuple[int, int]:
-    """Return the kernels' `(left, right)` of a window; -1 is unbounded.
-
-    A vmkv window of W includes the query itself, so `left` is W - 1. Causality bounds the right
-    side by itself if there is no window.
-    """
+    """Return the kernels' `(left, right)` of a window, which holds the query; -1 is unbounded."""
     return (-1, -1) if window is None else (window - 1, 0)
 
 

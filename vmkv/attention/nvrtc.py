@@ -43,10 +43,7 @@ class Kernel(NamedTuple):
 
 
 def launch(kernel: Kernel, num_blocks: int, num_threads: int, words: bytes) -> None:
-    """Launch `kernel` with packed 64-bit arguments on the current stream of its device, in 3 us.
-
-    Raises `CudaDriverError` if the driver refuses.
-    """
+    """Launch `kernel` on the current stream of its device, in 3 us; raises `CudaDriverError`."""
     _, index, launch_fn, function = kernel
     stream = torch._C._cuda_getCurrentRawStream(index)
     if torch._C._cuda_getDevice() == index:
@@ -65,11 +62,7 @@ def addresses(*tensors: torch.Tensor | None) -> list[int]:
 
 @functools.cache
 def compiled(source: str, name: str, device_index: int, *options: str) -> Kernel:
-    """Compile the kernel `name` of `source` for a device: 15 to 60 ms the first time.
-
-    Raises `ConfigError` if NVRTC refuses the source, `CudaDriverError` if the driver refuses the
-    kernel.
-    """
+    """Compile a kernel for a device, 15 to 60 ms once; may raise `ConfigError`."""
     from cuda.bindings import driver
 
     major, minor = torch.cuda.get_device_capability(device_index)

@@ -33,10 +33,7 @@ SCORES_AT_ONCE = 2**24
 
 
 class SdpaBackend(AttentionBackend):
-    """SDPA as an `AttentionBackend`, with at least one launch per sequence.
-
-    On CUDA it synchronises once for a batch that was not built by `AttentionBatch.build`.
-    """
+    """SDPA as an `AttentionBackend`, a launch per sequence; reads CUDA batches on the host."""
 
     name = "sdpa"
 
@@ -144,10 +141,7 @@ def plain_attention(
 def visible_keys(
     num_queries: int, num_keys: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """Return which keys each query sees: `[num_queries, num_keys] bool`.
-
-    The last query is at the last key's position.
-    """
+    """Return which keys queries see, aligned at the ends: `[num_queries, num_keys] bool`."""
     keys = torch.arange(num_keys, device=device)
     queries = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     seen = keys <= queries

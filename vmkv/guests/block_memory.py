@@ -108,11 +108,9 @@ class BlockMemory:
 
     @uninterrupted
     def balance(self, num_blocks: int, first_blocks: int) -> None:
-        """Follow the broker's orders, and ask it for more.
+        """Follow the broker's orders for blocks that requests will hold, and ask it for more.
 
-        Args:
-            num_blocks: Blocks that all requests will soon hold together; 0 if there are none.
-            first_blocks: Blocks that the first request takes, if none runs.
+        `first_blocks` is what the first request takes, if none runs.
         """
         assert self._blocks is not None
         pool, member = self._pool, self._member

@@ -177,12 +177,9 @@ _mask_apart = outside_graphs(compat.explicit_mask)
 
 
 def vmkv_mask(**arguments: Any) -> torch.Tensor | None:
-    """Prepare the mask that transformers passes to `vmkv_attention`, once per step.
+    """Prepare the mask for `vmkv_attention`, once per step: a carrier of its recipe if it is plain.
 
-    A causal mask, also in windows or chunks, becomes a tensor that carries a `_Recipe`, since the
-    padding mask is enough to read rows in place; a model that slices it gets the mask that SDPA
-    would. transformers builds any other mask, as for SDPA. `ConfigError` for models with attention
-    code of their own.
+    transformers builds any other mask. `ConfigError` for models with attention code of their own.
     """
     if torch.compiler.is_compiling():  # Compilers need memory behind each tensor.
         return _mask_apart(**arguments)

@@ -69,12 +69,7 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
     # ---- steps that bypass the layers -----------------------------------------------------
 
     def is_uniform(self, batch_size: int) -> bool:
-        """Whether all layers are virtual and hold as many tokens of `batch_size` entries each.
-
-        Layers that read another one's keys do not count.
-
-        Decode steps may then bypass the layers, between `begin_step` and `end_step`.
-        """
+        """Whether all layers with keys are virtual and equally long; steps may bypass them then."""
         layers, store = self._virtual_layers, self._store
         num_tokens = max([layer._length for layer in layers], default=0)
         return (

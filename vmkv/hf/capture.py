@@ -103,12 +103,7 @@ def capture_decoding(
 
 
 class _OfCache:
-    """The captured steps of one cache, and the form of its model's outputs.
-
-    `logits` is `[0, vocabulary]`. `is_checked`: the model was checked for hooks and moved weights
-    since the last prompt. `runs_plainly`: steps cannot be captured. `offsets_positions`: steps
-    without positions cannot be captured.
-    """
+    """The captured steps of one cache, and its model's outputs: `logits [0, vocabulary]`."""
 
     def __init__(self, output: Any, steps: CapturedSteps | None):
         self.steps = steps
@@ -164,7 +159,6 @@ class CapturedDecoding(AbstractContextManager["CapturedDecoding"]):
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Give a copied model its class's `forward`: it has no captured steps."""
         if self._before is not None:
             return copy.deepcopy(self._before, memo)
         return _forward_of_class(memo[id(self._model())])
@@ -422,8 +416,8 @@ class CapturedSteps:
     def takes(self, mask: torch.Tensor | None, num_past_tokens: int, num_batches: int) -> bool:
         """Whether the next step can run: `mask [B, num_past_tokens + 1]` is None or left padding.
 
-        Waits for the device only where the batch does not continue the last step; otherwise `run`
-        tells whether the mask is as expected.
+        Waits for the device unless the batch continues the last step; `run` then compares the
+        masks.
         """
         goes_on = self._next == (num_past_tokens, num_batches)
         self._next = (num_past_tokens + 1, num_batches)

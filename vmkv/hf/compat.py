@@ -58,10 +58,7 @@ _READ_NO_PROMPT = {
 
 
 def check_model(model: Any, *, may_be_offloaded: bool = False) -> None:
-    """Raise `ConfigError` unless `model` is a model: a name or a configuration is a likely slip.
-
-    Unless it `may_be_offloaded`, also if accelerate loads its weights for each pass.
-    """
+    """Raise `ConfigError` unless `model` is a model, with weights or `may_be_offloaded`."""
     if not hasattr(model, "config"):
         raise ConfigError(
             f"model is a {type(model).__name__}, not a model: pass what "
@@ -84,11 +81,7 @@ def text_config(config: Any) -> Any:
 
 
 def rope_limit_tokens(config: Any) -> int | None:
-    """Return the length up to which positions mean the same in any pass; None for any length.
-
-    Rotary embeddings of the types "longrope" and "dynamic" change their angles, for all sequences
-    of a pass, once the longest of them is longer than that.
-    """
+    """Return the length above which longrope and dynamic change a whole pass, or None."""
     decoder = text_config(config)
     # 4.57 has `rope_scaling`.
     parameters = getattr(decoder, "rope_parameters", None) or getattr(decoder, "rope_scaling", None)
@@ -184,10 +177,7 @@ def cropped_length(length: int, argument: int) -> int:
 
 
 def auto_class(config: Any) -> Any:
-    """Return the class of transformers that loads a model which continues text.
-
-    A model that reads images too is loaded whole. Raises `ConfigError` for a model of another kind.
-    """
+    """Return the class that loads a model which continues text; `ConfigError` for another kind."""
     own = getattr(config, "auto_map", None) or {}
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
         if type(config) in auto._model_mapping or auto.__name__ in own:
@@ -196,11 +186,10 @@ def auto_class(config: Any) -> Any:
 
 
 def load_causal_lm(name: str, dtype: str | None, **options: Any) -> Any:
-    """Load a model with its weights in eval mode, with further options of `from_pretrained`.
+    """Load a model in eval mode, from a folder or the Hub, with options of `from_pretrained`.
 
-    `name` is a folder or a Hub name; `dtype` is of the weights, by default as saved. Raises
-    `ConfigError` unless it is a causal language model, or one that reads images and text, with all
-    its weights; `CapacityError` if they do not fit.
+    `dtype` is by default as saved. Raises `ConfigError` unless it is a causal language model, or
+    one that reads images too, with all its weights; `CapacityError` if they do not fit.
     """
     try:
         if (Path(name) / "generation_config.json").exists():
@@ -230,11 +219,7 @@ def load_causal_lm(name: str, dtype: str | None, **options: Any) -> Any:
 
 
 def given_or_loaded(model: Any, tokenizer: Any) -> tuple[Any, Any]:
-    """Return a model and its tokenizer; both are loaded if `model` is a folder or a Hub name.
-
-    The weights go to the first GPU, or the CPU where torch sees none. A given tokenizer stays.
-    Raises as `load_model` and `load_tokenizer`, and as `check_model` for anything else.
-    """
+    """Return a model and its tokenizer, loaded to the first GPU or the CPU if `model` is a name."""
     if not isinstance(model, str | os.PathLike):
         check_model(model)
         return model, tokenizer
@@ -244,15 +229,9 @@ def given_or_loaded(model: Any, tokenizer: Any) -> tuple[Any, Any]:
 
 
 def load_model(model: str, *, device: str, dtype: str | None, **source: Any) -> Any:
-    """Load a model with its weights onto a device, in eval mode.
+    """Load a model onto a device in eval mode; a CUDA device becomes the current one.
 
-    `source` are options of `from_pretrained`. With accelerate, weights are read onto the device
-    without a copy in host memory. A CUDA device becomes the current one.
-
-    Raises:
-        ConfigError: It is not a causal language model with all its weights, or there is no such
-            device.
-        CapacityError: Its weights do not fit the device.
+    `source` are options of `from_pretrained`. Raises `ConfigError` and `CapacityError`.
     """
     check_device(device)
     if device.startswith("cuda"):  # Kernels are chosen and timed on the current device.
@@ -363,10 +342,7 @@ def takes_attention(config_class: type) -> tuple[bool, bool]:
 
 
 def explicit_mask(**arguments: Any) -> torch.Tensor | None:
-    """Build the mask that transformers would make for SDPA: `[B, 1, Tq, T]`, or None.
-
-    A model that does not take SDPA may do arithmetic with it, so it gets eager attention's.
-    """
+    """Build transformers' mask for SDPA, or eager attention's: `[B, 1, Tq, T]`, or None."""
     from transformers import masking_utils
 
     name = "sdpa" if mask_dtype(arguments) == torch.bool else "eager"
@@ -393,10 +369,7 @@ def reads_prompt(rule: Any) -> bool:
 
 
 def decoder(tokenizer: Any) -> Callable[[list[int], bool], str]:
-    """Return `tokenizer.decode(token_ids, skip_special_tokens)` without cleaning up spaces.
-
-    Where possible this calls the tokenizers library directly, which takes a third of the time.
-    """
+    """Return the fast form of `tokenizer.decode(token_ids, skip_special_tokens)`; keeps spaces."""
     kind, base = type(tokenizer), transformers.PreTrainedTokenizerFast
     is_plain = isinstance(tokenizer, base) and "decode" not in vars(tokenizer)
     if is_plain and (kind.decode, kind._decode) == (base.decode, base._decode):
@@ -463,10 +436,7 @@ def eager_options() -> dict[str, str]:
 
 
 def autocast_on_meta() -> contextlib.AbstractContextManager[None]:
-    """Let models run on the `meta` device that switch autocast off, which torch lacks there.
-
-    Before 5.x, `torch.autocast` does nothing inside the block, in the whole process.
-    """
+    """Let models run on `meta` that switch autocast off; before 5.x, torch's is disabled."""
     if hasattr(generic, "maybe_autocast"):
         return contextlib.nullcontext()
     return _with_attribute(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
@@ -497,11 +467,7 @@ def _stated(module: Any, name: str) -> int:
 
 
 def check_tokens(tokens: Sequence[Any], vocab_size: int, name: str = "the prompt") -> Sequence[int]:
-    """Return the ids of a prompt as integers of Python; those of numpy and torch are converted.
-
-    Raises `ConfigError` if it is empty or holds anything else than tokens of the vocabulary: a
-    token without a row in the embedding is an IndexError on the CPU, and ends the process on a GPU.
-    """
+    """Return a prompt's ids as Python's integers; `ConfigError` for one outside the vocabulary."""
     if not tokens:
         raise ConfigError(f"{name} is empty: pass at least one token id")
     # Takes a third of the time of a look at each token, which counts for long prompts.

@@ -54,10 +54,7 @@ def check_length(config: Any, max_tokens: int | None) -> None:
 
 
 def layer_windows(config: Any) -> dict[int, int | None]:
-    """Return the window in tokens, None for all, of each layer that has keys of its own.
-
-    `UnservableError` for a model with a layer that vmkv cannot hold.
-    """
+    """Return the window in tokens, or None, of layers with keys; may raise `UnservableError`."""
     decoder = compat.text_config(config)
     layers = compat.default_cache(config).layers
     if len(layers) != getattr(decoder, "num_hidden_layers", len(layers)):
@@ -103,11 +100,7 @@ _MAX_BATCH_SIZE = 256
 
 
 def default_max_tokens(decoder_config: Any, *, past_stated: bool = True) -> int:
-    """Return the default row length: twice the model's stated length, at least 32k tokens.
-
-    Without `past_stated`, sequences end at the stated length, or where they would change the rotary
-    embedding of others in their pass.
-    """
+    """Return twice the stated length, at least 32k; the stated one unless `past_stated`."""
     stated = stated_max_tokens(decoder_config)
     if not past_stated:
         return compat.rope_limit_tokens(decoder_config) or stated or _MAX_TOKENS_FLOOR
@@ -129,10 +122,7 @@ def stated_max_tokens(decoder_config: Any) -> int | None:
 def rows_and_tokens(
     batch_size: int, token_bytes: int, options: CacheOptions, max_tokens: int
 ) -> tuple[int, int]:
-    """Return rows and tokens to reserve: given values stay, the others shrink until both fit.
-
-    `max_tokens` is the option, or its default.
-    """
+    """Return rows and tokens to reserve: given values stay, the others shrink until both fit."""
     rows = options.max_batch_size
     if rows is None:
         wanted_rows = max(batch_size, _MAX_BATCH_SIZE)

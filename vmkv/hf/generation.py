@@ -262,10 +262,9 @@ def prefill_passes(
     *,
     finds: bool,
 ) -> Iterator[list[Piece]]:
-    """Begin the sequences of prompts and cut them into passes of bounded size, without gaps.
+    """Begin the sequences of prompts and cut them into passes; run each before taking the next.
 
-    Run each pass before taking the next. With `finds`, prompts begin with what the cache holds, and
-    wait for their leaders.
+    With `finds`, prompts begin with what the cache holds, and wait for their leaders.
     """
     leaders = _leaders_worth_waiting_for(prompts, cache) if finds else {}
     past: dict[int, int] = {}
@@ -314,8 +313,7 @@ def _leaders_worth_waiting_for(
 def find_leaders(prompts: abc.Sequence[abc.Sequence[int]]) -> dict[int, tuple[int, int]]:
     """Return for each prompt the first one that begins most like it, and the tokens they share.
 
-    Tokens are shared in whole blocks of 16, and short of a prompt's last token. Prompts that share
-    none have no leader. Cost: a look-up for each block.
+    Whole blocks of 16 tokens count, short of a prompt's last token. Cost: a look-up for each block.
     """
     leaders = {}
     # Ends of blocks, by the end before and the block: the prompt that has it first.
@@ -388,10 +386,7 @@ def _as_list(prompt: Any, at: int) -> list[Any]:
 def _without_padding(
     row: list[int], at: int, hidden: int | None, mask: Any, is_list: bool
 ) -> list[int]:
-    """Return a prompt without its first tokens that are `hidden`, or that its row of `mask` hides.
-
-    In a list the hidden token may be text that another call has generated, but not at the end.
-    """
+    """Return a prompt without its first tokens that are `hidden`, or that `mask` hides."""
     kept = [token != hidden for token in row]
     if mask is not None:
         kept = [bool(each) for its in mask[at : at + 1] for each in its]
@@ -480,15 +475,9 @@ class RaggedCache(StoreOwner):
     def serving(
         self, model: Any, proof: Proof, num_sequences: int, tenant: str | None
     ) -> Iterator[None]:
-        """Serve one call of `vmkv.generate`; its sequences end with the block, also after an error.
+        """Serve one call of `vmkv.generate`, whose sequences end with the block.
 
-        A cache serves one model; prompts do not find prefixes of other tenants than `tenant`.
-
-        Raises:
-            ConfigError: The cache is another model's, has too few rows, or serves another call; or
-                the model was moved or converted since the last one.
-            ClosedError: The cache is closed.
-            OutOfAddressSpaceError, DriverError: The layers cannot be laid out.
+        Raises `ConfigError`, `ClosedError`, `OutOfAddressSpaceError` and `DriverError`.
         """
         self.store.check_open()
         if self._is_serving:
@@ -541,22 +530,15 @@ class RaggedCache(StoreOwner):
     # ---- sequences ------------------------------------------------------------------------
 
     def find(self, prompt: abc.Sequence[int]) -> int:
-        """Return how many tokens of `prompt` a sequence begun now would find; changes nothing.
-
-        Cost: about 5 ns per token, and one look per row that holds the last one found.
-        """
+        """Return how many tokens of `prompt` a sequence would find; about 5 ns for each."""
         return self.store.cores[0].find_prefix(prompt, self._tenant)
 
     def begin(
         self, sequence_id: int, num_tokens: int, prompt: abc.Sequence[int] | None = None
     ) -> int:
-        """Begin a sequence of about `num_tokens`; returns how many of its tokens are cached.
+        """Begin a sequence of about `num_tokens`; return how many tokens of `prompt` are cached.
 
-        With `prompt`, it begins with the prefix of these tokens in the cache.
-
-        Raises:
-            OutOfAddressSpaceError: Every row is live. The sequence was not begun.
-            ConfigError: The prompt is invalid. The sequence was not begun.
+        After an `OutOfAddressSpaceError` or a `ConfigError` it was not begun.
         """
         parts = self._sequences[sequence_id] = []  # Ended with the call, if one cannot be opened.
         for core in self.store.cores:
@@ -568,11 +550,7 @@ class RaggedCache(StoreOwner):
         return self._sequences[sequence_id][0].row
 
     def run(self, stepper: Stepper, pieces: abc.Sequence[Piece]) -> StepLogits:
-        """Grow the sequences of `pieces`, whose numbers are the slots, and run them as one step.
-
-        Raises:
-            OutOfPagesError, SequenceFullError, DriverError: On each device all have grown, or none.
-        """
+        """Grow the sequences of `pieces`, by slot, and run them; on a device all grow or none."""
         sequences = [self._sequences[piece.slot] for piece in pieces]
         ends = [piece.num_tokens for piece in pieces]
         on_devices = list(zip(*sequences, strict=True))

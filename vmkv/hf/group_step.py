@@ -30,10 +30,7 @@ def read_left_pad(mask: torch.Tensor) -> tuple[bool, bool, torch.Tensor]:
 
 
 class LeftPadding:
-    """The left padding of one batch, read from a mask; later masks are checked against it.
-
-    `left_pad` is `[B] int32`: leading tokens of each row that are not attended to; None for none.
-    """
+    """The left padding of a batch, `left_pad [B] int32` or None, to compare masks with."""
 
     def __init__(self, left_pad: torch.Tensor, dtype: torch.dtype, *, has_any: bool):
         device = left_pad.device
@@ -105,11 +102,7 @@ class DeviceRows:
         return known[1:]
 
     def take_over(self, sources: abc.Sequence[int]) -> None:
-        """Make the batch the entries `sources` of the present one, in that order.
-
-        New entries are forks; the others take over their source's contents without copying
-        common tokens. An error leaves the batch unchanged.
-        """
+        """Make the batch the entries `sources` of the present one; an error changes nothing."""
         before = len(self.sequences)
         if len(sources) > self.core.max_sequences:
             raise self._too_large(len(sources))
@@ -148,12 +141,10 @@ class DeviceRows:
 
 
 class GroupStep:
-    """The tensors of one step, for every layer of a group.
+    """The tensors of one step for every layer of a group: tokens `[start, end)` of the first rows.
 
-    A step is the tokens `[start, end)` of the first `batch_size` rows. Its first layer makes the
-    tensors of all: one by one they would cost more than `torch.cat` does. Each layer writes
-    `key_shape`, `value_shape`: `[B, H, end - start, D]`; attention reads `keys`, `values`: per
-    layer, `[B, H, end - first, D]` as stored.
+    Each layer writes `key_shape`, `value_shape`: `[B, H, end - start, D]`; attention reads `keys`,
+    `values`: per layer, `[B, H, end - first, D]` as stored.
     """
 
     def __init__(self, rows: DeviceRows, group: KVGroup):

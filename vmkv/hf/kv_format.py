@@ -153,11 +153,7 @@ SkipLayers = Collection[int | str] | str
 def layers_in_fp8(
     config: Any, options: CacheOptions, windows: Mapping[int, int | None]
 ) -> tuple[frozenset[int], KVScales | None]:
-    """Return the layers to store in eight bits, and their scales, None for 1; may read a file.
-
-    `windows` has the window of every layer of the cache, None without one. Raises `ConfigError` for
-    options that are invalid, or made for another model.
-    """
+    """Return the layers to store in eight bits and their scales, perhaps from a file."""
     scales, skipped = options.kv_scales, options.skip_layers
     skipped = [skipped] if isinstance(skipped, str) else list(skipped)
     if options.kv_dtype not in KV_DTYPES:

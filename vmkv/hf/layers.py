@@ -29,11 +29,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def outside_graphs(function: _Function) -> _Function:
-    """Let `torch.compile` end its graph at calls of `function`, which then runs as it is.
-
-    Compilers cannot trace memory that grows by mapping. Unlike `torch.compiler.disable` alone this
-    costs a plain call where nothing compiles.
-    """
+    """Let `torch.compile` end its graph at calls of `function`; others are plain calls."""
     apart: Any = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
     @functools.wraps(function)

@@ -60,11 +60,7 @@ def build_without_weights(config: Any, dtype: torch.dtype) -> Any:
 
 
 def kept_layers(model: Any) -> list[KeptLayer]:
-    """Return what each layer of a model from `build_without_weights` keeps; may take seconds.
-
-    Raises `ConfigError` if the model takes no cache, cannot run without weights, or keeps tensors
-    that neither grow token by token nor stay as they are.
-    """
+    """Return what each layer of a model without weights keeps; `ConfigError` if unknown."""
     name = model.config.model_type
     if not compat.takes_cache(model):
         raise ConfigError(
@@ -159,9 +155,7 @@ def _shapes_only() -> Iterator[None]:
 class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Supplies values to models that read them from tensors without memory.
 
-    Routers look for the chosen experts, masks are checked for being all true. Here nothing is
-    nonzero, numbers are 0 and flags true, so that experts are skipped, and attention, which fills
-    the cache, is not.
+    Nothing is nonzero, numbers are 0 and flags true: experts are skipped, and attention is not.
     """
 
     def __torch_dispatch__(

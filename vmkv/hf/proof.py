@@ -68,9 +68,7 @@ _FINE_EPS = 1e-4
 class Proof(NamedTuple):
     """Properties of a model that has passed its proof.
 
-    `signatures` are of layers with keys and values of their own; `calls` is the attention of a
-    packed pass; `never_waits` says whether decode steps never wait for the device, so that they may
-    be captured.
+    `signatures` are of layers with keys; `never_waits` says whether decode steps may be captured.
     """
 
     signatures: Mapping[int, Signature]
@@ -85,11 +83,7 @@ _proven: weakref.WeakKeyDictionary[
 
 
 class Locks(NamedTuple):
-    """Locks of one model.
-
-    `calls` has calls of `vmkv.generate` run in turn. `proof`, taken inside it, is of what changes
-    the model for a short time: proofs and captured steps.
-    """
+    """Locks of a model: for calls of `vmkv.generate`, and in them for changes of the model."""
 
     calls: threading.RLock
     proof: threading.RLock
@@ -172,10 +166,7 @@ def _check_passes(
 
 
 class _PlainPass(NamedTuple):
-    """Results of a plain pass over n sequences of T tokens, each flattened to `[n * T, …]`.
-
-    `inputs` holds the input of each layer, in the order of the calls.
-    """
+    """Results over n sequences of T tokens, `[n * T, …]`; `inputs` are of the layers as called."""
 
     token_ids: torch.Tensor
     inputs: list[torch.Tensor]
@@ -341,10 +332,7 @@ def _kind(piece: Piece) -> str:
 
 
 class _Difference(NamedTuple):
-    """A kind of sequence whose packed tokens differ by more than rounding errors explain.
-
-    `excess` is the factor; `share` is the error relative to the change that the model made.
-    """
+    """Tokens that differ by `excess` times rounding, `share` of the change made."""
 
     excess: float
     share: float

@@ -41,11 +41,7 @@ _OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "outpu
 
 @dataclass(frozen=True)
 class Group:
-    """The rows of the batch whose prompts have one length, and the rules prepared for them.
-
-    `num_tokens` is that length as rules count it, and `max_tokens` the length at which sequences
-    end, or None; every value of `config` is filled in. The rules of groups correspond in order.
-    """
+    """Rows whose prompts count `num_tokens`, their prepared rules, and their `max_tokens`."""
 
     rows: tuple[int, ...]
     num_tokens: int
@@ -68,11 +64,7 @@ class Group:
 def prepare(
     model: Any, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]
 ) -> list[Group]:
-    """Prepare generation for each prompt length, the longest first.
-
-    Raises `ConfigError` for options that cannot be served. Costs a millisecond for each length, if
-    an option depends on the prompt.
-    """
+    """Prepare generation for each prompt length, the longest first, in a millisecond each."""
     options = dict(options)
     if options.get("assistant_model") is not None:
         raise ConfigError("ragged generation takes no assistant model; use a VMKVCache for that")
@@ -228,11 +220,7 @@ def _keep(
 
 
 class Tokens:
-    """The tokens of all sequences so far.
-
-    `ids` are `[B, T + new]`: left-padded prompts `[B, T]`, generated tokens, and padding where a
-    sequence has ended. `live` lists the sequences that have not ended. `streamer` may be None.
-    """
+    """The tokens of all sequences: `ids [B, T + new]`, padded on both sides; `live` ones go on."""
 
     def __init__(
         self, ids: torch.Tensor, lengths: Sequence[int], groups: Sequence[Group], streamer: Any

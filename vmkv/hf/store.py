@@ -203,13 +203,7 @@ class Store:
     # ---- binding --------------------------------------------------------------------------
 
     def bind(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Give layer `index` a place, by its first keys and values.
-
-        Unseen layers of the same kind are expected to have the same shapes and are laid beside it.
-        A layer that differs forms a new group with those after it, and `close_gaps` later takes
-        back the room they had. `OutOfPagesError` and `OutOfAddressSpaceError` mean that nothing was
-        bound.
-        """
+        """Give layer `index` and unseen ones of its kind places; out of memory, none is bound."""
         self.check_open()
         self._make_room(keys.shape[0])
         signature = Signature.of(keys, values)
@@ -372,10 +366,7 @@ class Store:
             self._seen.clear()  # The next batch may have other shapes.
 
     def take_over(self, sources: Sequence[int]) -> None:
-        """Make the batch the entries `sources` of the present one, on every device.
-
-        An error leaves its own device and later ones unchanged.
-        """
+        """Make the batch the entries `sources`; after an error some devices are unchanged."""
         self.check_open()
         self._make_room(len(sources))
         self.num_batches += 1
@@ -541,10 +532,7 @@ _collecting = threading.Lock()
 
 
 def close_later(owner: object, memory: Any) -> None:
-    """Make `memory`, which does not refer to `owner`, an orphan if `owner` ends without closing.
-
-    `memory` is a `Store`, a `KVCache`, or an engine's `Weights`.
-    """
+    """Make `memory`, which does not refer to `owner`, an orphan if `owner` ends without closing."""
     weakref.finalize(owner, _keep_orphan, memory, type(owner).__name__).atexit = False
 
 

@@ -16,10 +16,7 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
 def named_cache(code: Any) -> str | None:
-    """Return the parameter of a function or class that takes a cache; None if it names none.
-
-    XLM's `cache` is a dictionary of its own.
-    """
+    """Return the parameter of a function or class that takes a cache, or None (XLM's dict)."""
     found = {
         name: str(each.annotation) for name, each in inspect.signature(code).parameters.items()
     }
@@ -31,11 +28,7 @@ CACHE_NAME = named_cache(CausalLMOutputWithPast) or CACHE_NAMES[0]
 
 
 def cache_argument(model: Any) -> str:
-    """Return the argument by which `model.forward` takes its cache; a wrapper's is the release's.
-
-    Raises `ConfigError` for a model of transformers whose forward names none: keywords that it does
-    not know, it drops in silence.
-    """
+    """Return the argument by which `model.forward` takes its cache; may raise `ConfigError`."""
     name = named_cache(model.forward) or named_cache(type(model).forward)
     is_wrapper = "input_ids" not in inspect.signature(type(model).forward).parameters
     if name is None and isinstance(model, transformers.PreTrainedModel) and not is_wrapper:

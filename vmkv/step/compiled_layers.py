@@ -191,10 +191,7 @@ def with_own_code(forward: Any, names: dict[str, Any] | None = None) -> Any:
 
 
 def _compiler(backend: str, patches: dict[str, Any]) -> Callable[..., Any]:
-    """Return a `torch.compile` backend that applies vmkv's graph passes, then `backend`.
-
-    A new function each time, because code compiled for one backend is not reused for another.
-    """
+    """Return a new `torch.compile` backend that applies vmkv's graph passes, then `backend`."""
 
     def compiled(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         joined_layers.merge_equal_products(module)

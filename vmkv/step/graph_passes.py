@@ -41,11 +41,9 @@ _Order = dict[torch.fx.Node, int]
 
 
 class _Form(NamedTuple):
-    """A call in a graph: its function or method's name, and its arguments in order.
+    """A call in a graph: its target, arguments in order or `commutes`, and perhaps a `name`.
 
-    An argument is a form, a value, or a name, which matches any argument and stands for the same
-    one everywhere. The call itself may have a name, too; arguments that commute may be in either
-    order.
+    An argument is a form, a value, or a name, which stands for the same argument everywhere.
     """
 
     target: Any
@@ -125,11 +123,7 @@ def _take_out(node: torch.fx.Node) -> bool:
 
 
 def _erase(unused: list[torch.fx.Node], kept: set[torch.fx.Node]) -> None:
-    """Erase unused nodes and their otherwise unused inputs, down to `kept`.
-
-    A general dead-code pass would also erase some operators that mutate their arguments and return
-    nothing.
-    """
+    """Erase unused nodes and inputs; a general pass would erase mutations, too."""
     while unused:
         node = unused.pop()
         if node in kept or node.users or node.op not in ("call_function", "call_method"):

@@ -256,11 +256,9 @@ class StepGraphs(abc.ABC, Generic[Key]):
         self.step(key, self._input)
 
     def rehearse_and_capture(self, key: Key, *, is_new: bool) -> None:
-        """Capture the graph of `key`; first run a step of padding, if it `is_new` or the first one.
+        """Capture a graph, after a step of padding if it `is_new` or the first one.
 
-        Before the first graph, and on CUDA, another one runs while torch refuses to wait for the
-        device: a capture that fails leaves torch's allocator in the state of a capture, and kernels
-        may read lengths on the host (SDPA's, for heads that no other takes).
+        On CUDA, before the first one, padding also runs while torch refuses to wait for the device.
         """
         if is_new or not self.captured:
             self.run(key, self.empty(key))
@@ -290,10 +288,7 @@ Bucket = tuple[int, int]
 
 
 class DecodeGraphs(StepGraphs[Bucket]):
-    """The decode graphs of one stepper.
-
-    `few` gives fewer widths, which pad more.
-    """
+    """The decode graphs of one stepper; `few` gives fewer widths, which pad more."""
 
     name = "decode steps"
 
@@ -314,11 +309,7 @@ class DecodeGraphs(StepGraphs[Bucket]):
         return [(width, bound) for width in widths for bound in reversed(self._bounds[width])]
 
     def capture_all(self, captured: Callable[[], object]) -> None:
-        """Capture every graph; `captured` is called after each.
-
-        A graph that cannot be captured raises `RuntimeError` or `ConfigError`; earlier ones are
-        kept.
-        """
+        """Capture every graph, each followed by `captured`; raises if one cannot be."""
         for key in self.keys():
             # Layers are compiled and tuned separately for one sequence, and others for each size.
             self.rehearse_and_capture(key, is_new=key[0] == 1 or self.space.stepper.has_states)
@@ -370,10 +361,7 @@ def _decode_parts(
 
 
 def batch_buckets(max_batch: int, *, few: bool = False) -> list[int]:
-    """Return graph widths to `max_batch`: powers of two to 8, then finer.
-
-    If `few`, powers of two to 64, up to which decoding is bound by memory, then midpoints too.
-    """
+    """Return graph widths to `max_batch`: powers of two to 8, or to 64 if `few`, then finer."""
     widths, width = [], 1
     while width < max_batch:
         widths.append(width)
@@ -407,10 +395,7 @@ class BatchBucket(NamedTuple):
 
 
 class BatchGraphs(StepGraphs[BatchBucket]):
-    """The decode graphs of one fixed batch of `space.max_num_seqs` sequences.
-
-    The caller writes `positions` and `left_pad` before a step.
-    """
+    """The decode graphs of a fixed batch; the caller writes `positions` and `left_pad` before."""
 
     name = "decode steps of a batch"
 

@@ -49,11 +49,7 @@ _ATTENTION = "_attn_implementation_internal"
 
 
 class _Users:
-    """The users of one configuration, and its attention implementation before them.
-
-    `names` has the implementation of each user in order, and the thread that alone sees it, or
-    None.
-    """
+    """The users of one configuration in order, each with the thread that alone sees it, or None."""
 
     def __init__(self) -> None:
         self.chosen = ""
@@ -90,10 +86,7 @@ def _last(users: _Users) -> str | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def seen_attention(config: Any) -> Any:
-    """Return a configuration's attention implementation without users of other threads.
-
-    A compiler, which cannot trace threads, calls it and takes the answer for a constant.
-    """
+    """Return a configuration's implementation without users of other threads."""
     with _LOCK:
         now, users = vars(config).get(_ATTENTION), _USERS.get(id(config))
         if users is None or now != _last(users):  # Set by other code.
@@ -131,10 +124,7 @@ def _set_attention(model: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def refusing_waits() -> Iterator[None]:
-    """Context in which torch raises where it would wait for a CUDA device.
-
-    The mode applies to all threads: keep the context short.
-    """
+    """Short context, for all threads, in which torch raises rather than wait for CUDA."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The mode is a prototype.
@@ -209,10 +199,7 @@ class ModelGuard:
         self._addresses = self._addresses_now()
 
     def check(self, *, is_fixed: bool = False) -> None:
-        """Raise `ConfigError` if the model has changed; the message says how, and the remedy.
-
-        `is_fixed` includes the parameters' memory, for captured and compiled steps.
-        """
+        """Raise `ConfigError` if the model, or with `is_fixed` a parameter's place, has changed."""
         if (
             seen_attention(self._config) != self._attention
             or any(map(_is_training, self._modes))
@@ -272,11 +259,7 @@ _PLAIN = (bool, int, float, str)
 
 
 def settings_of(model: torch.nn.Module) -> list[object]:
-    """Return what a captured step depends on apart from tensors: modules, hooks, settings.
-
-    Settings are plain attributes, such as the adapters that are merged, and those of configurations
-    that modules read.
-    """
+    """Return what a captured step depends on apart from tensors: modules, hooks, attributes."""
     configs = {id(each): each for module in model.modules() if (each := _config_of(module))}
     chosen = [
         (name, repr(value))
@@ -360,12 +343,7 @@ _NUM_SAMPLES = 4096
 
 @torch.no_grad()
 def checksums_of(model: torch.nn.Module) -> list[int]:
-    """Return a checksum of values of each parameter and buffer, spread over its rows and columns.
-
-    A version counter would not do: `AdamW(fused=True)` changes values without raising it.
-
-    Cost: some five launches for each tensor, and one wait for the device.
-    """
+    """Return a checksum of sampled values of each tensor; `AdamW(fused=True)` raises no version."""
     sums: dict[torch.device, list[torch.Tensor]] = {}
     weights: dict[torch.device, torch.Tensor] = {}
     for tensor in _tensors_of(model):

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class PackedPass(NamedTuple):
-    """Code that computes layers in a packed pass; without it, they compute as they are.
-
-    `attend` is attention for a module that attends through "vmkv", `rows` for compiled layers;
-    `states` and `rules` run layers with states.
-    """
+    """Code that computes layers in a packed pass; without it, they compute as they are."""
 
     attend: Callable[[Any, LayerCall], torch.Tensor] | None = None
     rows: RowAttention | None = None

@@ -83,10 +83,7 @@ def packing_order(pieces: Sequence[Piece]) -> list[int]:
 def cut_at_chunks(
     pieces: Sequence[Piece], chunks: Collection[int]
 ) -> tuple[list[int], list[Piece]]:
-    """Cut pieces where chunks of these numbers of tokens end; the parts with their piece's index.
-
-    Parts of one row are a step's pieces like those of different rows, because all append first.
-    """
+    """Cut pieces where chunks of these numbers of tokens end; parts and their piece's index."""
     found: list[tuple[int, Piece]] = []
     for index, piece in enumerate(pieces):
         past, end = piece.num_past_tokens, piece.num_tokens
@@ -180,11 +177,7 @@ _PARTS = (64, 48, 32, 24, 16, 8)
 
 
 def likeliest(logits: torch.Tensor, parts: int | None = None) -> torch.Tensor:
-    """Return the argmax `[n] int64` of each row of `[n, columns]`; the first among equals.
-
-    On CUDA, torch reads each row by one block, however few rows there are (H200, 24 of 128,256: 29
-    us); so rows are cut into `parts`, by default to suit the device.
-    """
+    """Return the argmax `[n] int64` of each row; in parts on CUDA, to fill the device."""
     columns = logits.shape[-1]
     if parts is None:
         suitable = (each for each in _PARTS if columns % each == 0)
@@ -198,10 +191,7 @@ def likeliest(logits: torch.Tensor, parts: int | None = None) -> torch.Tensor:
 
 
 class HeadInParts(Protocol):
-    """An output head divided by columns among ranks; every call is made by all ranks.
-
-    `num_columns` is the same on every rank; the last ranks' columns may be padding.
-    """
+    """An output head divided by columns among ranks, padded; every call is made by all ranks."""
 
     num_columns: int
 

@@ -51,11 +51,7 @@ Batches = Mapping[int, AttentionBatch]
 
 @dataclass(frozen=True)
 class StepParts:
-    """A step as attention sees it; `is_decode` makes it a captured one of fixed sizes.
-
-    In that one an entry of `decode` may be unused and has no keys then; `prompts` are tiles over
-    all tokens, padding included.
-    """
+    """A step as attention sees it; with `is_decode` captured, of decode entries and tiles."""
 
     num_decode_tokens: int  # The first tokens of the step.
     num_beginning_tokens: int  # The tokens after those.
@@ -107,11 +103,7 @@ class AttentionCalls(NamedTuple):
 
 @dataclass
 class PackedPast:
-    """Past of packed tokens, for models that count positions from a cache or name layers to it.
-
-    No keys are kept. `offsets` is `[T] int64`, each token's position less its index in the pass.
-    `layer` is the one named last, with the keys and values handed over.
-    """
+    """Past of packed tokens without keys, for models that count positions or name layers by it."""
 
     offsets: torch.Tensor
     layer: int = -1
@@ -251,10 +243,7 @@ class RowAttention:
         return torch.cat(outputs, 2)
 
     def attend(self, layer: int, asked: LayerCall) -> torch.Tensor:
-        """Append a layer's new keys and values, and attend from its rows: `[1, T, Hq, Dv]`.
-
-        A window of None means that of the rows.
-        """
+        """Append a layer's keys and values, and attend from its rows: `[1, T, Hq, Dv]`."""
         if self.steps is None:
             raise InternalError("attention was asked for outside a step")
         self.called.append(layer)
@@ -316,14 +305,11 @@ class RowAttention:
         return out
 
     def _beside(self, name: str, device: torch.device) -> torch.cuda.Stream | None:
-        """Return a stream to run tiles in parallel with decoding; None where that does not help.
+        """Return a stream to run tiles in parallel with decoding; None if that does not help.
 
-        A few prompt tokens leave most of the device idle if the kernel does not split keys (H200,
-        flash2, 14 tokens after 2,048, beside 64 that decode: 118 us instead of 183). flash3 splits
-        them and would not gain, and a graph with branches holds 7 MiB more.
-
-        Tensors made on that stream need no `record_stream`: their memory is reused only there, and
-        the stream first waits for the current one.
+        A few prompt tokens leave most of the device idle (H200, flash2, 14 tokens after 2,048
+        beside 64 that decode: 118 us instead of 183), unless the kernel splits keys, as flash3
+        does. The stream first waits for the current one, so its tensors need no `record_stream`.
         """
         if device.type != "cuda" or name == "flash3":
             return None
@@ -382,10 +368,7 @@ def _append(
     *,
     keep_keys: bool,
 ) -> tuple[Call, torch.Tensor]:
-    """Append new keys and values, rotated with the queries first if there are angles.
-
-    Returns the call with the queries to attend from and, with `keep_keys`, the rotated keys.
-    """
+    """Append new keys and values, rotated by `angles`; return the call, and keys if kept."""
     key, value = new
     if angles is not None:
         cos, sin = (each[0] for each in angles)
@@ -473,11 +456,7 @@ def _attend_rows(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Append and attend; with `cos` and `sin`, first rotate queries and keys.
-
-    The operator declares no mutation of rows: no tensor that a compiler sees aliases them, and each
-    layer's call depends on the previous one through the activations.
-    """
+    """Append and attend; declares no mutation, as no tensor that compilers see is a row."""
     rows = running().rows
     if rows is None:
         raise InternalError("attention was asked for outside a step")
@@ -520,11 +499,7 @@ def _rows_attention(
 
 @contextlib.contextmanager
 def attending(model: Any, *, in_all_threads: bool = False) -> Iterator[None]:
-    """Context in which the model's layers attend through the operator.
-
-    `in_all_threads` as in `attending_through`. Raises `ConfigError` if another stepper has the
-    model, or no layer has a `layer_idx`.
-    """
+    """Context in which layers attend through the operator; `ConfigError` if they do already."""
     check_free(model)
     layers = list(numbered_layers(model))
     if not layers:

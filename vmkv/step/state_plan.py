@@ -27,11 +27,7 @@ CHUNK_TOKENS = 64
 
 
 class Part(NamedTuple):
-    """Consecutive packed tokens of one sequence in a round.
-
-    Its state comes from `row` unless it begins there, and goes to `target`; also to `kept_row`, a
-    checkpoint, unless that is None.
-    """
+    """Packed tokens of a sequence in a round; their state goes to `target` and `kept_row`."""
 
     row: int
     start: int
@@ -110,10 +106,7 @@ class PackedSequences:
 
 
 class Plan(NamedTuple):
-    """Integers of a `PackedSequences`, and the kind and the tokens of each round.
-
-    Where the tokens are None, the integers list them.
-    """
+    """Integers of a `PackedSequences`, and each round's kind and tokens, None if listed there."""
 
     arrays: Sequence[np.ndarray]
     rounds: Sequence[tuple[Kind, slice | None]]
@@ -143,11 +136,7 @@ class Plan(NamedTuple):
 
 
 def plan_step(pieces: Sequence[Piece], state_tokens: int) -> Plan:
-    """Plan a step of `pieces` in `packing_order`; a convolution's state has `state_tokens`.
-
-    One round decodes; then comes one for the parts of prompts up to the first checkpoint, and one
-    for each further part. If no part follows a checkpoint, chunks come first, over all tokens.
-    """
+    """Plan pieces in `packing_order`: a round that decodes, one per part of prompts."""
     rounds: list[tuple[Kind, list[Part]]] = []
     kept: list[tuple[int, int, int]] = []
     start = 0
@@ -185,10 +174,7 @@ def plan_step(pieces: Sequence[Piece], state_tokens: int) -> Plan:
 
 
 class CapturedSizes(NamedTuple):
-    """Sizes of a captured step: tokens, entries that decode, pieces, and tokens after checkpoints.
-
-    The last piece is padding.
-    """
+    """Sizes of a captured step; the last piece is padding, and tail tokens follow checkpoints."""
 
     num_tokens: int
     num_decode: int
@@ -259,10 +245,7 @@ def _tokens(parts: Sequence[Part]) -> np.ndarray:
 def _round_arrays(
     parts: Sequence[Part], start: int, num_chunks: int | None = None
 ) -> list[np.ndarray]:
-    """Return the integers of a round over tokens from `start`, with so many chunks.
-
-    Padding chunks belong to the last part, which then has no tokens.
-    """
+    """Return the integers of a round from token `start`, padded to `num_chunks` chunks."""
     new = np.array([each.num_tokens for each in parts])
     starts = start + np.concatenate([[0], np.cumsum(new)])
     counts = -(-new // CHUNK_TOKENS)
@@ -284,10 +267,7 @@ def _convolution_arrays(
     kept: Sequence[tuple[int, int, int]],
     num_heads: int | None = None,
 ) -> list[np.ndarray]:
-    """Return the integers for convolutions; `kept` has sequence, tokens and row of checkpoints.
-
-    With `num_heads`, the last head and its source are repeated to so many.
-    """
+    """Return the integers for convolutions; `kept` has sequence, tokens and row of checkpoints."""
     past, new = np.array([(each.num_past_tokens, each.num_new_tokens) for each in sequences]).T
     starts = np.cumsum(new) - new
     all_sequences, last = np.arange(len(sequences)), np.arange(-state_tokens, 0)

@@ -47,10 +47,7 @@ _ROUNDING = 0.05
 
 
 class _Code(NamedTuple):
-    """A layer's code over packed tokens, and the functions that it called before.
-
-    These compute from states; there are rules only where the layer has some.
-    """
+    """A layer's code over packed tokens, and the functions that it called before."""
 
     forward: types.FunctionType
     convolution: Callable[..., torch.Tensor]
@@ -95,10 +92,7 @@ def _packed_class(of: Any, code: _Code) -> Any:
 
 
 def can_pack(module: torch.nn.Module, names: Collection[str]) -> bool:
-    """Whether a layer with states of these names in transformers' cache has a known code.
-
-    A name comes as often as the layer has such a state.
-    """
+    """Whether a layer with states of these names, each as often as it is kept, has a known code."""
     kind: Any = type(module)
     code = None if "forward" in vars(module) else _code_of(kind)
     if code is None:
@@ -155,10 +149,7 @@ class PackedRules:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the layers have a class whose code computes packed tokens.
-
-        Unlike another `forward`, a class is the same for all layers to a compiler.
-        """
+        """Context in which layers have a class for packed tokens, the same to compilers for all."""
         for layer in self.layers:
             module = self._modules[layer]
             module.__class__ = _packed_class(module.__class__, self._codes[layer])
@@ -294,10 +285,7 @@ class Call(NamedTuple):
     def compute_in_place(
         self, states: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute a token of each of `rows` of `states [rows, H, K, V]`, which it changes.
-
-        Sequences without a token between their `starts [n + 1]` cost nothing.
-        """
+        """Compute a token of each of `rows`, or none by `starts`, in `states [rows, H, K, V]`."""
         call = self.as_batch() if starts is None else self
         gates = (
             call.g if call.g.ndim == 4 else call.g[..., None].expand(*call.g.shape, states.shape[2])

@@ -100,10 +100,7 @@ class StateLayer(NamedTuple):
 
 
 class PackedStates:
-    """Runs layers with states over packed tokens, with the states of a cache's rows.
-
-    `called` receives the number of each layer that runs.
-    """
+    """Runs layers with states of a cache's rows over packed tokens, and notes each in `called`."""
 
     def __init__(
         self,
@@ -138,11 +135,7 @@ class PackedStates:
             self.rules.begin(self.rules.plan(packed, device))
 
     def begin_decoding(self, rows: torch.Tensor) -> None:
-        """Let the next pass decode one token for each of `rows [n]`.
-
-        Nothing on the host depends on the rows, so passes may be captured. A row may come twice if
-        its state is not read afterwards.
-        """
+        """Let the next pass decode a token of each of `rows [n]`; it may be captured."""
         self._pieces, self._num_batched, self._batched_rows = (), len(rows), rows.long()
         self.rules.begin(PackedSequences.decoding(self._batched_rows))
 
@@ -158,10 +151,7 @@ class PackedStates:
         self.rules.close()
 
     def run(self, layer: int, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
-        """Run a layer over packed tokens `[1, T, D]`; returns what it returns, for all of them.
-
-        `forward` takes hidden states `[B, T, D]`, a cache, and code to run instead of the layer's.
-        """
+        """Run a layer over `[1, T, D]`; `forward` takes hidden states, a cache, and code."""
         if layer in self.rules.layers:
             return self.rules.run(layer, forward, hidden)
         self._called.append(layer)
@@ -242,11 +232,7 @@ class PackedStates:
 
 
 class StateProbe:
-    """Runs layers without a state, and finds the layers that would use a state.
-
-    The output of such a layer is NaN if any tensor of its state is NaN. `chunkable` are the layers
-    found.
-    """
+    """Runs layers without a state, and finds the `chunkable` ones: a NaN in their state shows."""
 
     def __init__(self, layers: Mapping[int, StateLayer]):
         self._layers = layers
@@ -346,10 +332,7 @@ def run_packed(model: torch.nn.Module, layers: Mapping[int, StateLayer]) -> bool
 
 @contextlib.contextmanager
 def splitting(model: torch.nn.Module, layers: Mapping[int, Any]) -> Iterator[None]:
-    """Context in which the model's layers with states run packed steps by sequence.
-
-    Contexts may overlap. Raises `ConfigError` if a layer takes no cache.
-    """
+    """Context in which layers with states run by sequence; may raise `ConfigError`."""
     modules = state_modules(model, layers)
     missing = sorted(layers.keys() - modules.keys())
     if missing:

@@ -139,11 +139,7 @@ class Stepper:
 
     @contextlib.contextmanager
     def attending(self, *, in_all_threads: bool = False) -> Iterator[None]:
-        """Context in which the model attends over this stepper's rows, by the given `layers`.
-
-        `in_all_threads` as in `attending_through`. `ConfigError` if another stepper runs the
-        layers.
-        """
+        """Context in which the model attends over these rows; `ConfigError` if others do."""
         if self._shared is None:
             its = self._states
             split = contextlib.nullcontext() if its is None else splitting(self.model, its.layers)
@@ -160,12 +156,7 @@ class Stepper:
             self._serving.enter_context(self._states.rules.in_place())
 
     def resume(self) -> None:
-        """Have the model attend over this stepper's rows, until `pause` or `close`.
-
-        After `pause` the model's modules must be those that this stepper was made for, and the
-        parameters where `pause` or `drop_graphs` left them. Raises as `attending`, with the model
-        unchanged.
-        """
+        """Undo `pause`, with the same modules and parameters; raises as `attending`."""
         if not self.uses_operator:
             self._serving.enter_context(self.attending(in_all_threads=True))
             return
@@ -283,8 +274,7 @@ class Stepper:
     ) -> torch.Tensor:
         """Return logits `[kept, vocabulary]` of packed tokens `[T]`; of all tokens by default.
 
-        `steps` is the step as attention sees it, by device. Raises `ConfigError` if the model has
-        changed, or did not attend as its proof found.
+        `steps` is by device. `ConfigError` if the model has changed, or attends as not proven.
         """
         self.guard.check(is_fixed=self.uses_operator)
         called = self.attention.called
@@ -325,10 +315,7 @@ class Stepper:
         return logits if keep is None or logits.shape[0] == keep.shape[0] else logits[keep]
 
     def begin_states(self, parts: StepParts, sequences: PackedSequences | None) -> None:
-        """Prepare a `forward` whose rows are known on the device only, to be captured.
-
-        Layers with states see `sequences`, or without them each token as one more of its row.
-        """
+        """Prepare states for a `forward` whose rows are known on the device only."""
         if self._states is None:
             return
         if sequences is not None:
@@ -399,11 +386,7 @@ class Stepper:
     def make_batch_graphs(
         self, vocab_size: int, dtype: torch.dtype, stream: torch.cuda.Stream | None = None
     ) -> BatchGraphs:
-        """Prepare captured decode steps of rows 0, 1, … of all slots.
-
-        Logits are `dtype` with `vocab_size` columns. The caller owns the graphs, and closes them
-        before the stepper.
-        """
+        """Prepare captured decode steps of rows 0, 1, … of all slots; closed before this."""
         no_padding = Scratch(self.num_slots, 0)  # Never used.
         return BatchGraphs(GraphSpace(self, vocab_size, dtype, no_padding, stream=stream))
 
@@ -480,10 +463,7 @@ class Stepper:
         return True
 
     def drop_graphs(self, *, copies: bool) -> None:
-        """Free all graphs and what they share; steps capture them again. The device is idle.
-
-        With `copies`, within `pause`, what `CompiledLayers` has copied is freed, too.
-        """
+        """Free all graphs, and with `copies`, within `pause`, copied weights; of an idle device."""
         self._close_graphs()
         if self._space is not None:
             self._space.sleep()

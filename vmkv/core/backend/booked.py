@@ -221,11 +221,7 @@ class NativeCalls(NamedTuple):
 
 
 class BookedBackend(Backend):
-    """A backend that checks every operation against its books before the driver sees it.
-
-    Drivers accept calls that the contract refuses. Subclasses set `_native_calls`, and
-    `_refused_status`, the status of a refused call.
-    """
+    """A backend that checks every operation against its books before the driver sees it."""
 
     _native_calls: NativeCalls
     _refused_status: int

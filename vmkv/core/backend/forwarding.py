@@ -18,10 +18,7 @@ def forwarded(call: str) -> Callable[..., Any]:
 
 
 class ForwardingBackend(Backend):
-    """Passes every call on to `upstream`, by way of `forward`.
-
-    `copy_many` copies one by one, as a backend does by default.
-    """
+    """Passes every call on to `upstream`, by way of `forward`; `copy_many` copies one by one."""
 
     def __init__(self, upstream: Backend):
         self.upstream = upstream

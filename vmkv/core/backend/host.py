@@ -56,10 +56,7 @@ class SparseFile:
         return self.fd << _HANDLE_FD_SHIFT | offset >> _HANDLE_OFFSET_SHIFT
 
     def drop(self, native_handle: int, num_bytes: int) -> None:
-        """Return a range's memory to the kernel; after an OSError nothing has changed.
-
-        A forked child does nothing: its parent uses the same memory.
-        """
+        """Return a range's memory to the kernel; an OSError, or a forked child, changes nothing."""
         if self._process_id != os.getpid():
             return
         offset = (native_handle & ((1 << _HANDLE_FD_SHIFT) - 1)) << _HANDLE_OFFSET_SHIFT
@@ -86,11 +83,7 @@ def create_shareable(name: str, num_bytes: int) -> int:
 
 
 def export_read_only(fd: int) -> int:
-    """Seal the file of `create_shareable` and return another, read-only descriptor of it.
-
-    The first export makes `fd` itself read-only, and later exports duplicate it: opening it by name
-    again would check the file's mode, which another process of the same user may change.
-    """
+    """Seal the file of `create_shareable`, make `fd` read-only, and return another descriptor."""
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
         return os.dup(fd)
     exported = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
