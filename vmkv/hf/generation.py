@@ -33,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,14 +47,13 @@ from ..errors import CapacityError, ConfigError
 from ..step import Piece, Stepper
 from ..step.compiled_layers import CompiledLayers
 from ..step.piece import StepLogits
-from ..step.states import StateLayer
 from . import compat
 from .capture import CapturedDecoding
 from .configuration import check_length, layer_windows
 from .group_step import read_left_pad
 from .proof import Proof, locks_of, prove
 from .sampling import Group, Tokens, check_adapters, check_inputs, prepare
-from .store import CacheOptions, Signature, Store, StoreOwner
+from .store import CacheOptions, Store, StoreOwner
 
 #: Tokens of one prefill pass: enough to fill a GPU, few enough that activations stay small.
 _MAX_BATCHED_TOKENS = 8192
@@ -484,7 +483,7 @@ class RaggedCache(StoreOwner):
             raise ConfigError("this cache serves another call of generate; give each its own")
         if tenant is not None and not isinstance(tenant, str):
             raise ConfigError(f"tenant={tenant!r} must be a string, or None")
-        self._bind(model, proof.signatures, proof.calls.states)
+        self._bind(model, proof)
         num_rows = min([core.max_sequences for core in self.store.cores])
         num_rows = min(num_rows, self.store.options.max_batch_size or num_rows)  # No spare ones.
         if num_sequences > num_rows:
@@ -500,9 +499,7 @@ class RaggedCache(StoreOwner):
             for sequence_id in tuple(self._sequences):
                 self.end(sequence_id)
 
-    def _bind(
-        self, model: Any, signatures: Mapping[int, Signature], states: Mapping[int, StateLayer]
-    ) -> None:
+    def _bind(self, model: Any, proof: Proof) -> None:
         """Lay out the layers of the first model, or check that it is the same, unchanged."""
         if self._model is None:
             if layer_windows(model.config) != self.store.windows:
@@ -510,15 +507,14 @@ class RaggedCache(StoreOwner):
                     "this cache was made for a model with other layers than this one's; make it "
                     "with this model's configuration"
                 )
-            self.store.bind_all(signatures)
-            self.store.bind_states(states)
+            self.store.bind_all(proof.signatures, proof.calls)
             self._model = weakref.ref(model)
         elif self._model() is not model:
             raise ConfigError(
                 "this cache holds what another model has computed; make a cache for each model"
             )
         for index, before in self.store.signatures.items():
-            signature = signatures[index]
+            signature = proof.signatures[index]
             if before != signature:
                 raise ConfigError(
                     f"layer {index} has {signature.k_shape[0]} key heads of "

@@ -111,32 +111,24 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
     passes over two tokens; after that torch's unused memory is returned to the device.
     """
     compat.check_model(model)
-    with locks_of(model).proof:
-        return _prove(model, attention_backend)
-
-
-def _prove(model: Any, attention_backend: str | None) -> Proof:
     weight = model.get_input_embeddings().weight
     served_as = (weight.device, weight.dtype, autocast_dtype(weight.device), attention_backend)
     try:
-        windows = layer_windows(model.config)
-        kind: Any = type(compat.text_config(model.config))
-        if not any(compat.takes_attention(kind)):
-            raise UnservableError("it attends by code of its own")
-        made_of, proofs = _proven.get(model, ((), {}))
-        if made_of != _made_of(model, windows):
-            proofs = {}
-        if served_as not in proofs:
-            with torch.no_grad(), _undisturbed(model):
-                few = _token_ids(model, 0)[0, :2]
-                states = _states_of(model, few)
-                with splitting(model, states):
-                    proof = _check_passes(model, windows, states, attention_backend)
-                    _check_windows(model, windows, proof, few)
-            _proven[model] = _made_of(model, windows), proofs | {served_as: proof}
+        with locks_of(model).proof:
+            windows = layer_windows(model.config)
+            kind: Any = type(compat.text_config(model.config))
+            if not any(compat.takes_attention(kind)):
+                raise UnservableError("it attends by code of its own")
+            made_of, proofs = _proven.get(model, ((), {}))
+            if made_of != _made_of(model, windows):
+                proofs = {}
+            if served_as not in proofs:
+                with torch.no_grad(), _undisturbed(model):
+                    proof = _checked(model, windows, attention_backend)
+                _proven[model] = _made_of(model, windows), proofs | {served_as: proof}
+            return _proven[model][1][served_as]
     except UnservableError as error:
         raise error.of(model) from error.__cause__
-    return _proven[model][1][served_as]
 
 
 def _made_of(model: Any, windows: Mapping[int, int | None]) -> tuple[object, ...]:
@@ -144,21 +136,20 @@ def _made_of(model: Any, windows: Mapping[int, int | None]) -> tuple[object, ...
     return (id(vars(model).get("forward")), *windows.items(), *modules)
 
 
-def _check_passes(
-    model: Any,
-    windows: Mapping[int, int | None],
-    states: Mapping[int, StateLayer],
-    attention_backend: str | None,
-) -> Proof:
+def _checked(model: Any, windows: Mapping[int, int | None], attention_backend: str | None) -> Proof:
     """Compare packed passes with a plain one; refuse if they differ for all tokens tried."""
+    few = _token_ids(model, 0)[0, :2]
+    states = _states_of(model, few)
     differences: list[_Difference] = []
     layers: Proof | None = None
-    for attempt in range(_NUM_ATTEMPTS):
-        plain = _plain_pass(model, _token_ids(model, attempt), has_states=bool(states))
-        layers = layers or _layers_of(model, windows, states, plain.token_ids[:2])
-        proof, differences = _packed_passes(model, windows, layers, attention_backend, plain)
-        if not differences:
-            return proof
+    with splitting(model, states):
+        for attempt in range(_NUM_ATTEMPTS):
+            plain = _plain_pass(model, _token_ids(model, attempt), has_states=bool(states))
+            layers = layers or _layers_of(model, windows, states, few)
+            proof, differences = _packed_passes(model, windows, layers, attention_backend, plain)
+            if not differences:
+                _check_windows(model, windows, proof, few)
+                return proof
     raise UnservableError(_why_different(model, max(differences)))
 
 
@@ -240,8 +231,7 @@ def _packed_passes(
         contextlib.closing(Store(model.config, options, windows)) as memory,
         attending_through(model, PACKED),
     ):
-        memory.bind_all(layers.signatures)
-        memory.bind_states(layers.calls.states)
+        memory.bind_all(layers.signatures, layers.calls)
         rows = [[core.open(row=at) for at in range(_NUM_SEQUENCES)] for core in memory.cores]
         own: dict[str, Any] = {"attention_backend": attention_backend, "calls": layers.calls}
         stepper = Stepper(model, memory.cores, _NUM_SEQUENCES, **own)

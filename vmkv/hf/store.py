@@ -39,7 +39,7 @@ from ..core.cache.geometry import check_positive, fitting_rows
 from ..core.cache.stats import add_stats
 from ..core.memory import ExtentPool, PoolMember, default_socket_path
 from ..errors import CapacityError, ClosedError, ConfigError
-from ..step.states import StateLayer
+from ..step.row_attention import AttentionCalls
 from . import compat
 from .configuration import default_max_tokens, rows_and_tokens
 from .group_step import DeviceRows, GroupStep
@@ -251,18 +251,17 @@ class Store:
                 raise ConfigError(reason)
         return FP8
 
-    def bind_all(self, signatures: Mapping[int, Signature]) -> None:
-        """Bind every layer, where all signatures are known before the first update."""
+    def bind_all(
+        self, signatures: Mapping[int, Signature], calls: AttentionCalls | None = None
+    ) -> None:
+        """Bind every layer of a proven model, before any sequence and the first update."""
         for index, signature in sorted(signatures.items()):
             if self.signatures.get(index) != signature:
                 self._bind_alike(index, signature, 1)
         self._seen.update(signatures)
         self.close_gaps()
-
-    def bind_states(self, states: Mapping[int, StateLayer]) -> None:
-        """Give layers with states their rows, after `bind_all` and before any sequence."""
-        if states:
-            shapes = {layer: list(its.shapes.values()) for layer, its in states.items()}
+        if calls is not None and calls.states:
+            shapes = {layer: list(its.shapes.values()) for layer, its in calls.states.items()}
             self.cores[0].add_states(shapes)
 
     def close_gaps(self) -> None:

@@ -60,8 +60,7 @@ def open_rows(model: Any, pool: ExtentPool, options: EngineOptions) -> ServedRow
             )
         store = make_store(model.config, options, pool)
         try:
-            store.bind_all(signatures)
-            store.bind_states(calls.states)
+            store.bind_all(signatures, calls)
         except BaseException:
             store.close()
             raise

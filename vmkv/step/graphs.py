@@ -84,7 +84,7 @@ class GraphSpace:
         self._stream = stream
         # A sequence occupies a processor per key head; kernels split if under 0.8 are occupied.
         groups = stepper.caches[0].kv_groups
-        heads = min(group.geometry.shape.num_k_heads for group in groups)
+        heads = min([group.geometry.shape.num_k_heads for group in groups], default=1)
         self._split_below = int(0.8 * stepper.num_processors / heads) + 1
 
     def bounds(self, batch_size: int) -> list[int]:

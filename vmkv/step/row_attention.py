@@ -417,7 +417,7 @@ def _attend_in_parts(
 
 def row_capacities(cache: KVCache) -> set[int]:
     """Return the row capacities of a cache's layer groups, in tokens."""
-    return {group.row_tokens for group in cache.kv_groups}
+    return {group.row_tokens for group in cache.groups if not group.is_fixed}
 
 
 def batches(capacities: set[int], whole: AttentionBatch) -> dict[int, AttentionBatch]:
