@@ -162,6 +162,11 @@ def keys_beside_state(layer: Any) -> bool:
     return keeps_state(layer) and isinstance(layer, DynamicLayer)
 
 
+def is_known(layer: Any) -> bool:
+    """Whether packed passes have rows for what `layer` keeps apart from keys, if anything."""
+    return keeps_nothing(layer) or keeps_state(layer)
+
+
 def cropped_length(length: int, argument: int) -> int:
     """Return how many of `length` tokens `crop(argument)` keeps in this release."""
     if argument < 0:

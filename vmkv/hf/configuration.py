@@ -64,7 +64,7 @@ def layer_windows(config: Any) -> dict[int, int | None]:
         is_ours, window = compat.window_of(layer)
         if is_ours or compat.keys_beside_state(layer):
             windows[index] = window
-        elif not (compat.keeps_nothing(layer) or compat.keeps_state(layer)):
+        elif not compat.is_known(layer):
             raise UnservableError(
                 f"its layer {index} is a {type(layer).__name__}, whose state is not keys and "
                 "values of its own"

@@ -260,9 +260,8 @@ class Store:
                 self._bind_alike(index, signature, 1)
         self._seen.update(signatures)
         self.close_gaps()
-        if calls is not None and calls.states:
-            shapes = {layer: list(its.shapes.values()) for layer, its in calls.states.items()}
-            self.cores[0].add_states(shapes)
+        if calls is not None:
+            calls.add_rows(self.cores[0])
 
     def close_gaps(self) -> None:
         """Compact groups with gaps, between two passes; without room in the pool the gaps stay."""

@@ -100,6 +100,11 @@ class AttentionCalls(NamedTuple):
     is_named: bool = False
     regrouped: Mapping[int, Sequence[Sequence[int]]] = {}
 
+    def add_rows(self, cache: KVCache) -> None:
+        """Add rows for layers that keep something else than keys, before any sequence begins."""
+        if self.states:
+            cache.add_states({at: list(its.shapes.values()) for at, its in self.states.items()})
+
 
 @dataclass
 class PackedPast:
@@ -434,7 +439,7 @@ IMPLEMENTATION = "vmkv_rows"
 """Name in transformers' registry of attention implementations."""
 
 _PLACE = "_vmkv_place"
-#: Modules that attend through the operator; copies of these do not.
+#: Modules that attend through the operator; copies of these do not. Note [State of the process].
 _SERVED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 _LIBRARY: Any = torch.library.Library("vmkv", "FRAGMENT")  # type: ignore[no-untyped-call]
