@@ -6,18 +6,12 @@ It is the row that would be evicted for it. The tests count driver calls; a page
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
+from helpers.caches import ALIASES, PAGE, MakeCache
 from helpers.stamps import append, assert_holds
 
 from vmkv import ExtentPool, HostBackend, KVCache
-from vmkv.core.cache.forking import CostModel
-from vmkv.units import KiB
-
-PAGE = 4 * KiB
-ALIASES = CostModel(map_us=0, unmap_us=0)
-MakeCache = Callable[..., KVCache]
 
 
 def _parked(cache: KVCache, *lengths: int) -> None:

@@ -13,13 +13,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.caches import PAGE
 
 from vmkv import BackendUsage, ExtentPool, HostBackend, KVCache
 from vmkv.core.cache.forking import CostModel
 from vmkv.core.memory import check_pool
-from vmkv.units import KiB, MiB
+from vmkv.units import MiB
 
-PAGE = 4 * KiB
 NUM_SEQUENCES = 4_000
 NUM_WARM_UP = 1_000
 BUDGET_PAGES = 600

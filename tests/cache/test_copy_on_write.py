@@ -8,19 +8,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
 
 import pytest
 from helpers import warm_python
+from helpers.caches import ALIASES, MakeCache
 from helpers.stamps import append, assert_holds
 
 from vmkv import KVCache
 from vmkv.core.backend import Access
-from vmkv.core.cache.forking import CostModel
 from vmkv.units import KiB
-
-ALIASES = CostModel(map_us=0, unmap_us=0)
-MakeCache = Callable[..., KVCache]
 
 
 @pytest.fixture

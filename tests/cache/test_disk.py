@@ -9,8 +9,6 @@ import os
 import stat
 import struct
 import subprocess
-import zlib
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import pytest
 import torch
 from helpers import warm_python
 from helpers.books import books
+from helpers.caches import MakeCache
 from helpers.faulty_cache import FaultyCache
 from helpers.members import PAGE
 from helpers.stamps import append, assert_holds
@@ -26,12 +25,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from vmkv import Backend, ClosedError, ConfigError, ExtentPool, HostBackend, KVCache, Sequence
-from vmkv.core.cache import disk
 from vmkv.core.cache.disk import whole_file
-from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
+from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
-
-MakeCache = Callable[..., KVCache]
 
 
 def _filled(cache: KVCache, num_tokens: int, *, first: int = 0) -> Sequence:
@@ -354,16 +350,6 @@ def test_truncated_file_is_refused(saved: Path, make_cache: MakeCache) -> None:
     _refused(cache, saved, "truncated")
 
 
-VERSIONS = {"format": ("other", "no sequence"), "version": ("2", "version '2'")}
-
-
-@pytest.mark.parametrize("name", VERSIONS)
-def test_file_of_another_version_is_refused(saved: Path, make_cache: MakeCache, name: str) -> None:
-    value, match = VERSIONS[name]
-    _rewrite(saved, {}, {name: value})
-    _refused(make_cache(windows=(20,)), saved, match)
-
-
 def test_damaged_file_is_refused(saved: Path, make_cache: MakeCache) -> None:
     """With a bit that flipped in its header or contents, or another description."""
     cache, whole = make_cache(windows=(20,)), saved.read_bytes()
@@ -378,18 +364,31 @@ def test_damaged_file_is_refused(saved: Path, make_cache: MakeCache) -> None:
     _refused(cache, saved, "damaged")
 
 
-@pytest.mark.parametrize("num_rows", [None, 49, 51])
-def test_tensor_of_the_wrong_length_is_refused(
-    saved: Path, make_cache: MakeCache, num_rows: int | None
+def _rows(num_rows: int) -> torch.Tensor:
+    return torch.zeros(num_rows, 1024, dtype=torch.uint8)
+
+
+REWRITTEN: dict[str, tuple[dict[str, torch.Tensor], dict[str, str], str]] = {
+    "another format": ({}, {"format": "other"}, "no sequence"),
+    "another version": ({}, {"version": "2"}, "version '2'"),
+    "a row too few": ({"group.0": _rows(49)}, {}, "save the sequence again"),
+    "a row too many": ({"group.0": _rows(51)}, {}, "save the sequence again"),
+    "another tensor": ({"more": _rows(1)}, {}, ""),
+}
+
+
+@pytest.mark.parametrize("what", REWRITTEN)
+def test_files_with_other_contents_are_refused(
+    saved: Path, make_cache: MakeCache, what: str
 ) -> None:
-    """One token row too few or too many is refused; an additional tensor is ignored."""
-    name = "group.0" if num_rows else "more"
-    _rewrite(saved, {name: torch.zeros(num_rows or 1, 1024, dtype=torch.uint8)}, {})
+    """An additional tensor is ignored."""
+    tensors, metadata, match = REWRITTEN[what]
+    _rewrite(saved, tensors, metadata)
     cache = make_cache(windows=(20,))
-    if num_rows:
-        _refused(cache, saved, "save the sequence again")
+    if match:
+        _refused(cache, saved, match)
     else:
-        assert_holds(cache.load(saved), range(50))  # The additional tensor is ignored.
+        assert_holds(cache.load(saved), range(50))
 
 
 @pytest.mark.parametrize("ids", [[7] * 51, [7.5, 8.0]])
@@ -472,57 +471,6 @@ def _world(backend: FaultInjectingBackend) -> tuple[KVCache, Sequence]:
     pages = {"budget_pages": 128, "host_budget_bytes": 128 * PAGE}
     cache = FaultyCache(backend, window_tokens=20, **pages).cache
     return cache, _filled(cache, 90)
-
-
-@pytest.mark.parametrize("is_out_of_memory", [False, True], ids=["broken", "full"])
-def test_every_driver_call_of_load_can_fail(
-    tmp_path: Path, is_out_of_memory: bool, no_underread: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A failed load leaves no sequence and no memory, and the next attempt succeeds."""
-    monkeypatch.setattr(disk, "_CHUNK_BYTES", 16 * KiB)
-
-    def scenario(backend: FaultInjectingBackend) -> Scenario:
-        cache, sequence = _world(backend)
-        sequence.save(tmp_path / "kv")
-
-        def observe() -> object:
-            assert_holds(sequence, range(90))
-            return sorted(cache.live), list(cache.rows.parked)
-
-        def operation() -> None:
-            assert_holds(cache.load(tmp_path / "kv"), range(90))
-
-        return Scenario(operation, observe, cache.check, cache.close)
-
-    struck = check_every_call_can_fail(
-        lambda: HostBackend(4 * KiB), scenario, is_out_of_memory=is_out_of_memory
-    )
-    assert {"mem_create", "mem_map", "mem_set_access", "copy"} <= set(struck)
-
-
-@pytest.mark.parametrize("is_swapped", [False, True])
-def test_every_driver_call_of_save_can_fail(
-    tmp_path: Path, is_swapped: bool, no_underread: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A failed save leaves the older file and the sequence as they were."""
-    monkeypatch.setattr(disk, "_CHUNK_BYTES", 16 * KiB)
-
-    def scenario(backend: FaultInjectingBackend) -> Scenario:
-        cache, sequence = _world(backend)
-        if is_swapped:
-            sequence.swap_out()
-            cache.pool.reclaimer.wait()
-        (tmp_path / "kv").write_text("older")
-
-        def observe() -> object:
-            files = {path.name: zlib.crc32(path.read_bytes()) for path in tmp_path.iterdir()}
-            return sequence.is_resident, files, cache.pool.stats()
-
-        return Scenario(lambda: sequence.save(tmp_path / "kv"), observe, cache.check, cache.close)
-
-    struck = check_every_call_can_fail(lambda: HostBackend(4 * KiB), scenario)
-    assert {"copy"} <= set(struck)
-    assert "mem_map" not in struck, "swapped memory is mapped already"
 
 
 def test_save_to_a_full_disk_leaves_the_older_file(

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from helpers.caches import PAGE, MakeCache
 
-from vmkv import HostBackend, KVCache, call_with_room
-from vmkv.units import KiB
-
-PAGE = 4 * KiB
-MakeCache = Callable[..., KVCache]
+from vmkv import HostBackend, call_with_room
 
 
 class _Neighbour:

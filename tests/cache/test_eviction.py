@@ -5,19 +5,14 @@ The order among abstract victims is tested in memory/test_pressure.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 import torch
+from helpers.caches import ALIASES, PAGE, MakeCache
 from helpers.stamps import append, assert_holds
 
 from vmkv import ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
-from vmkv.core.cache.forking import CostModel
-from vmkv.units import KiB
-
-PAGE = 4 * KiB
-ALIASES = CostModel(map_us=0, unmap_us=0)
-MakeCache = Callable[..., KVCache]
 
 
 def _say(cache: KVCache, tokens: Iterable[int]) -> Sequence:

@@ -6,20 +6,16 @@ memory/test_every_call_can_fail.py, and histories in machines/test_cache_machine
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers.caches import ALIASES, PAGE, MakeCache
 from helpers.stamps import append, assert_holds
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache
 from vmkv.core.cache.forking import CostModel
 from vmkv.units import KiB, MiB
-
-PAGE = 4 * KiB
-ALIASES = CostModel(map_us=0, unmap_us=0)  # Extents of every size are aliased.
-MakeCache = Callable[..., KVCache]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import moves
+from helpers.caches import MakeCache
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, Sequence
 from vmkv.core.cache import fp8
@@ -18,7 +19,6 @@ from vmkv.units import KiB
 HEADS, DIM = 2, 32
 SCALES = [LayerScales((0.5, 2.0), (1.0, 0.25)), LayerScales((3.0, 1.0), (1.0, 1.0))]
 CPU = torch.device("cpu")
-MakeCache = Callable[..., KVCache]
 
 
 @pytest.fixture

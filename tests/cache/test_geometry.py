@@ -49,25 +49,19 @@ geometries = st.builds(
 # ---- examples -----------------------------------------------------------------------------
 
 
-def test_llama_3_8b_token_is_128_kib() -> None:
-    """32 layers x (K and V) x 8 heads x 128 x 2 B; a 2 MiB page holds 16 tokens of all layers."""
+def test_llama_3_8b() -> None:
+    """32 layers x (K and V) x 8 heads x 128 x 2 B; a 2 MiB page holds 16 tokens of all layers.
+
+    Layer l starts 4 KiB after layer l - 1, its values 2 KiB after its keys. A row of 8,192 tokens
+    is 512 pages, and 32 rows reserve 32 GiB of addresses.
+    """
     geometry = _geometry()
     assert 128 * KiB == geometry.token_bytes
-    assert 16 == geometry.page_bytes // geometry.token_bytes
-    assert (1, 2, 512) == tuple(geometry.pages_for(tokens) for tokens in (16, 17, 8192))
-
-
-def test_llama_3_8b_rows_are_1_gib() -> None:
-    """8,192 tokens are 512 pages, and 32 rows reserve 32 GiB of addresses."""
-    geometry = _geometry()
+    assert (4 * KiB, 2 * KiB) == (geometry.layer_bytes, geometry.v_offset_bytes)
+    pages = [geometry.pages_for(num_tokens) for num_tokens in (0, 16, 17, 8192)]
+    assert [0, 1, 2, 512] == pages
     assert (1 * GiB, 512, 8192) == (geometry.row_bytes, geometry.row_pages, geometry.row_tokens)
     assert 32 * GiB == geometry.reserved_bytes
-
-
-def test_llama_3_8b_layers_lie_side_by_side() -> None:
-    """Layer l starts 4 KiB after layer l - 1; its values 2 KiB after its keys."""
-    geometry = _geometry()
-    assert (4 * KiB, 2 * KiB) == (geometry.layer_bytes, geometry.v_offset_bytes)
 
 
 def test_latent_attention_has_two_widths() -> None:
@@ -83,10 +77,6 @@ def test_rows_end_on_a_page_and_on_a_token() -> None:
     shape = LayerShape(num_k_heads=1, k_dim=48, num_v_heads=1, v_dim=48, itemsize_bytes=4)
     geometry = _geometry(num_layers=1, shape=shape, page_bytes=4 * KiB, max_tokens=33)
     assert (384, 64, 6) == (geometry.token_bytes, geometry.row_tokens, geometry.row_pages)
-
-
-def test_zero_tokens_need_no_page() -> None:
-    assert (0, 0) == (_geometry().pages_for(0), _geometry().whole_pages_below(0))
 
 
 # ---- properties ---------------------------------------------------------------------------

@@ -6,19 +6,16 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers.caches import PAGE, MakeCache
 
 from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, KVCache
 from vmkv.core.backend import MemoryLocation
 from vmkv.errors import InternalError
-from vmkv.units import KiB
 
-PAGE = 4 * KiB
-MakeCache = Callable[..., KVCache]
 LAYER: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 32, "dtype": torch.float32}
 
 
@@ -36,12 +33,6 @@ def test_cache_opens_and_closes_its_own_device() -> None:
     cache.close()
     with pytest.raises(ClosedError):
         cache.pool.trim()
-
-
-def test_cache_may_be_used_as_a_context(host: HostBackend) -> None:
-    with KVCache(host, max_tokens=8, max_sequences=1, budget_bytes=PAGE) as cache:
-        assert not cache.is_closed
-    assert cache.is_closed
 
 
 def test_a_forked_child_is_refused_although_a_lock_was_held(make_cache: MakeCache) -> None:
@@ -145,21 +136,6 @@ def test_dropped_layers_are_forgotten(make_cache: MakeCache) -> None:
         sequence.keys(0)
 
 
-def test_dropping_layers_waits_for_no_fence(make_cache: MakeCache, host: HostBackend) -> None:
-    """Old reservations are unmapped and freed once their fence has passed."""
-    cache = make_cache(windows=(8,))
-    cache.open().append(40)
-    host.hold_fences()
-    cache.drop_layers([0, 2, 3])
-    assert cache.compact()
-    cache.check()
-    assert 0 == host.calls["mem_unmap"]
-    assert 3 == host.usage().num_reservations
-    host.pass_fences()
-    cache.trim()
-    assert 1 == host.usage().num_reservations
-
-
 # ---- bad input ----------------------------------------------------------------------------
 
 
@@ -259,18 +235,6 @@ def test_closed_cache_raises_closed_error(cache: KVCache) -> None:
             use()
 
 
-def test_close_waits_for_the_device(make_cache: MakeCache, host: HostBackend) -> None:
-    """Submitted work may still read the memory, so close waits for its fence."""
-    cache = make_cache()
-    cache.open().append(40)
-    host.hold_fences()
-    passed = host.last_passed_fence
-    cache.close()
-    assert 0 == host.usage().num_mappings
-    assert host.last_passed_fence > passed
-    host.pass_fences()
-
-
 # ---- one pool, several caches -------------------------------------------------------------
 
 
@@ -299,17 +263,6 @@ def test_overread_tokens_are_resident(cache: KVCache) -> None:
         end = min(sequence.num_tokens + 30, group.geometry.row_tokens)
         cache.keys(0)[sequence.row, :end].sum()
         assert group.resident_tokens(sequence.row) >= end
-
-
-def test_growth_up_to_writable_tokens_makes_no_driver_call(cache: KVCache) -> None:
-    sequence = cache.open()
-    sequence.append(5)
-    assert 8 == sequence.writable_tokens
-    before = sum(cache.stats().driver_calls.values())
-    sequence.append(3)
-    assert before == sum(cache.stats().driver_calls.values())
-    sequence.append(1)
-    assert before < sum(cache.stats().driver_calls.values())
 
 
 @pytest.mark.parametrize("what", ["too long", "front gone"])

@@ -17,15 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.caches import ALIASES, MakeCache
 from helpers.stamps import append, assert_holds
 
 from vmkv import ConfigError, KVCache, Sequence
-from vmkv.core.cache.forking import CostModel
-from vmkv.core.cache.prefix import BLOCK_TOKENS, PrefixIndex, PrefixTree, Where
+from vmkv.core.cache.prefix import BLOCK_TOKENS, PrefixIndex, PrefixTree
 from vmkv.units import KiB
-
-ALIASES = CostModel(map_us=0, unmap_us=0)
-MakeCache = Callable[..., KVCache]
 
 
 @pytest.fixture
@@ -80,24 +77,6 @@ def test_hashes_are_the_same_in_every_process(seed: str) -> None:
     parent = hashlib.blake2b(b"vmkv prefix 1", digest_size=16).digest()
     block = struct.pack("<16q", *(7 * at - 3 for at in range(16)))
     assert hashlib.blake2b(parent + block, digest_size=16).hexdigest() == hashes[0]
-
-
-def test_match_follows_rows_that_change_after_the_search() -> None:
-    """A run of blocks is split, joined with the next one, or removed and recorded again."""
-    index = PrefixIndex()
-    index.record(0, range(64))
-    index.record(1, range(64))
-    match = next(index.matches(range(48)))
-    index.truncate(1, 48)
-    assert {0, 1} == {*match.rows(Where.LIVE)}
-    match = next(index.matches(range(48)))
-    index.truncate(1)
-    index.move(0, Where.PARKED)
-    assert ([0], []) == ([*match.rows(Where.PARKED)], [*match.rows(Where.LIVE)])
-    match = next(index.matches(range(48)))
-    index.truncate(0)
-    index.record(2, range(48))
-    assert [2] == [*match.rows()]
 
 
 @pytest.mark.parametrize(
@@ -245,12 +224,6 @@ def test_rows_whose_window_has_passed_are_asked_once(
     assert_holds(hit, said[:256])
 
 
-def test_last_token_is_never_found(cache: KVCache) -> None:
-    """The last token must be computed to get logits."""
-    _say(cache, range(64)).close()
-    assert 48 == cache.open(prompt=range(64)).num_cached_tokens
-
-
 # ---- misses -------------------------------------------------------------------------------
 
 
@@ -346,14 +319,6 @@ def test_recording_more_than_was_appended_is_refused(cache: KVCache) -> None:
     with pytest.raises(ConfigError, match="cannot have 6 tokens recorded after 15"):
         sequence.record(range(6))
     assert 15 == cache.prefixes.num_recorded(sequence.row)
-
-
-@pytest.mark.parametrize("prompt", [["a", "b"], [1.5, 2], "text"])
-def test_prompt_that_is_no_list_of_integers_is_refused(cache: KVCache, prompt: Any) -> None:
-    """No sequence is opened."""
-    with pytest.raises(ConfigError, match="token ids must be integers"):
-        cache.open(prompt=prompt)
-    assert 0 == cache.stats().num_sequences
 
 
 def test_block_is_as_long_as_documented() -> None:

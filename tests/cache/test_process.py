@@ -24,6 +24,7 @@ import torch
 from helpers import warm_python
 from helpers.another_user import BECOME_NOBODY, NOBODY, can_become_nobody
 from helpers.books import books
+from helpers.caches import PAGE, MakeCache
 from helpers.faulty_cache import FaultyCache
 from helpers.stamps import append, assert_holds
 
@@ -35,9 +36,7 @@ from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
 from vmkv.units import KiB
 
-PAGE = 4 * KiB
 ROOT = Path(__file__).parents[2]
-MakeCache = Callable[..., KVCache]
 DEVICES = ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
@@ -301,17 +300,6 @@ def test_prefix_is_cut_to_whole_extents(
     assert_holds(sequence, range(340))
 
 
-def test_row_of_an_import_serves_the_next_import(make_shareable: MakeCache, path: str) -> None:
-    """The row's earlier mappings are unmapped first."""
-    sequence, _, target = _shared(make_shareable, 64, max_sequences=1)
-    with sequence.export(path) as exporter:
-        for _ in range(3):
-            restored = _imported(exporter, target)
-            assert_holds(restored, range(64))
-            restored.close()
-    assert 1 == len(target.pool.imported_extents())
-
-
 def test_import_that_ends_within_a_token_row(path: str) -> None:
     """The last shared extent ends with part of a token row, so the first append copies it."""
     caches = []
@@ -373,11 +361,14 @@ def test_exported_extents_are_never_recycled(make_shareable: MakeCache, path: st
     assert_holds(stranger, range(900, 1028))
 
 
-def test_adopted_import_gives_up_its_extents(make_shareable: MakeCache, path: str) -> None:
-    """Imported extents are read-only, so a new sequence in the row cannot use them."""
+def test_row_of_an_import_serves_another_sequence(make_shareable: MakeCache, path: str) -> None:
+    """Another import, after the earlier mappings are unmapped, or a sequence that writes."""
     sequence, _, target = _shared(make_shareable, 128, max_sequences=1)
     with sequence.export(path) as exporter:
-        _imported(exporter, target).close()
+        for _ in range(3):
+            restored = _imported(exporter, target)
+            assert_holds(restored, range(128))
+            restored.close()
     assert 1 == len(target.pool.imported_extents())
     stranger = target.open(50)
     append(stranger, range(700, 750))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.caches import ALIASES, PAGE, MakeCache
 from helpers.stamps import append, assert_holds
 
 from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, KVCache, Sequence
@@ -20,10 +21,7 @@ from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
 
-PAGE = 4 * KiB
-ALIASES = CostModel(map_us=0, unmap_us=0)
 COPIES = CostModel(map_us=1e9)
-MakeCache = Callable[..., KVCache]
 
 
 class _Beams:

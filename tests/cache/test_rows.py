@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 import torch
+from helpers.caches import PAGE, MakeCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfAddressSpaceError
 from vmkv.core.cache.rows import Rows
-from vmkv.units import KiB
-
-PAGE = 4 * KiB
-MakeCache = Callable[..., KVCache]
 
 
 @contextmanager

@@ -11,16 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.caches import ALIASES, PAGE, MakeCache
 from helpers.stamps import append, assert_holds
 
-from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, Sequence
-from vmkv.core.cache.forking import CostModel
-from vmkv.units import KiB
+from vmkv import ExtentPool, HostBackend, KVCache, Sequence
 
-PAGE = 4 * KiB
-ALIASES = CostModel(map_us=0, unmap_us=0)
 SECRET = 777.0
-MakeCache = Callable[..., KVCache]
 MakeScrubbed = Callable[..., KVCache]
 
 
@@ -127,18 +123,6 @@ def test_poison_is_nan(make_scrubbed: MakeScrubbed, way: str) -> None:
     _write(first)
     first.close()
     assert _read_unwritten(cache, way, None).isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_poison_is_nan_in_every_float_type(host: HostBackend, dtype: torch.dtype) -> None:
-    """All bits set is NaN in each type."""
-    pool = ExtentPool(host, 100 * PAGE, scrub="poison", close_when_unused=True)
-    with KVCache(pool, max_tokens=50, max_sequences=1) as cache:
-        cache.add_layers([0], num_kv_heads=2, head_dim=32, dtype=dtype)
-        sequence = cache.open()
-        sequence.append(20)
-        assert sequence.keys(0).isnan().all()
-        assert sequence.values(0).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -301,9 +285,3 @@ def test_compacted_layers_belong_to_the_tenant(host: HostBackend) -> None:
         stranger = cache.open(30)
         stranger.append(30)
         assert not _contents(stranger).any()
-
-
-def test_unknown_mode_is_refused(host: HostBackend) -> None:
-    """The error lists the modes."""
-    with pytest.raises(ConfigError, match="'never', 'cross-tenant', 'always', 'poison'"):
-        ExtentPool(host, 100 * PAGE, scrub="sometimes")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.caches import PAGE
 from helpers.evictor import Evictor
 from helpers.stamps import append, assert_holds
 
@@ -29,7 +30,6 @@ from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB, MiB, align_up
 from vmkv.viz import page_map
 
-PAGE = 4 * KiB
 #: 5,120 and 72 bytes for layer 7, 5,120 for layer 9: three pages, of which one is full in part.
 SHAPES = {
     7: [StateShape((4, 16, 20), torch.float32), StateShape((12, 3), torch.bfloat16)],
@@ -92,30 +92,6 @@ def test_states_and_rows_share_the_budget(cache: KVCache) -> None:
     second = cache.open()
     second.append(60)
     cache.check()
-
-
-def test_a_row_that_cannot_be_scrubbed_stays_parked(
-    host: HostBackend, make_cache: Callable[..., KVCache]
-) -> None:
-    """With its state at rest, whichever driver call fails."""
-    faulty, failed = FaultInjectingBackend(host), []
-    pool = ExtentPool(
-        faulty, 40 * PAGE, scrub="cross-tenant", page_bytes=PAGE, close_when_unused=True
-    )
-    cache = make_cache(pool)
-    cache.add_states(SHAPES)
-    cache.add_layers([20], num_kv_heads=2, head_dim=32, dtype=torch.float32)  # Scrubbed last.
-    for fail_at in range(1, 10):
-        sequence = cache.open(tenant=f"{fail_at}")
-        sequence.append(20)
-        sequence.close()
-        faulty.arm(fail_at)
-        with contextlib.suppress(DriverError):
-            cache.open(tenant="other").close()
-        failed.append(faulty.failed_call)
-        faulty.arm(0)
-        cache.check()
-    assert 3 <= failed.count("fill")
 
 
 def test_forks_copy_the_state(cache: KVCache) -> None:

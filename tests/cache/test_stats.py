@@ -3,48 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
+from helpers.caches import PAGE, MakeCache
 
 from vmkv import CacheStats, HostBackend, KVCache
 from vmkv.core.cache.stats import SharingStats, add_stats
 from vmkv.units import KiB
 
-PAGE = 4 * KiB
-MakeCache = Callable[..., KVCache]
 
-
-def test_stats_of_an_empty_cache_are_zero(make_cache: MakeCache) -> None:
-    """Only addresses are reserved."""
-    stats = make_cache(budget_bytes=64 * PAGE).stats()
-    assert (0, 0, 0, 0, 0, 0) == (
-        stats.num_sequences,
-        stats.resident_bytes,
-        stats.used_bytes,
-        stats.parked_bytes,
-        stats.free_bytes,
-        stats.retired_bytes,
-    )
-    assert (4 * 100 * PAGE, 64 * PAGE) == (stats.reserved_bytes, stats.budget_bytes)
-
-
-def test_stats_count_live_parked_and_free(cache: KVCache) -> None:
-    """One live sequence of 5 tokens (2 pages), one parked of 40 (10 pages), then trimmed."""
+def test_stats_count_live_parked_and_free(make_cache: MakeCache) -> None:
+    """One live sequence of 5 tokens (2 pages), one parked of 40 (10 pages); first, neither."""
+    cache = make_cache(budget_bytes=64 * PAGE)
+    counts = [_counts(cache)]
     live, ended = cache.open(), cache.open()
     live.append(5)
     ended.append(40)
     ended.close()
+    counts.append(_counts(cache))
+    assert [(0,) * 6, (1, 5 * KiB, 12 * PAGE, 10 * PAGE, 0, 0)] == counts
     stats = cache.stats()
-    assert (1, 5 * KiB, 12 * PAGE, 10 * PAGE, 0) == (
-        stats.num_sequences,
-        stats.used_bytes,
-        stats.resident_bytes,
-        stats.parked_bytes,
-        stats.free_bytes,
-    )
-    cache.close()
+    assert (4 * 100 * PAGE, 64 * PAGE) == (stats.reserved_bytes, stats.budget_bytes)
+
+
+def _counts(cache: KVCache) -> tuple[int, ...]:
+    names = "num_sequences used_bytes resident_bytes parked_bytes free_bytes retired_bytes"
+    return tuple(getattr(cache.stats(), name) for name in names.split())
 
 
 @pytest.mark.usefixtures("no_underread")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.caches import ALIASES, PAGE, MakeCache
 from helpers.stamps import append, assert_holds
 
 from vmkv import (
-    ClosedError,
     ConfigError,
     ExtentPool,
     HostBackend,
@@ -19,14 +19,9 @@ from vmkv import (
 )
 from vmkv.core.backend import MemoryLocation
 from vmkv.core.backend.host import HostFence
-from vmkv.core.cache.forking import CostModel
 from vmkv.core.memory.page_table import PageMapping
 from vmkv.errors import DriverError
 from vmkv.units import KiB, MiB
-
-PAGE = 4 * KiB
-MakeCache = Callable[..., KVCache]
-ALIASES = CostModel(map_us=0, unmap_us=0)
 
 
 @pytest.fixture
@@ -216,14 +211,6 @@ def test_no_host_memory_left(make_cache: MakeCache) -> None:
     assert_holds(sequence, range(9))
 
 
-def test_closed_sequence_cannot_be_swapped(cache: KVCache) -> None:
-    sequence = cache.open()
-    sequence.close()
-    for use in (sequence.swap_out, sequence.swap_in):
-        with pytest.raises(ClosedError):
-            use()
-
-
 @pytest.mark.parametrize("is_moving", [True, False])
 def test_close_frees_the_host_memory(cache: KVCache, is_moving: bool) -> None:
     sequence = cache.open()
@@ -236,15 +223,6 @@ def test_close_frees_the_host_memory(cache: KVCache, is_moving: bool) -> None:
     heir = cache.open()
     append(heir, range(500, 580))
     assert_holds(heir, range(500, 580))
-
-
-def test_closing_the_cache_frees_host_memory_and_streams(host: HostBackend, cache: KVCache) -> None:
-    for wait in (True, False):
-        sequence = cache.open()
-        append(sequence, range(40))
-        sequence.swap_out(wait=wait)
-    cache.close()
-    assert (0, 0) == (host.usage().host_bytes, host.usage().num_streams)
 
 
 # ---- on a GPU -----------------------------------------------------------------------------

@@ -7,23 +7,17 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from helpers.caches import ALIASES, PAGE, MakeCache
 from helpers.stamps import append, assert_holds
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
 from vmkv.core.cache import kv_cache
-from vmkv.core.cache.forking import CostModel
 from vmkv.core.memory import PageTable, check_pool
-from vmkv.units import KiB
-
-PAGE = 4 * KiB
-ALIASES = CostModel(map_us=0, unmap_us=0)
-MakeCache = Callable[..., KVCache]
 
 
 @pytest.fixture

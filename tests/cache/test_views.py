@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from helpers.caches import PAGE, MakeCache
 
 from vmkv import Backend, ExtentPool, HostBackend, KVCache
 from vmkv.core.cache.layer_group import torch_device
 from vmkv.testing import read_bytes
 from vmkv.units import KiB
 
-PAGE = 4 * KiB
-MakeCache = Callable[..., KVCache]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from helpers.caches import PAGE, MakeCache
 
 from vmkv import ConfigError, HostBackend, KVCache, Sequence
 from vmkv.core.cache import layer_group
-from vmkv.units import KiB
 
-PAGE = 4 * KiB
-MakeCache = Callable[..., KVCache]
 FULL, WINDOWED = 0, 2  # The first layers of the two groups.
 
 pytestmark = pytest.mark.usefixtures("no_underread")

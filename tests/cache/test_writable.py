@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
+from helpers.caches import PAGE, MakeCache
 from helpers.stamps import append
 
 from vmkv import ExtentPool, HostBackend, KVCache, Sequence
 from vmkv.core.cache.forking import CostModel
 from vmkv.core.cache.growing import surplus_bytes
 from vmkv.errors import ConfigError, InternalError, OutOfPagesError
-from vmkv.units import KiB
-
-PAGE = 4 * KiB
-MakeCache = Callable[..., KVCache]
 
 
 @pytest.fixture

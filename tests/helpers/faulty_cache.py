@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ class FaultyCache:
 
     A token of a group is 2 layers x 2 heads x 32 x 4 B x (K and V), 1 KiB: four fill a page.
     """
+
+    folder: Path  # Of its files; set by tests that have some.
 
     def __init__(
         self,

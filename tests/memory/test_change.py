@@ -6,20 +6,17 @@ Each extent is filled with its own number, so that the contents of a row name it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
+from helpers.pools import PAGE, MakePool
 
 from vmkv import ExtentPool, HostBackend, InternalError, OutOfPagesError
 from vmkv.core.backend import Access, Op, UnmapOp
 from vmkv.core.memory import Change, Extent, PageMapping, PageTable, RowChange, check_pool
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend, read_bytes, write_bytes
-from vmkv.units import KiB
-
-PAGE = 4 * KiB
-MakePool = Callable[..., ExtentPool]
 
 
 class Exchange(NamedTuple):

@@ -9,15 +9,12 @@ from collections.abc import Callable
 
 import pytest
 from helpers.one_row import table_of
+from helpers.pools import PAGE, MakePool
 
 from vmkv import DriverError, ExtentPool, HostBackend
 from vmkv.core.backend import Fence
 from vmkv.core.memory import check_pool
 from vmkv.testing import FaultInjectingBackend
-from vmkv.units import KiB
-
-PAGE = 4 * KiB
-MakePool = Callable[..., ExtentPool]
 
 
 class _BusyDevice(HostBackend):

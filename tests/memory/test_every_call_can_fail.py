@@ -23,14 +23,15 @@ import torch
 from helpers.faulty_cache import PAGE, FaultyCache
 from helpers.interrupts import interrupted, offsets
 
-from vmkv import BackendUsage, HostBackend, KVCache
+from vmkv import BackendUsage, HostBackend, KVCache, Sequence
 from vmkv.core.backend.host import HostFence
-from vmkv.core.cache import StateShape, layer_group
+from vmkv.core.cache import StateShape, disk, layer_group
 from vmkv.core.cache.forking import CostModel
 from vmkv.core.cache.swap import MovedPrefixes, move_prefixes
 from vmkv.core.interrupts import uninterrupted
 from vmkv.errors import CapacityError, ClosedError, DriverError
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
+from vmkv.units import KiB
 
 _MAPS = {"mem_create", "mem_map", "mem_set_access"}
 _WITH_HOST: dict[str, Any] = {"window_tokens": 40, "host_budget_bytes": 256 * PAGE}
@@ -316,6 +317,16 @@ def _hit_by_alias_of_a_parked_row_under_pressure(state: FaultyCache) -> Prepared
     return lambda: state.hear(92)
 
 
+@operation("fill", scrub="cross-tenant")
+def _adopt_with_states_and_scrubbing(state: FaultyCache) -> Prepared:
+    """All groups are scrubbed before any row is taken, and the state stays at rest meanwhile."""
+    state.cache.add_states({9: [StateShape((100,), torch.float32)]})
+    state.add_layers(20)  # Scrubbed last.
+    state.begin(4)
+    state.begin(30).close()
+    return lambda: state.sequences.append(state.cache.open(20, tenant="other"))
+
+
 @operation("join_streams", "fill", scrub="always")
 def _adopt_with_scrubbing(state: FaultyCache) -> Prepared:
     state.begin(40).close()
@@ -356,6 +367,37 @@ def _set_budget(state: FaultyCache) -> Prepared:
     state.say(98).close()
     state.begin(60).close()
     return lambda: state.pool.set_budget(20 * PAGE)
+
+
+def _saving(state: FaultyCache, sequence: Sequence) -> Scenario:
+    """A failed save leaves the older file, and no temporary one."""
+    path = state.folder / "kv"
+    path.write_text("older")
+
+    def observe() -> object:
+        files = {each.name: zlib.crc32(each.read_bytes()) for each in state.folder.iterdir()}
+        return files, sequence.is_resident, state.pool.stats()
+
+    return Scenario(lambda: sequence.save(path), observe, state.cache.check, state.close_cache)
+
+
+@operation("copy", window_tokens=20)
+def _save(state: FaultyCache) -> Prepared:
+    return _saving(state, state.say(98))
+
+
+@operation("copy", **_WITH_HOST)
+def _save_while_swapped_out(state: FaultyCache) -> Prepared:
+    sequence = state.say(98)
+    sequence.swap_out()
+    state.pool.reclaimer.wait()
+    return _saving(state, sequence)
+
+
+@operation("copy", *_MAPS, window_tokens=20)
+def _load(state: FaultyCache) -> Prepared:
+    state.say(98).save(state.folder / "kv")
+    return lambda: state.sequences.append(state.cache.load(state.folder / "kv"))
 
 
 @operation("mem_create", "join_streams", "stream_wait", "copy", *_EXCHANGES, **_WITH_HOST)
@@ -435,13 +477,18 @@ def _move_prefixes_and_bring_them_back(state: FaultyCache) -> Prepared:
     return Scenario(there_and_back, observe, cache.check, close)
 
 
+@pytest.fixture(autouse=True)
+def small_constants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Short windows move, and a file takes several copies."""
+    monkeypatch.setattr(layer_group, "UNDERREAD_TOKENS", 0)
+    monkeypatch.setattr(disk, "_CHUNK_BYTES", 16 * KiB)
+    monkeypatch.setattr(FaultyCache, "folder", tmp_path, raising=False)
+
+
 @pytest.mark.parametrize("is_out_of_memory", [False, True], ids=["broken", "full"])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_every_call_can_fail(
-    operation: str, is_out_of_memory: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_call_can_fail(operation: str, is_out_of_memory: bool) -> None:
     """A failure changes nothing, and the scenario makes the calls that it is meant to make."""
-    monkeypatch.setattr(layer_group, "UNDERREAD_TOKENS", 0)  # So that short windows move.
     make_scenario, primitives = OPERATIONS[operation]
     struck = check_every_call_can_fail(
         lambda: HostBackend(PAGE), make_scenario, is_out_of_memory=is_out_of_memory
@@ -454,7 +501,6 @@ def test_every_call_can_fail(
 )
 def test_every_wait_can_be_interrupted(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C during a wait for the device changes nothing, and the operation can be repeated."""
-    monkeypatch.setattr(layer_group, "UNDERREAD_TOKENS", 0)
     wait = HostFence.wait
     for interrupted_at in itertools.count(1):
         host = HostBackend(PAGE)
@@ -485,18 +531,6 @@ def test_every_wait_can_be_interrupted(operation: str, monkeypatch: pytest.Monke
 # ---- interrupts ---------------------------------------------------------------------------
 
 
-def _save(backend: Any, path: Path) -> Scenario:
-    state = FaultyCache(backend, window_tokens=40)
-    sequence = state.say(98)
-    return state.scenario(lambda: sequence.save(path))
-
-
-def _load(backend: Any, path: Path) -> Scenario:
-    state = FaultyCache(backend)
-    state.say(98).save(path)
-    return state.scenario(lambda: state.sequences.append(state.cache.load(path)))
-
-
 def _close_lost(cache: KVCache, known: set[int]) -> None:
     """Close the sequences that an interrupted call has opened and its caller did not get."""
     for sequence in [] if cache.is_closed else cache.sequences:
@@ -504,18 +538,13 @@ def _close_lost(cache: KVCache, known: set[int]) -> None:
             sequence.close()
 
 
-@pytest.mark.parametrize("name", [*OPERATIONS, "save", "load"])
-def test_an_operation_can_be_interrupted_at_any_offset(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_can_be_interrupted_at_any_offset(name: str) -> None:
     """The interrupted operation has happened as a whole, or not at all."""
-    monkeypatch.setattr(layer_group, "UNDERREAD_TOKENS", 0)  # So that short windows move.
-    files = {"save": _save, "load": _load}
 
     def make() -> tuple[HostBackend, Scenario]:
         host: Any = HostBackend(PAGE)
-        path = tmp_path / "sequence"
-        return host, files[name](host, path) if name in files else OPERATIONS[name][0](host)
+        return host, OPERATIONS[name][0](host)
 
     _, scenario = make()
     before = scenario.observe()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from helpers.pools import PAGE
 
 from vmkv import ExtentPool, HostBackend, InternalError
 from vmkv.core import _native
@@ -12,9 +13,7 @@ from vmkv.core._native import count_references
 from vmkv.core.backend import Access, MemoryLocation
 from vmkv.core.memory import PageMapping, PageTable, check_pool
 from vmkv.core.memory.page_table import placed
-from vmkv.units import Address, KiB
-
-PAGE = 4 * KiB
+from vmkv.units import Address
 
 
 @pytest.fixture

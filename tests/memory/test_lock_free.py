@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from helpers.pools import PAGE, MakePool
 
 from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, OutOfPagesError
 from vmkv.core._native import References, count_references
 from vmkv.core.memory import Extent, PageTable, Victim, check_pool
-from vmkv.units import KiB
 
-PAGE = 4 * KiB
 NUM_THREADS = 4
-MakePool = Callable[..., ExtentPool]
 
 
 @contextmanager

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
+from helpers.pools import PAGE, MakePool
 
 from vmkv import ExtentPool, HostBackend, InternalError, OutOfAddressSpaceError
 from vmkv.core.backend import Access, AccessOp, MapOp
 from vmkv.core.memory import PageTable
 from vmkv.core.memory.page_table import placed
-from vmkv.errors import DriverError
-from vmkv.testing import FaultInjectingBackend
-from vmkv.units import KiB
-
-PAGE = 4 * KiB
-MakePool = Callable[..., ExtentPool]
 
 
 def _map(table: PageTable, row: int, *classes: int) -> None:
@@ -100,37 +93,3 @@ def test_close_waits_for_the_device(host: HostBackend, make_pool: MakePool) -> N
     assert host.last_passed_fence > passed
     assert host.record_fence().has_passed() is False  # The device is still busy.
     host.pass_fences()
-
-
-def test_reservation_outlives_close_while_a_tensor_points_into_it(
-    host: HostBackend, make_pool: MakePool
-) -> None:
-    """The reservation stays empty, so that a stale view faults, and is freed later."""
-    pool = make_pool(64)
-    views = [True, False]
-    tables = [PageTable(pool, num_rows=1, row_pages=8) for _ in range(2)]
-    for table, alive in zip(tables, views, strict=True):
-        _map(table, 0, 0)
-        table.close(lambda alive=alive: alive and views[0])
-    assert 1 == len(pool.reclaimer.idle_reservations)
-    assert (1, 0) == (host.usage().num_reservations, host.usage().num_mappings)
-    views[0] = False
-    pool.trim()
-    assert (0, 0) == (len(pool.reclaimer.idle_reservations), host.usage().num_reservations)
-
-
-def test_addresses_of_memory_that_could_not_be_unmapped_stay_reserved() -> None:
-    """Another `close` unmaps the memory and frees the addresses."""
-    backend = FaultInjectingBackend(HostBackend(PAGE))
-    pool = ExtentPool(backend, 16 * PAGE)
-    table = PageTable(pool, num_rows=1, row_pages=4)
-    _map(table, 0, 0)
-    backend.arm(2)  # The fence is recorded, and unmapping fails.
-    with pytest.raises(DriverError):
-        table.close(lambda: False)
-    assert "mem_unmap" == backend.failed_call
-    pool.reclaimer.free_idle_reservations()
-    assert (1, 1) == (backend.usage().num_reservations, backend.usage().num_mappings)
-    table.close(lambda: False)
-    pool.close()
-    assert 0 == backend.usage().num_reservations

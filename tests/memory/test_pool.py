@@ -6,19 +6,15 @@ machines/test_pool_machine.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from helpers.pools import PAGE, MakePool
 
 from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, OutOfPagesError
 from vmkv.core.memory import check_pool
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB, MiB
-
-PAGE = 4 * KiB
-MakePool = Callable[..., ExtentPool]
-
 
 # ---- acquiring ----------------------------------------------------------------------------
 
@@ -121,10 +117,12 @@ def test_budget_can_grow_manifold(make_pool: MakePool) -> None:
 # ---- bad input ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget_bytes", [0, -1, PAGE - 1])
-def test_budget_smaller_than_a_page_is_refused(host: HostBackend, budget_bytes: int) -> None:
-    """The message names both numbers."""
-    with pytest.raises(ConfigError, match=rf"budget_bytes={budget_bytes} .*{PAGE}"):
+@pytest.mark.parametrize("budget_bytes", [0, -1, PAGE - 1, 2.5 * PAGE, "1 MiB", None])
+def test_budget_that_is_no_number_of_pages_is_refused(host: HostBackend, budget_bytes: Any) -> None:
+    """The message names a number that is too small, and the page."""
+    is_small = isinstance(budget_bytes, int)
+    match = rf"budget_bytes={budget_bytes} .*{PAGE}" if is_small else "budget_bytes"
+    with pytest.raises((ConfigError, TypeError), match=match):
         ExtentPool(host, budget_bytes)
 
 
@@ -135,12 +133,6 @@ def test_page_that_is_no_multiple_of_the_granularity_is_refused(
     """A page must be a power of two, and a multiple of the driver's granularity."""
     with pytest.raises(ConfigError, match=f"page_bytes={page_bytes} "):
         ExtentPool(host, 1 * MiB, page_bytes=page_bytes)
-
-
-@pytest.mark.parametrize("budget_bytes", [2.5 * PAGE, "1 MiB", None])
-def test_budget_that_is_no_integer_is_refused(host: HostBackend, budget_bytes: Any) -> None:
-    with pytest.raises((ConfigError, TypeError), match="budget_bytes"):
-        ExtentPool(host, budget_bytes)
 
 
 def test_page_may_be_larger_than_the_granularity(host: HostBackend) -> None:

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import pytest
+from helpers.pools import PAGE, MakePool
 
 from vmkv import ExtentPool, HostBackend, InternalError, OutOfPagesError
 from vmkv.core.backend import Access
 from vmkv.core.memory import Extent, PageTable, Pressure, Victim, pinned
-from vmkv.units import KiB
-
-PAGE = 4 * KiB
-MakePool = Callable[..., ExtentPool]
 
 
 class _Source:

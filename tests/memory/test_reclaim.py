@@ -5,19 +5,15 @@ The host backend holds fences back, so that submitted work lasts for as long as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from helpers.one_row import table_of
+from helpers.pools import PAGE, MakePool
 
 from vmkv import ExtentPool, HostBackend
 from vmkv.core.memory import Change, PageTable, RetiredMapping, RowChange, check_pool
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend, read_bytes, write_bytes
-from vmkv.units import Address, KiB
-
-PAGE = 4 * KiB
-MakePool = Callable[..., ExtentPool]
+from vmkv.units import Address
 
 
 def _table(pool: ExtentPool, *classes: int) -> PageTable:
@@ -222,25 +218,6 @@ def test_failed_unmap_keeps_the_books(
     pool.reclaimer.wait()
     assert [] == pool.reclaimer.retired_mappings()
     assert 3 * PAGE == pool.stats().free_bytes
-
-
-def test_failed_free_of_a_reservation_can_be_repeated(
-    host: HostBackend, make_pool: MakePool
-) -> None:
-    """The first of two reservations is freed, the second stays until the next attempt."""
-    backend = FaultInjectingBackend(host)
-    pool = make_pool(16, backend)
-    has_views = True
-    for _ in range(2):
-        PageTable(pool, num_rows=1, row_pages=2).close(lambda: has_views)
-    has_views = False
-    backend.arm(2)
-    with pytest.raises(DriverError, match="address_free"):
-        pool.reclaimer.free_idle_reservations()
-    backend.arm(0)
-    assert (1, 1) == (len(pool.reclaimer.idle_reservations), host.usage().num_reservations)
-    pool.reclaimer.free_idle_reservations()
-    assert 0 == host.usage().num_reservations
 
 
 def test_what_an_unmap_has_not_reached_stays_retired(

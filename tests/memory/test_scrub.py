@@ -6,18 +6,15 @@ Sequences over scrubbed memory are tested in cache/test_scrub.py.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 
 import pytest
+from helpers.pools import PAGE, MakePool
 
 from vmkv import ConfigError, ExtentPool, HostBackend
 from vmkv.core.memory import Extent, PageTable, Scrub
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend, read_bytes, write_bytes
-from vmkv.units import Handle, KiB
-
-PAGE = 4 * KiB
-MakePool = Callable[..., ExtentPool]
+from vmkv.units import Handle
 
 
 def _extent(*, is_dirty: bool, tenant: str | None) -> Extent:
@@ -47,13 +44,6 @@ def test_modes_scrub_the_extents_they_name(
 ) -> None:
     byte = Scrub(scrub).byte(_extent(is_dirty=is_dirty, tenant=last), next_, None)
     assert concerns == (byte is not None)
-
-
-@pytest.mark.parametrize("scrub", ["never", "cross-tenant"])
-def test_memory_of_another_type_is_zeroed(scrub: str) -> None:
-    """Old bytes may be NaN in the new type; memory that was never written is left alone."""
-    for is_dirty, byte in ((True, 0), (False, None)):
-        assert byte == Scrub(scrub).byte(_extent(is_dirty=is_dirty, tenant=None), None, "float16")
 
 
 def test_scrub_is_named_or_a_member() -> None:

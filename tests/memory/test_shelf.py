@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from helpers.pools import PAGE, MakePool
 
 from vmkv import ConfigError, ExtentPool, HostBackend, OutOfPagesError
 from vmkv.core.backend import MemoryLocation
@@ -15,11 +16,9 @@ from vmkv.core.memory import check_pool
 from vmkv.core.memory.shelf import Shelf
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend
-from vmkv.units import KiB, MiB
+from vmkv.units import MiB
 
-PAGE = 4 * KiB
 DEVICE, HOST = MemoryLocation.DEVICE, MemoryLocation.HOST
-MakePool = Callable[..., ExtentPool]
 MakeShelf = Callable[..., Shelf]
 
 
@@ -68,54 +67,11 @@ def test_memory_is_of_the_shelfs_location(
     _empty(shelf)
 
 
-def test_taken_extents_are_counted_free_only_when_put_back(make_shelf: MakeShelf) -> None:
-    """`available_bytes` counts what can still be taken, created or not."""
-    shelf = make_shelf(8)
-    assert 8 * PAGE == shelf.available_bytes
-    extents = shelf.take([1, 0])
-    assert (3 * PAGE, 0, 5 * PAGE) == (
-        shelf.created_bytes,
-        shelf.free_bytes,
-        shelf.available_bytes,
-    )
-    shelf.put_back([extents[0]])
-    assert (3 * PAGE, 2 * PAGE, 7 * PAGE) == (
-        shelf.created_bytes,
-        shelf.free_bytes,
-        shelf.available_bytes,
-    )
-    shelf.put_back([extents[1]])
-    _empty(shelf)
-
-
 def test_host_budget_is_named(make_shelf: MakeShelf) -> None:
     """The error of a failed swap-out names the budget that was too small."""
     shelf = make_shelf(2, HOST)
     with pytest.raises(OutOfPagesError, match=r"of a host memory budget.*raise host_budget_bytes"):
         shelf.take([2])
-
-
-def test_release_takes_the_largest_first(make_shelf: MakeShelf) -> None:
-    """Large extents take the fewest calls; at least the bytes asked for are released, if free."""
-    shelf = make_shelf(16)
-    shelf.put_back(shelf.take([0, 3, 1]))
-    assert 8 * PAGE == shelf.release_free(PAGE)
-    assert 2 * PAGE == shelf.release_free(2 * PAGE)
-    assert PAGE == shelf.release_free(100 * PAGE)
-    _empty(shelf)
-
-
-def test_release_that_fails_keeps_the_extent_free(host: HostBackend, make_shelf: MakeShelf) -> None:
-    """The extent still exists, so it is counted and can be taken."""
-    faulty = FaultInjectingBackend(host)
-    shelf = make_shelf(8, backend=faulty)
-    shelf.put_back(shelf.take([0, 1]))
-    faulty.arm(2)
-    with pytest.raises(DriverError, match="mem_release"):
-        shelf.release_free(3 * PAGE)
-    faulty.arm(0)
-    assert (PAGE, PAGE) == (shelf.created_bytes, shelf.free_bytes)
-    _empty(shelf)
 
 
 def test_unlisted_release_that_fails_leaves_the_extent_to_its_caller(
