@@ -132,58 +132,33 @@ def assert_close(out, query, dense, batch, options) -> None:
     assert error <= allowed, f"error {error:.3g}, plain attention's rule allows {allowed:.3g}"
 
 
-@pytest.mark.parametrize("shape", BATCHES)
+EDGES = ("decode", "mixed")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+#: MHA, MQA, GQA with groups that are no power of two.
+HEADS = [(4, 4, 64), (8, 1, 64), (12, 4, 128), (6, 2, 96), (4, 2, 192), (4, 2, 256), (16, 2, 512)]
+OPTIONS: list[dict[str, Any]] = [
+    *({"window": window} for window in (1, 32, 128, 10_000)),  # The query, and tokens before it.
+    {"softcap": 5.0},
+    {"sinks": True},
+    {"left_pad": True},
+    {"softcap": 5.0, "window": 48},
+    {"sinks": True, "window": 48},
+    {"left_pad": True, "window": 48},
+    {"left_pad": True, "sinks": True, "softcap": 5.0},
+]
+CASES = [
+    *itertools.product([{"dtype": dtype} for dtype in DTYPES], BATCHES),
+    *itertools.product([{"heads": h, "kv_heads": kv, "dim": dim} for h, kv, dim in HEADS], EDGES),
+    # Values narrower or wider than keys, as in latent attention.
+    *itertools.product([{"dim": 192, "v_dim": 128}, {"dim": 64, "v_dim": 128}], EDGES),
+    *itertools.product(OPTIONS, BATCHES),
+]
+
+
+@pytest.mark.parametrize(("options", "shape"), CASES, ids=str)
 @pytest.mark.parametrize(("device", "name"), DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_ragged_batches(device, name, dtype, shape):
+def test_ragged_batches(device, name, options, shape):
     """Decode, prefill, chunks and mixtures, in shuffled rows of ragged lengths."""
-    run(Case(dtype=dtype), shape, device, name)
-
-
-@pytest.mark.parametrize("shape", ["decode", "mixed"])
-@pytest.mark.parametrize(("device", "name"), DEVICES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"),
-    [(4, 4, 64), (8, 1, 64), (12, 4, 128), (6, 2, 96), (4, 2, 192), (4, 2, 256), (16, 2, 512)],
-)
-def test_heads_and_head_sizes(device, name, heads, kv_heads, dim, shape):
-    """MHA, MQA, GQA with groups that are no power of two; head sizes 64 to 512."""
-    run(Case(heads=heads, kv_heads=kv_heads, dim=dim), shape, device, name)
-
-
-@pytest.mark.parametrize("shape", ["decode", "mixed"])
-@pytest.mark.parametrize(("device", "name"), DEVICES)
-@pytest.mark.parametrize(("dim", "v_dim"), [(192, 128), (64, 128)])
-def test_values_narrower_or_wider_than_keys(device, name, dim, v_dim, shape):
-    """Dv need not be Dk, as in latent attention."""
-    run(Case(dim=dim, v_dim=v_dim), shape, device, name)
-
-
-@pytest.mark.parametrize("shape", BATCHES)
-@pytest.mark.parametrize(("device", "name"), DEVICES)
-@pytest.mark.parametrize("window", [1, 32, 128, 10_000])
-def test_windows(device, name, window, shape):
-    """A window of W is the query itself and W - 1 tokens before it."""
-    run(Case(window=window), shape, device, name)
-
-
-@pytest.mark.parametrize("shape", BATCHES)
-@pytest.mark.parametrize(("device", "name"), DEVICES)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"softcap": 5.0},
-        {"sinks": True},
-        {"left_pad": True},
-        {"softcap": 5.0, "window": 48},
-        {"sinks": True, "window": 48},
-        {"left_pad": True, "window": 48},
-        {"left_pad": True, "sinks": True, "softcap": 5.0},
-    ],
-    ids=str,
-)
-def test_options(device, name, options, shape):
-    """Soft caps, sinks and left padding, alone and together."""
     run(Case(**options), shape, device, name)
 
 
