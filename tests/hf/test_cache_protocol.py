@@ -31,6 +31,7 @@ from helpers.tiny_models import (
     forward,
     generate,
     keys_of,
+    llama_config,
     make_cache,
     model_from,
     parts_of,
@@ -51,6 +52,7 @@ from vmkv import (
     DriverError,
     HostBackend,
     OutOfPagesError,
+    RaggedCache,
     SequenceFullError,
     VMKVCache,
 )
@@ -144,28 +146,23 @@ def test_mask_sizes_are_those_of_the_next_update(name: str, new_cache: NewCache)
 
 
 def test_lengths_are_python_integers(new_cache: NewCache) -> None:
-    """`get_seq_length` is an int, before and after updates and for every kind of layer."""
+    """For every kind of layer, also after a crop by a tensor, as assisted decoding of 5.17 does."""
     cache = new_cache(tiny_config("gemma2"))
     assert cache.get_seq_length() == 0
-    append(cache, 11)
+    append(cache, 6)
+    cache.crop(torch.tensor(-2))
+    append(cache, 40, seed=1)
     for index in range(len(cache.layers)):
         assert type(cache.get_seq_length(index)) is int
-        assert cache.get_seq_length(index) == 11
-
-
-def test_update_ignores_extra_arguments_of_other_releases(new_cache: NewCache) -> None:
-    cache = new_cache(tiny_config("llama"))
-    keys, values = keys_of(1, 4, 0), keys_of(1, 4, 1)
-    returned = cache.layers[0].update(keys, values, {"cache_position": torch.arange(4)}, extra=1)
-    assert torch.equal(keys, returned[0])
-    assert torch.equal(values, returned[1])
+        assert cache.get_seq_length(index) == 44
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_update_keeps_every_dtype(dtype: torch.dtype, new_cache: NewCache) -> None:
+    """Arguments of other releases are ignored."""
     cache = new_cache(tiny_config("llama"))
     keys, values = keys_of(2, 6, 0, dtype=dtype), keys_of(2, 6, 1, dtype=dtype)
-    returned = cache.update(keys, values, 0)
+    returned = cache.layers[0].update(keys, values, {"cache_position": torch.arange(6)}, extra=1)
     assert dtype == returned[0].dtype == cache.layers[0].values.dtype
     assert torch.equal(keys, returned[0])
     assert torch.equal(values, returned[1])
@@ -229,32 +226,10 @@ def test_iteration_shows_what_dynamic_cache_shows(new_cache: NewCache) -> None:
         for their, our in zip(theirs, ours, strict=True):
             assert (their is None) == (our is None)
             assert their is None or torch.equal(their, our)
-
-
-@pytest.mark.skipif(VERSION >= (5, 0), reason="5.x has no indexing of caches")
-def test_indexing_shows_what_dynamic_cache_shows(new_cache: NewCache) -> None:
-    """`cache[layer]` and `to_legacy_cache` give keys and values."""
-    expected, cache = _pair(new_cache)
-    append(expected, 12)
-    append(cache, 12)
-    assert all(map(torch.equal, expected[1], cache[1]))
-    for theirs, ours in zip(expected.to_legacy_cache(), cache.to_legacy_cache(), strict=True):
-        assert all(map(torch.equal, theirs, ours))
-
-
-def test_keys_cannot_be_replaced_by_another_tensor(new_cache: NewCache) -> None:
-    """Assigning keys is refused, except None, which transformers uses to forget."""
-    cache = new_cache(tiny_config("llama"))
-    append(cache, 4)
-    layer = cache.layers[0]
-    before = layer.keys.clone()
-    with pytest.raises(ConfigError, match="edit them in place"):
-        layer.keys = torch.zeros(2, HEADS, 4, WIDTH)
-    with pytest.raises(ConfigError, match="cannot be replaced"):
-        layer.values = torch.zeros(2, HEADS, 4, WIDTH)
-    assert torch.equal(before, layer.keys)
-    layer.keys += 1
-    assert torch.equal(before + 1, layer.keys)
+    if VERSION < (5, 0):  # 5.x has no indexing of caches.
+        assert all(map(torch.equal, expected[1], cache[1]))
+        for theirs, ours in zip(expected.to_legacy_cache(), cache.to_legacy_cache(), strict=True):
+            assert all(map(torch.equal, theirs, ours))
 
 
 # ---- crop -------------------------------------------------------------------------------------
@@ -274,18 +249,6 @@ def test_crop_to_a_length_follows_the_release(argument: int, new_cache: NewCache
         expected.crop(argument)
         cache.crop(argument)
     assert_same_contents(expected, cache)
-
-
-def test_crop_accepts_a_tensor_as_transformers_passes_it(new_cache: NewCache) -> None:
-    """5.17's assisted decoding gives a zero-dimensional tensor; lengths stay Python integers."""
-    cache = new_cache(tiny_config("gemma2"))
-    append(cache, 6)
-    cache.crop(torch.tensor(-2))
-    assert type(cache.get_seq_length()) is int
-    assert cache.get_seq_length() == 4
-    append(cache, 40, seed=1)
-    assert type(cache.get_seq_length(1)) is int
-    assert cache.get_seq_length(1) == 44
 
 
 @pytest.mark.skipif(not RECORDS_PAST, reason="this release cannot record a window's past")
@@ -428,8 +391,11 @@ def test_batch_select_accepts_what_indexes_a_tensor(
 
 
 def test_batch_grows_up_to_max_batch_size(new_cache: NewCache) -> None:
-    """A repetition beyond `max_batch_size` is refused and changes nothing."""
+    """A batch or a repetition beyond `max_batch_size` is refused and changes nothing."""
     cache = new_cache(tiny_config("llama"), max_batch_size=6)
+    with pytest.raises(ConfigError, match="max_batch_size"):
+        append(cache, 3, batch_size=7)
+    assert cache.get_seq_length() == 0
     append(cache, 5, batch_size=2)
     cache.batch_repeat_interleave(3)
     before = contents(cache)
@@ -537,16 +503,33 @@ def test_encoder_decoder_pair_is_two_virtual_caches(new_cache: NewCache) -> None
 # ---- refusals ---------------------------------------------------------------------------------
 
 
-def test_pickle_and_save_are_refused(new_cache: NewCache) -> None:
-    """The memory belongs to one process; the error proposes deepcopy."""
+_ZEROS = torch.zeros(2, HEADS, 4, WIDTH)
+_REFUSED_USES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "pickle": (pickle.dumps, "deepcopy"),
+    "save": (lambda cache: torch.save(cache, io.BytesIO()), "deepcopy"),
+    "copy": (copy.copy, "deepcopy"),
+    "offload": (lambda cache: cache.layers[0].offload(), "offload"),
+    "offloading": (lambda _: VMKVCache(tiny_config("llama"), offloading=True), "offload"),
+    "keys": (lambda cache: setattr(cache.layers[0], "keys", _ZEROS), "edit them in place"),
+    "values": (lambda cache: setattr(cache.layers[0], "values", _ZEROS), "cannot be replaced"),
+}
+
+
+@pytest.mark.parametrize("use", _REFUSED_USES)
+def test_uses_that_one_process_or_one_memory_excludes_are_refused(
+    use: str, new_cache: NewCache
+) -> None:
+    """The memory stays in its process and place; keys may be edited in it."""
     cache = new_cache(tiny_config("llama"))
     append(cache, 4)
-    with pytest.raises(ConfigError, match="deepcopy"):
-        pickle.dumps(cache)
-    with pytest.raises(ConfigError, match="deepcopy"):
-        torch.save(cache, io.BytesIO())
-    with pytest.raises(ConfigError, match="deepcopy"):
-        copy.copy(cache)
+    before = contents(cache)
+    function, match = _REFUSED_USES[use]
+    with pytest.raises(ConfigError, match=match):
+        function(cache)
+    _assert_unchanged(before, cache)
+    layer = cache.layers[0]
+    layer.keys += 1
+    assert torch.equal(before[0][0] + 1, layer.keys)
 
 
 _REFUSED = 3
@@ -584,27 +567,6 @@ def test_a_forked_child_leaves_its_parents_tokens(new_cache: NewCache, act: str)
     cache.check()
 
 
-def test_offloading_is_refused(new_cache: NewCache) -> None:
-    """Neither the constructor nor the layers offload."""
-    with pytest.raises(ConfigError, match="offload"):
-        VMKVCache(tiny_config("llama"), offloading=True)
-    cache = new_cache(tiny_config("llama"))
-    append(cache, 4)
-    with pytest.raises(ConfigError, match="offload"):
-        cache.layers[0].offload()
-
-
-def test_keys_that_require_gradients_are_refused(new_cache: NewCache) -> None:
-    """Before anything is written."""
-    cache = new_cache(tiny_config("llama"))
-    keys = keys_of(1, 4, 0).requires_grad_()
-    with pytest.raises(ConfigError, match="gradient"):
-        cache.update(keys, keys_of(1, 4, 1), 0)
-    assert cache.get_seq_length() == 0
-    with torch.no_grad():
-        assert torch.equal(keys, cache.update(keys, keys, 0)[0])
-
-
 @pytest.mark.parametrize("what", ["gradients", "dtype", "device"])
 def test_a_refused_update_does_not_grow_the_rows(what: str, new_cache: NewCache) -> None:
     """Otherwise the rows would be ahead of their layers and windows would free tokens too early."""
@@ -618,7 +580,7 @@ def test_a_refused_update_does_not_grow_the_rows(what: str, new_cache: NewCache)
     for each in (expected, cache):
         append(each, 20)
     before = cache.stats()
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="gradient" if what == "gradients" else None):
         cache.update(refused, refused, 0)
     assert before == cache.stats()
     for seed in (1, 2):
@@ -706,44 +668,35 @@ def test_a_first_update_with_mismatched_keys_and_values_is_refused(
     assert cache.get_seq_length() == 5
 
 
-@pytest.mark.parametrize(
-    "name", ["max_tokens", "max_batch_size", "budget_bytes", "layers_per_group"]
-)
-@pytest.mark.parametrize("value", [0, -1, 2.5, True, "8", float("nan")])
-def test_sizes_that_are_no_positive_integers_are_refused(name: str, value: Any) -> None:
-    """The error names the argument and the value."""
-    with pytest.raises(ConfigError, match=name):
-        VMKVCache(tiny_config("llama"), **{name: value})
+_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({name: value}, name)
+        for name in ("max_tokens", "max_batch_size", "budget_bytes", "layers_per_group")
+        for value in (0, -1, 2.5, True, "8", float("nan"))
+    ),
+    ({"attention_backend": "nonesuch"}, "nonesuch"),
+    *(
+        ({"config": each}, r"model\.config")
+        for each in (None, "meta-llama/Llama-3-8B", {"num_hidden_layers": 2}, 7)
+    ),
+    ({"config": PretrainedConfig()}, "layers"),
+    ({"config": llama_config(max_position_embeddings=-5)}, "max_tokens"),
+    ({"pool": True, "backend": "host"}, "pool"),
+    ({"pool": True, "budget_bytes": 1 << 20}, "a pool has its own budget"),
+]
 
 
-@pytest.mark.parametrize("config", [None, "meta-llama/Llama-3-8B", {"num_hidden_layers": 2}, 7])
-def test_something_that_is_no_config_is_refused(config: Any) -> None:
-    """The error names `model.config`."""
-    with pytest.raises(ConfigError, match=r"model\.config"):
-        VMKVCache(config)
-
-
-def test_config_without_layers_is_refused() -> None:
-    """A configuration without the number of layers."""
-    with pytest.raises(ConfigError, match=r"layers"):
-        VMKVCache(PretrainedConfig())
-
-
-def test_config_with_an_impossible_length_is_refused() -> None:
-    """The error comes when the cache is made."""
-    config = tiny_config("llama")
-    config.max_position_embeddings = -5
-    with pytest.raises(ConfigError, match="max_tokens"):
-        VMKVCache(config)
-
-
-def test_batch_above_max_batch_size_is_refused(new_cache: NewCache) -> None:
-    """The cache stays empty and usable."""
-    cache = new_cache(tiny_config("llama"), max_batch_size=2)
-    with pytest.raises(ConfigError, match="max_batch_size"):
-        append(cache, 3, batch_size=3)
-    assert cache.get_seq_length() == 0
-    append(cache, 3, batch_size=2)
+@pytest.mark.parametrize(("options", "match"), _OPTIONS, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize("kind", [VMKVCache, RaggedCache])
+def test_options_that_cannot_be_served_are_refused(
+    kind: Callable[..., Any], options: dict[str, Any], match: str, pool: vmkv.ExtentPool
+) -> None:
+    """When the cache is made; the error names the argument, and the value or what to pass."""
+    options = {"config": tiny_config("llama"), **options}
+    if "pool" in options:
+        options["pool"] = pool
+    with pytest.raises(ConfigError, match=match):
+        kind(options.pop("config"), **options)
 
 
 def test_budget_below_one_page_is_refused() -> None:
@@ -754,23 +707,6 @@ def test_budget_below_one_page_is_refused() -> None:
             append(cache, 1)
         assert cache.get_seq_length() == 0
     assert BackendUsage() == backend.usage()
-
-
-def test_tensors_on_another_device_than_the_backend_are_refused() -> None:
-    """A cache with an explicit backend makes no second one."""
-    with VMKVCache(tiny_config("llama"), backend=HostBackend(4 * KiB)) as cache:
-        append(cache, 2)
-        with pytest.raises(ConfigError, match=r"meta"):
-            cache.update(*_changed("device"), 1)
-
-
-def test_pool_excludes_backend_and_budget() -> None:
-    """A shared pool comes with its own memory and budget."""
-    pool = vmkv.ExtentPool(HostBackend(4 * KiB), 64 * KiB)
-    for options in ({"backend": "host"}, {"budget_bytes": 1 << 20}):
-        with pytest.raises(ConfigError, match="pool"):
-            VMKVCache(tiny_config("llama"), pool=pool, **options)
-    pool.close()
 
 
 # ---- capacity ---------------------------------------------------------------------------------

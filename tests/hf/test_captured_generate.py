@@ -570,15 +570,12 @@ class _RenamesCache(transformers.LlamaForCausalLM):
         return super().forward(input_ids, past_key_values=memory, **kwargs)
 
 
-def test_a_model_that_takes_its_cache_by_an_unknown_name_is_refused() -> None:
+def test_models_that_cannot_be_captured_are_refused() -> None:
+    """With a cache by an unknown name; an encoder-decoder, for which the error names its pair."""
     model = _RenamesCache(tiny_model("llama").config)
     with pytest.raises(ConfigError, match=r"_RenamesCache\.forward takes no cache by a name"):
         vmkv.capture_decoding(model)
     assert "forward" not in vars(model)
-
-
-def test_encoder_decoders_are_refused() -> None:
-    """The error names `for_encoder_decoder`."""
     with pytest.raises(ConfigError, match="for_encoder_decoder"):
         vmkv.capture_decoding(tiny_model("t5"))
 

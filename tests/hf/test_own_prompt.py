@@ -30,8 +30,9 @@ from transformers import (
 )
 
 import vmkv
-from vmkv import ConfigError
+from vmkv import ConfigError, ExtentPool, RaggedCache
 from vmkv.hf import sampling
+from vmkv.units import MiB
 
 NEW_TOKENS = 12
 
@@ -343,13 +344,30 @@ def test_processors_that_do_not_depend_on_the_prompt_are_prepared_once(
         ({"labels": torch.zeros(4, 23)}, "token ids alone, not labels"),
         ({"no_such_option": 3}, "no_such_option"),
         ({"temperature": -1.0, "do_sample": True}, "temperature"),
+        ({"num_beams": 2}, "num_beams must be 1"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences must be 1"),
+        ({"attention_backend": "nonesuch"}, "nonesuch"),
+        ({"attention_backend": "flash2"}, "'sdpa' would serve it"),
+        ({"pool": True, "budget_bytes": MiB}, "budget"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
+        ({"max_num_batched_tokens": -3}, "max_num_batched_tokens"),
+        ({"cache": True, "budget_bytes": MiB}, "a cache has its own pool"),
+        ({"cache": True, "attention_backend": "sdpa"}, "a cache has its own pool"),
+        ({"cache": True, "tenant": 5}, "tenant=5 must be a string"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_unsupported_options_are_refused(options: dict[str, Any], message: str, model: Any) -> None:
-    """The error names the option."""
+def test_unsupported_options_are_refused(
+    options: dict[str, Any], message: str, model: Any, pool: ExtentPool
+) -> None:
+    """The error names the option; no memory is taken, and the model keeps its attention."""
+    its = {"pool": pool, "cache": RaggedCache(model.config, pool=pool)}
+    options = options | {name: its[name] for name in its.keys() & options.keys()}
+    before = model.config._attn_implementation
     with pytest.raises(ConfigError, match=message):
         vmkv.generate(model, PROMPTS, max_new_tokens=2, **options)
+    assert before == model.config._attn_implementation
+    its["cache"].close()
 
 
 @pytest.mark.parametrize("token", [VOCABULARY, 5000, -1, 2**70])

@@ -30,7 +30,6 @@ from helpers.tiny_models import (
     left_padded_prompt,
     model_from,
     prompt,
-    tiny_config,
     tiny_model,
     tiny_shape,
 )
@@ -38,7 +37,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, StaticCache, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
-import vmkv.hf
 from vmkv import ConfigError, VMKVCache
 from vmkv.attention import (
     AttentionBackend,
@@ -603,11 +601,6 @@ def test_a_backend_that_cannot_serve_the_model_is_refused(new_cache: NewCache) -
     cache = new_cache(model.config, attention_backend="flash2")
     with pytest.raises(ConfigError, match="'sdpa' would serve it"):
         generate(model, left_padded_prompt(), cache)
-
-
-def test_an_unknown_backend_is_refused_when_the_cache_is_made() -> None:
-    with pytest.raises(ConfigError, match="nonesuch"):
-        vmkv.hf.VMKVCache(tiny_config("llama"), attention_backend="nonesuch")
 
 
 # ---- plain masks --------------------------------------------------------------------------------
