@@ -420,7 +420,7 @@ async def test_a_lazy_engine_is_shut_down_while_it_starts(tmp_path: Path) -> Non
 
 _START_CUT_SHORT = """
 import os, select, socket, sys
-from vmkv.serve.children import be_child, end_child, start_child
+from vmkv.serve.start import be_child, end_child, start_child
 
 def wait_for(end):
     poll = select.poll()

@@ -1,8 +1,7 @@
 """Incremental detokenization, and the search for stop texts.
 
-A token's text depends on its neighbours: a character may span several tokens, and many tokenizers
-write a space only between words. Each new token is therefore decoded together with the few tokens
-before it; incomplete characters are held back.
+A token's text depends on its neighbours, so each is decoded together with the few tokens before
+it; incomplete characters are held back.
 
 Bytes that never form a character become U+FFFD. Decoders with a byte fallback replace a whole run
 of bytes if one of them is invalid; here, characters of the run that were complete before stay, and
@@ -75,8 +74,7 @@ _INCOMPLETE_BYTES = 3
 class Detokenizer:
     """Text of one output, token by token; a token costs one decoding of a bounded window.
 
-    `prompt_token_ids` are context for the first tokens. `stop` is the stop text that was found, or
-    None.
+    `prompt_token_ids` are context for the first tokens. `stop` is the stop text that was found.
     """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: SamplingParams):
@@ -120,10 +118,7 @@ class Detokenizer:
         return self.stop
 
     def extend(self, token_ids: Sequence[int], *, is_last: bool) -> int | None:
-        """Add tokens, and flush after the last; returns how many come before a stop text's end.
-
-        None without a stop text.
-        """
+        """Add tokens, and flush after the last; returns how many come before a stop text's end."""
         for count, token_id in enumerate(token_ids, 1):
             if self.append(token_id) is not None:
                 return count

@@ -3,9 +3,8 @@
     async for output in engine.stream("Once upon a time", SamplingParams(max_tokens=64)):
         print(output.outputs[0].text, end="")
 
-The engine sends tokens only; they become text here, off the engine's thread. Outputs are not
-queued: a stream takes everything new in one piece when it is read, so a slow client holds nobody
-up.
+The engine sends tokens only; they become text here. A stream takes everything new in one piece
+when it is read, so a slow client holds nobody up.
 """
 
 from __future__ import annotations
@@ -100,8 +99,8 @@ class _Stream(RequestHandle):
 class EngineClient(abc.ABC):
     """Client of an engine that runs on its own, for one event loop at a time.
 
-    As an async context manager it drains and shuts down the engine on exit. An engine that has work
-    and sends no news for `silence_max_s` seconds of `clock` is reported by `failure`.
+    As an async context manager it drains and shuts down the engine on exit. `failure` reports an
+    engine that has work and sends no news for `silence_max_s` seconds of `clock`.
     """
 
     _worker: Any  # The engine's thread or process.
@@ -178,12 +177,9 @@ class EngineClient(abc.ABC):
                 self._send(Cancel(key))
 
     async def sleep(self, *, aborts: bool = False) -> None:
-        """Let the engine sleep with its weights; see `Engine.sleep`. Returns once it does.
+        """Let the engine sleep with its weights; returns once it does. Raises as `Engine.sleep`.
 
-        Requests that were made before finish first, or with `aborts` are cancelled. Those that are
-        made meanwhile wait, and wake it.
-
-        Raises as `Engine.sleep`, and `ClosedError` if the engine ends.
+        Earlier requests finish first, or with `aborts` are cancelled. Later ones wait, and wake it.
         """
         await self._ask(lambda key: Sleep(key, aborts))
 
@@ -225,9 +221,8 @@ class EngineClient(abc.ABC):
     def failure(self) -> str | None:
         """Why no request can be served; None while requests are served.
 
-        Reports an engine that has ended, one whose last steps all failed, or one that has work and
-        is silent. In the latter two cases requests are still accepted, and a step that succeeds
-        clears it.
+        If the last steps have failed or the engine is silent, requests are still accepted, and a
+        step that succeeds clears it.
         """
         if self._death is not None:
             return self._death

@@ -60,10 +60,7 @@ class Look(NamedTuple):
 
 
 class Sleep(NamedTuple):
-    """Move the weights to host memory once earlier requests have ended; `aborts` cancels them.
-
-    Later requests wait for the sleep, and then wake the engine.
-    """
+    """Move the weights to host memory once earlier requests have ended; `aborts` cancels them."""
 
     key: int
     aborts: bool
@@ -76,10 +73,7 @@ class Wake(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Give the model to training until `is_over`, once earlier requests have ended.
-
-    Later commands wait. Only a client in the same process sends it.
-    """
+    """Give the model to training until `is_over`, once earlier requests have ended."""
 
     key: int
     is_over: threading.Event
@@ -117,9 +111,8 @@ class Update(NamedTuple):
 class News(NamedTuple):
     """Everything new since the last news.
 
-    `refused` are the keys of requests and other commands that were not accepted, and why; `done`
-    are those of commands that were. `events`, pickled, and `stats` are for an observer at the
-    client; a link adds them.
+    `refused` are the keys of commands that were not accepted, and why; `done` those of commands
+    that were. `events`, pickled, and `stats` are for an observer at the client; a link adds them.
     """
 
     refused: Sequence[tuple[int, Exception]]
@@ -148,10 +141,7 @@ class Link(Protocol):
         """Whether the other side is gone."""
 
     def receive(self, timeout_s: float | None = 0.0) -> Sequence[Command]:
-        """Take the commands that have arrived; wait for one until the timeout, None for ever.
-
-        It may return without a command before.
-        """
+        """Take the commands that have arrived; wait for one until the timeout, None for ever."""
 
     def send(self, news: News) -> None:
         """Send `news`, without waiting for a reader."""
@@ -164,9 +154,8 @@ class EngineLoop:
     """Runs an engine until a `Stop` command, or until the link breaks.
 
     With `ends_with_device` the loop ends once every step fails, or the driver refuses to wake the
-    engine, so that a new process can take over: after an illegal access the device serves no more
-    in this one. The engine sleeps after its option's `sleep_after_s` seconds of `clock` without
-    requests.
+    engine, so that a new process can take over. The engine sleeps after `sleep_after_s` seconds of
+    `clock` without requests.
     """
 
     def __init__(
@@ -200,11 +189,7 @@ class EngineLoop:
         engine.when_lost(link.wake)
 
     def run(self) -> None:
-        """Run until stopped, then close the engine. Sleeps without polling while idle.
-
-        With `ends_with_device` it raises `RuntimeError`, or a rank's `RankError`, once every step
-        fails or the driver refuses to wake the engine, and leaves the engine open.
-        """
+        """Run until stopped, then close the engine; with `ends_with_device` it may raise before."""
         self._engine.use_device()
         while self._wait():
             failure = None

@@ -1,9 +1,8 @@
 """Guided decoding: grammars that llguidance compiles, and masks of the tokens that may come next.
 
 Every process that runs the model compiles a request's grammar from its text, once for each thread
-that fills masks, and has a matcher for each sample. A matcher follows the tokens that were read; it
-needs neither the cache nor a slot. Where a grammar may end, its masks have the end-of-sequence
-tokens, and nowhere else.
+that fills masks, and has a matcher for each sample, which follows the tokens that were read. Where
+a grammar may end, and only there, its masks have the end-of-sequence tokens.
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ def check_grammar(asked: StructuredOutputs, trials: GrammarTrials | None = None)
     """Check a grammar of a client in another process; `Engine.add` finds the rest.
 
     From any thread. `trials` are those of the model's vocabulary. `ConfigError` with the reason if
-    the grammar is wrong, unsupported, too large or too costly, or without llguidance.
-
-    Cost: some 10 ms, up to two times `TRIAL_S`, in the other process; nothing if it is known.
+    it is refused. Cost: some 10 ms, up to two times `TRIAL_S`; nothing if it is known.
     """
     trials = trials or _trials_of_bytes()
     reason = trials.verdicts.get(asked)
@@ -114,10 +111,7 @@ class Grammars:
                 self._ahead.clear()
 
     def prepare(self) -> None:
-        """Convert the vocabulary, so that the first grammar need not; no effect if impossible.
-
-        Callable from another thread. Cost: some 1.5 s for 128,000 tokens.
-        """
+        """Convert the vocabulary, from any thread. Cost: some 1.5 s for 128,000 tokens."""
         if importlib.util.find_spec("llguidance") is not None and is_fast(self._tokenizer):
             self._convert()
 
@@ -129,10 +123,7 @@ class Grammars:
     def is_ready(
         self, asked: StructuredOutputs, num_samples: int, when_ready: Callable[[], None]
     ) -> bool:
-        """Whether `matcher` need not compile for so many samples; from the engine's thread.
-
-        If it would have to, another thread compiles, and calls `when_ready`.
-        """
+        """Whether `matcher` need not compile; if not, another thread does, then `when_ready()`."""
         missing = min(num_samples, self._num_threads - len(self._kept.get(asked, ())))
         ahead = self._ahead.get(asked)
         if missing <= 0:
@@ -149,11 +140,7 @@ class Grammars:
         return ahead.done()
 
     def matcher(self, asked: StructuredOutputs) -> GuidedMatcher:
-        """Return a new matcher at the beginning of the output.
-
-        `ConfigError` as by `check_grammar`, if no output satisfies the grammar, or without a fast
-        tokenizer.
-        """
+        """Return a new matcher at the beginning of the output; `ConfigError` if it is refused."""
         # A copy shares its original's lexer, which is locked while it fills a mask: one original
         # for each thread, and copies of them in turn.
         originals = self._kept.pop(asked, None) or deque()
@@ -185,7 +172,7 @@ class Grammars:
         """Return `[n, words] int32` with a bit for each token that a request may get next.
 
         Requests without a grammar, and None, may get any. None if no request has a grammar. Cost:
-        10 to 200 µs for each, by its place in the grammar and the vocabulary, on up to 8 threads.
+        10 to 200 µs for each, on up to 8 threads.
         """
         matchers = {at: each.matcher for at, each in enumerate(requests) if each and each.matcher}
         # Threads take neighbours, so that few wait for another's lexer.
@@ -285,8 +272,7 @@ def _grammar_of(asked: StructuredOutputs) -> str:
 def _unforced(asked: StructuredOutputs, grammar: str) -> str:
     """Return a grammar that leaves the tokenisation of forced texts to the model.
 
-    Otherwise a mask has the tokenizer's own tokenisation alone, which may contain an added token,
-    such as `<think>`. To a grammar that is no text, so the matcher then refuses it.
+    Otherwise a mask has the tokenizer's own alone, maybe with an added token such as `<think>`.
     """
     if grammar.lstrip().startswith("{"):
         if asked.grammar is not None:  # In llguidance's JSON, perhaps of several grammars.

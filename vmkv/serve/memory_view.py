@@ -35,9 +35,8 @@ _LOG = logging.getLogger(__name__)
 class MemoryView:
     """Sequences of requests in one cache, used by the engine's thread only.
 
-    `given` are the engine's options, `requests` the unfinished ones by number. Swapped sequences
-    leave rows free for all running requests. Unless `deterministic`, samples share the prompt that
-    the first computed.
+    Swapped sequences leave rows free for all running requests. Unless `deterministic`, samples
+    share the prompt that the first computed.
     """
 
     def __init__(self, cache: KVCache, given: EngineOptions, requests: Mapping[int, Request]):
@@ -91,11 +90,7 @@ class MemoryView:
         return request.num_submitted
 
     def _checkpoints(self, request: Request, num_matched: int) -> list[int]:
-        """Prompt lengths for checkpoints; `num_matched` tokens of the prompt are in some row.
-
-        Other prompts may diverge from this one where it diverges from earlier ones, share its last
-        whole block, or be samples of it.
-        """
+        """Prompt lengths for checkpoints: where other prompts may diverge from this one."""
         num_prompt, past = len(request.prompt_token_ids), request.num_submitted
         wanted = []
         if self._prefix_caching:
@@ -114,8 +109,7 @@ class MemoryView:
     def begun_checkpoints(self, chunks: Iterable[Piece]) -> Iterator[list[int]]:
         """Take memory for the checkpoints of the step that the block submits, where there is some.
 
-        Sets `Piece.checkpoints`, and yields their rows, pinned in the block. Call it after the
-        growth of all `chunks`; it evicts what was not used for longest.
+        Sets `Piece.checkpoints`, and yields their rows, pinned in the block. Call it after `grow`.
         """
         begun: dict[int, tuple[Piece, int]] = {}
         with ExitStack() as pins:
@@ -146,10 +140,9 @@ class MemoryView:
         self._padding = []
 
     def go_back(self, request: Request, num_tokens: int) -> None:
-        """Truncate a request's sequence to what a step that failed has not spoilt.
+        """Truncate a sequence to `num_tokens`, or the last checkpoint before, after a failed step.
 
-        That is `num_tokens`, or up to the last checkpoint before. `ConfigError` if it is nothing,
-        or a window has moved on.
+        `ConfigError` if it is nothing, or a window has moved on.
         """
         sequence = request.sequence
         with self.cache.pool.lock:
@@ -203,19 +196,15 @@ class MemoryView:
             self.ending.pop()
 
     def reclaim(self, num_bytes: int | None = None) -> int:
-        """Return at least `num_bytes`, or all, of unused memory to the device; returns the bytes.
-
-        Memory beyond the sequences' lengths is unused, too. Waits for the device.
-        """
+        """Return `num_bytes` or more, or all, of unused memory to the device; returns the bytes."""
         self.close_ended()
         return self.cache.trim(num_bytes)
 
     def sleep(self, *, keeps_prefixes: bool) -> None:
-        """Return all memory to the device, that of padding too, or after an error most of it.
+        """Return all memory to the device; no request has a sequence. Waits for the device.
 
-        No request has a sequence. Padding keeps its memory in models with states, which it begins.
-        With `keeps_prefixes` those that fit the pool's host memory move there until `wake`. Waits
-        for the device.
+        Padding keeps its memory in models with states, which it begins. With `keeps_prefixes` those
+        that fit the pool's host memory move there until `wake`.
         """
         self.close_ended()
         if self.cache.states is None:

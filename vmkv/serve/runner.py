@@ -1,8 +1,7 @@
 """Runs the engine's steps: a forward pass through the stepper, then sampling in each slot.
 
-On CUDA, by default, layers are compiled and steps captured as CUDA graphs: pure decode steps, and
-steps with prompts that fit a bucket. With `deterministic`, each chunk has a forward pass and a
-sampling call of its own, so that shapes and rounding do not depend on the batch.
+With `deterministic`, each chunk has a forward pass and a sampling call of its own, so that shapes
+and rounding do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -83,10 +82,7 @@ def _process(
     histories: Mapping[int, _History],
     agree: Callable[[int], int],
 ) -> torch.Tensor:
-    """Apply the logits processors of `histories` to a copy of `logits [n, vocabulary]` of `slots`.
-
-    If a processor fails on any rank, all ranks raise `SlotError`; agreeing takes some 100 µs.
-    """
+    """Apply processors to a copy of `logits [n, vocabulary]`; all ranks fail if one does."""
     processed = logits.float().clone()
     failed_at, failure = -1, None
     for at, slot in enumerate(slots):
@@ -114,9 +110,8 @@ def _process(
 class PendingTokens:
     """Sampled tokens on their way to the host.
 
-    `parts` are sampled one after another; by the place of a token in all of them, `num_logprobs`
-    is the number of log-probabilities to report, and `histories` a list to append the token to.
-    `order` sorts the result; None if it is in order. `scores` are of prompts.
+    By the place of a token in all `parts`, `num_logprobs` is the number of log-probabilities to
+    report, and `histories` a list to append the token to. `order` sorts the result, if given.
     """
 
     def __init__(
@@ -154,10 +149,7 @@ class PendingTokens:
             self._ready.synchronize()
 
     def result(self) -> StepResult:
-        """Wait, append tokens to their histories, and return them in order.
-
-        Called once per step in the order of submission, and again only after an interrupt.
-        """
+        """Wait, append tokens to their histories, and return them; once per step, in order."""
         self.wait()
         token_ids: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
@@ -212,11 +204,9 @@ class RunnerOptions:
 class ModelRunner:
     """Runs the engine's steps of one model over the rows of one cache, in order of submission.
 
-    `given` are the engine's options; `runner` is ignored here. The model attends through this
-    runner until `close`. Captured or warmed-up steps take one row of the cache for padding. The
-    default attention backend of captured steps is flash3 if it can serve a layer; it keeps a tile
-    of every row resident for its over-read. `graph_bytes` is the device memory of the graphs after
-    `warm_up`. `ConfigError` or `CapacityError` leave the model unchanged.
+    The model attends through this runner until `close`. Captured or warmed-up steps take one row of
+    the cache for padding. `graph_bytes` is the device memory of the graphs after `warm_up`.
+    `ConfigError` or `CapacityError` leave the model unchanged.
     """
 
     def __init__(
@@ -281,11 +271,9 @@ class ModelRunner:
     def set_slot(
         self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = ()
     ) -> None:
-        """Set the state of `slot` for a request that begins or resumes.
+        """Set the state of `slot` for a request that begins or resumes, with resolved `params`.
 
-        Submitted steps are unaffected. `params` are resolved. The prompt counts for the repetition
-        penalty; the output before a preemption for penalties, `min_tokens` and the random
-        generator. Token i is drawn from `(seed, i)` alone.
+        The output is that before a preemption. Submitted steps are unaffected.
         """
         self.sampler.set_slot(slot, params, prompt, output)
         self._histories.pop(slot, None)
@@ -307,7 +295,7 @@ class ModelRunner:
         """Run the pieces, in one forward pass or one each if deterministic.
 
         Pieces of prompts whose log-probabilities are wanted have passes of their own, before the
-        others, which take the same path as without them.
+        others.
 
         Never waits for the device. Keys and values are written, even if it raises: launching the
         same pieces again is harmless, unless layers keep states. Without `sample`, no slot has
@@ -406,10 +394,7 @@ class ModelRunner:
         """Compile, tune and capture everything before the first request.
 
         A model that cannot be captured is served without graphs. `CapacityError` if not even a
-        short prompt fits the cache.
-
-        Cost: for an 8-billion-parameter model half a minute the first time, some seconds where
-            torch's folder of compiled code (`TORCHINDUCTOR_CACHE_DIR`) has been kept.
+        short prompt fits the cache. Cost: for 8 billion parameters half a minute the first time.
         """
         options, dtype = self._options, self.stepper.logits_dtype
         self.graph_bytes = warm_up(
@@ -439,10 +424,10 @@ class ModelRunner:
         return self._places == places_of(self._model) and self._settings == settings_of(self._model)
 
     def sleep(self, *, graphs: bool, copies: bool) -> None:
-        """Wait for the device, and free workspaces until the next step, `graphs` too if asked.
+        """Wait for the device, and free workspaces, and `graphs`, until the next step.
 
         With `copies`, within `pause`, copies of adapters are freed, which moves the weights beside
-        them. No slot is in use. torch's allocator keeps what is freed.
+        them. No slot is in use.
         """
         if self._is_cuda:
             torch.cuda.synchronize(self._device)

@@ -46,10 +46,7 @@ def row_keys(seeds: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float32, of `token_ids` `[vocabulary]` or `[n, k]` in every row.
-
-    Token ids are int64 below 2^32. Costs some twenty elementwise operations, or one fused launch.
-    """
+    """Standard Gumbel noise, float32, of `token_ids` `[vocabulary]` or `[n, k]`, below 2^32."""
     low, high = keys & _LOW_32, (keys >> 32) & _LOW_32
     bits = _mix_32(token_ids ^ low[:, None])
     bits = _mix_32((bits + high[:, None]) & _LOW_32)
@@ -154,13 +151,9 @@ class Sampler:
 
     `vocab_size` is the logits' number of columns. `CapacityError` if the device has no memory for
     the token counts, 5 bytes per slot and vocabulary entry.
-
-    Attributes:
-        tells_processed: Whether log-probabilities are of the distribution that tokens are drawn
-            from, instead of the model's; see `EngineOptions.logprobs_mode`.
     """
 
-    tells_processed = False
+    tells_processed = False  #: See `EngineOptions.logprobs_mode`.
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str):
         self.max_num_seqs = max_num_seqs
@@ -252,9 +245,8 @@ class Sampler:
         """Sample the next token of each slot, and count it. Never synchronises.
 
         `logits` are `[n, vocabulary]` and not changed; `slots` are distinct, `[n] int64` on the
-        device. With `slot_ids`, the same on the host, the batch takes the cheapest path for its
-        slots. Tokens are drawn from `processed` instead of `logits` if logits processors have
-        changed them. `masks`, `[n, words] int32`, has a bit for each token that may be chosen.
+        device, `slot_ids` the same on the host. `processed` are the logits after logits processors.
+        `masks`, `[n, words] int32`, has a bit for each token that may be chosen.
         """
         scores = logits if processed is None else processed
         slot_ids = range(self.max_num_seqs + 1) if slot_ids is None else slot_ids

@@ -57,10 +57,9 @@ Preemption = tuple[Request, PreemptionMethod]
 
 
 class StepPlan(NamedTuple):
-    """Plan of one step, carried out in the order of the attributes.
+    """Plan of one step, in the order in which it is carried out.
 
-    Swapped requests are resumed before others are admitted and take rows. Chunks are in order of
-    rank, and empty if nothing can run; they lack rows and checkpoints.
+    Chunks are in order of rank, and empty if nothing can run; they lack rows and checkpoints.
     """
 
     preempted: list[Preemption]
@@ -171,17 +170,14 @@ class Scheduler:
     # ---- requests -------------------------------------------------------------------------
 
     def add(self, request: Request, arrival: Rank | None = None) -> None:
-        """Add a request, numbered above all earlier ones, that fits the cache alone.
-
-        `arrival` is a step and a number; by default this scheduler's step and the request's number.
-        """
+        """Add a request that fits the cache alone; `arrival` is a step and a number."""
         step, number = arrival or (self._num_steps, request.request_id)
         place = step + request.priority * self.AGING_STEPS
         request.rank = (place + self.mixed_steps(len(request.prompt_token_ids)), number)
         self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:
-        """Let a request wait, at its rank."""
+        """Queue a request at its rank."""
         self.requests[request.request_id] = request
         heapq.heappush(self._waiting, (request.rank, request.request_id))
 
@@ -253,8 +249,7 @@ class Scheduler:
     ) -> int:
         """Prompt tokens that fit a step of `num_tokens` with `num_decodes` decoding requests.
 
-        `max_num_mixed_tokens` bounds a step that decodes, unless more prompt tokens are left than a
-        full step takes. `begun` are running requests with more than one token to compute.
+        `begun` are running requests with more than one token to compute.
         """
         left, most = num_tokens - num_decodes, self.max_num_mixed_tokens
         if most is None or not num_decodes:
@@ -284,7 +279,7 @@ class Scheduler:
         return 0 if most is None else div_ceil(4 * num_tokens, 5 * most)
 
     def fewer_tokens(self, chunks: Sequence[Piece]) -> int:
-        """Token budget smaller than `chunks`; 0 if there is none. A fixed chunk must still fit."""
+        """Token budget smaller than `chunks`; 0 if there is none."""
         sizes = [chunk.num_new_tokens for chunk in chunks]
         if not self.fixed_chunks:
             return sum(sizes) // 2
@@ -303,11 +298,9 @@ class Scheduler:
     ) -> StepPlan:
         """Plan a step, assuming that it will be carried out.
 
-        `max_num_batched_tokens` lowers the budget after the device ran out of memory;
         `withheld_pages` are counted by the view but not available; `max_begun` bounds the requests
-        to admit or resume. Requests ranked behind `outranked_by`, of another engine, get no pages.
-        If the plan fails, `undo` its chunks, `requeue` requests that could not begin, and plan
-        again.
+        to admit or resume; requests behind `outranked_by`, of another engine, get no pages. If the
+        plan fails, `undo` its chunks, `requeue` requests that could not begin, and plan again.
         """
         self._num_steps += 1
         return _Planning(
@@ -330,10 +323,9 @@ class Scheduler:
         return victim, method
 
     def pages_ahead(self, view: MemoryView) -> tuple[int, int, int]:
-        """Return page counts: soon taken by all requests, by the first alone, and by running ones.
+        """Return the pages that all requests, the first alone, and running ones soon take.
 
-        The first and the third are beyond the pages held, and include the pages that admission
-        keeps; the third is 0 if no request runs. Waiting requests count as far as there are slots.
+        The first and the third number are beyond the pages held, the third is 0 if no request runs.
         """
 
         def length(request: Request) -> int:
@@ -418,19 +410,14 @@ def untake(chunk: Piece) -> None:
 
 
 def look_up(request: Request, view: MemoryView) -> None:
-    """Look up how many tokens of a waiting request are cached; the last one is always computed."""
+    """Look up how many tokens of a waiting request are cached."""
     # The last token must be computed, to sample the next one.
     request.num_computed = min(view.cached_tokens(request), request.num_tokens - 1)
 
 
 @dataclass
 class _Planning:
-    """Plans one step.
-
-    Every decoding request has its token reserved first, so that prompts never delay decoding; pages
-    are given out in order of rank. `looks_for_surplus` lets waiting requests have the surplus pages
-    of running ones, which are slow to count and mostly needed soon.
-    """
+    """Plans one step; `looks_for_surplus` gives surplus pages of running requests to others."""
 
     scheduler: Scheduler
     view: MemoryView
@@ -500,10 +487,7 @@ class _Planning:
         self._admit_before(_LAST)
 
     def _admit_before(self, rank: Rank) -> None:
-        """Admit or resume waiting requests that rank before `rank`, in order.
-
-        Samples whose prompt is being computed let others pass, but keep a slot each.
-        """
+        """Admit or resume waiting requests that rank before `rank`, in order."""
         scheduler = self.scheduler
         while self.max_begun and not self._is_short:
             waiting = scheduler.first_waiting

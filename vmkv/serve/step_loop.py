@@ -181,10 +181,9 @@ Ended = tuple[Request, FinishReason, Exception | None]
 class StepLoop:
     """Runs requests step by step, in one thread at a time.
 
-    `accept` takes the next token of each request that a step has sampled, and log-probabilities of
-    prompts that it has computed; it returns the requests that end. `ended` is called when a request
-    has ended and holds no memory, with the reason and the error. `masks` makes the masks of guided
-    requests, given the live request or None for each slot to be sampled.
+    `accept` takes what a step has sampled, and returns the requests that end. `ended` is called
+    when a request has ended and holds no memory. `masks` makes the masks of guided requests, given
+    the live request or None for each slot to be sampled.
     """
 
     def __init__(
@@ -372,10 +371,7 @@ class StepLoop:
         return None, StepPlan([], [], [], [])
 
     def _carry_out(self, plan: StepPlan) -> None:
-        """Preempt, resume, admit and grow as planned; on errors, call `_give_up`.
-
-        Chunks of requests that began with another number of tokens than planned are replaced.
-        """
+        """Preempt, resume, admit and grow as planned; on errors, call `_give_up`."""
         view = self._view
         for request, method in plan.preempted:
             self._preempt(request, method)
@@ -476,10 +472,7 @@ class StepLoop:
         request.is_set = True
 
     def _recover(self, chunks: Sequence[Piece], error: BaseException) -> None:
-        """Restore the state before a step that was not submitted, and fail the requests at fault.
-
-        An `error` that is no `Exception`, such as an interrupt, is raised again.
-        """
+        """Restore the state before a step that was not submitted; fail the requests at fault."""
         if isinstance(error, Exception):
             _log_and_release(error)
         requests = [chunk.request for chunk in chunks]
@@ -593,11 +586,7 @@ class StepLoop:
 
 
 def _log_and_release(error: BaseException) -> None:
-    """Log an error with its traceback, then drop the frames.
-
-    Frames hold activations and views of the cache, and the error lives as long as the request's
-    output.
-    """
+    """Log an error, then drop its frames, which hold activations and views of the cache."""
     _LOG.error("a step failed:\n%s", "".join(traceback.format_exception(error)))
     seen: set[int] = set()
     link: BaseException | None = error

@@ -1,7 +1,5 @@
 """Training and serving take turns with one model, whose weights change in between.
 
-While training has the model, its attention, layers and modes are its own; weights that were joined
-stay side by side, each parameter a view of its part, so that an optimizer writes where steps read.
 After a turn the model is compared with the one that was served: other values make cached prefixes
 stale, and other addresses or modules a new runner necessary.
 
@@ -51,13 +49,7 @@ class Vocabulary(NamedTuple):
 class TrainingTurns:
     """Hands the model of an engine's runner to training, and takes it up again.
 
-    `renew` makes a new runner of a changed model, in place of a closed one.
-
-    Attributes:
-        model: The model.
-        vocabulary: Its vocabulary.
-        runner: The runner in use; another one after `resume` of a changed model.
-        is_paused: Whether training has the model.
+    `renew` makes a new `runner` of a changed model, in place of a closed one.
     """
 
     def __init__(

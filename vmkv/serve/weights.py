@@ -46,9 +46,8 @@ _Sharing = list[torch.Tensor]
 class Weights:
     """Holds the weights of a model between `hold` and `close`.
 
-    Tensors of a sleeping model point to addresses without memory: a kernel that reads one fails, on
-    the host with a segmentation fault. So a model that is called by itself while it sleeps raises
-    `ConfigError`. Tensors that were made from the weights meanwhile are invalid after `close`.
+    A model that is called by itself while it sleeps raises `ConfigError`, since its tensors have no
+    memory. Tensors that were made from the weights meanwhile are invalid after `close`.
 
     Args:
         model: The model, on one device.
@@ -97,9 +96,8 @@ class Weights:
         """Move the weights into extents; weights held before first move back to torch's memory.
 
         With `joins`, siblings are joined before, as compiled layers do; see `joined_layers`. Never
-        needs the device memory of all weights twice: each storage is freed once it is copied, and
-        where that does not suffice (torch gives a segment back when all of it is free), what has
-        been moved waits in host memory.
+        needs the device memory of all weights twice: what has been moved waits in host memory if
+        necessary.
 
         Raises:
             ConfigError: The model is served already, by steps that hold addresses.
@@ -223,11 +221,8 @@ class Weights:
     def leave(self) -> None:
         """Copy the weights to host memory, and give their device memory to the driver.
 
-        All or nothing: after an error the weights are where they were. Waits for the device.
-
-        Raises:
-            OutOfPagesError: The host has no memory for them.
-            DriverError: A call failed.
+        All or nothing: `OutOfPagesError` or `DriverError` leave the weights where they were. Waits
+        for the device.
         """
         vars(self._model)[AWAY] = self._model.register_forward_pre_hook(_refuse)
         try:
@@ -249,9 +244,8 @@ class Weights:
     def come_back(self) -> None:
         """Map memory at the weights' addresses, and submit the copies back. Idempotent.
 
-        The current stream waits for the copies, the caller does not. Host memory stays with the
-        pool, for the next time. Raises as `HostCopy.come_back`; the weights then stay in host
-        memory, and another call tries again.
+        The current stream waits for the copies, the caller does not. Raises as
+        `HostCopy.come_back`; another call then tries again.
         """
         if self._away and not self._has_budget():
             raise CapacityError(
@@ -270,8 +264,8 @@ class Weights:
     def close(self) -> None:
         """Move the weights back to torch's memory, and free the extents. Idempotent.
 
-        Needs little memory beyond theirs. Weights that the device has no memory for move to the CPU
-        instead; those that sleep and cannot come back are lost, and become empty. Both are logged.
+        Weights that the device has no memory for move to the CPU instead; those that sleep and
+        cannot come back are lost, and become empty. Both are logged.
         """
         if self._pool is None:
             return

@@ -11,9 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vmkv import AsyncEngine, Engine
 from vmkv.cli.top import scrape
-from vmkv.serve.metrics import Metrics
+from vmkv.serve.metrics import Metrics, ReplicaMetrics
 from vmkv.serve.observer import RequestRecord
-from vmkv.serve.replicas.metrics import ReplicaMetrics
 from vmkv.serve.server import ServerOptions, create_app
 
 

@@ -11,8 +11,7 @@ import torch
 from helpers.serving import PLAIN, TEXT, tiny_llama, tiny_tokenizer
 
 from vmkv.serve.server import Limits
-from vmkv.serve.server.choices import Tokens
-from vmkv.serve.server.echo import Places
+from vmkv.serve.server.choices import Places, Tokens
 
 GREEDY = PLAIN | {"temperature": 0, "ignore_eos": True, "max_tokens": 5}
 CHAT = {

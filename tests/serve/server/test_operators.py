@@ -15,10 +15,8 @@ from helpers.serving import tiny_tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 
 from vmkv.cli.top import scrape, view
-from vmkv.serve.metrics import Metrics
+from vmkv.serve.metrics import Metrics, ReplicaMetrics, in_vllms_names
 from vmkv.serve.observer import RequestRecord
-from vmkv.serve.replicas.metrics import ReplicaMetrics
-from vmkv.serve.server.vllm_names import in_vllms_names
 
 BODY = {"model": "tiny", "prompt": "A row", "max_tokens": 10, "temperature": 0, "ignore_eos": True}
 DASHBOARD = Path(__file__).parents[3] / "examples" / "grafana.json"

@@ -1,12 +1,9 @@
 """The ranks of a model: how they agree, and what happens when one is lost.
 
-A rank decides nothing alone. Values that depend on its device or driver are agreed on (`min`,
-`max`), external input comes from rank 0 (`share`, `send` and `receive`), and everything else is
-computed from the same numbers in the same order.
-
-Agreement uses gloo, separate from the layers' collectives, so it never waits for a device. A rank
-that has ended is detected at once by ranks that communicate with it, a hanging one after a time
-limit. Either ends all ranks, since each has a part of every layer.
+Values that depend on a rank's device or driver are agreed on (`min`, `max`), external input comes
+from rank 0 (`share`, `exchange`), and everything else is computed from the same numbers in the same
+order. Agreement uses gloo, so it never waits for a device. A rank that has ended is detected at
+once by ranks that communicate with it, a hanging one after a time limit. Either ends all ranks.
 """
 
 from __future__ import annotations
@@ -116,10 +113,9 @@ class TensorParallel:
     def from_environment(
         cls, device_type: str | None = None, *, timeout_s: float = 60.0
     ) -> TensorParallel:
-        """Connect to the ranks that torchrun has started.
+        """Connect to the ranks that torchrun has started; `ConfigError` if there are none.
 
-        `device_type` is "cuda" or "cpu", by default "cuda" if available. Raises `ConfigError` if
-        the environment does not say which rank this is.
+        `device_type` is "cuda" or "cpu", by default "cuda" if available.
         """
         if not dist.is_initialized():
             if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -159,8 +155,8 @@ class TensorParallel:
     ) -> tuple[list[bytes], bool]:
         """Return rank 0's commands, and whether a step follows, on all ranks.
 
-        The other ranks pass none, and wait without a limit. `checksum` covers the state before;
-        `RankError` if it is not rank 0's. Cost: 50 to 100 µs, more with commands.
+        Other ranks wait without a limit. `checksum` covers the state before; `RankError` if it is
+        not rank 0's. Cost: 50 to 100 µs, more with commands.
         """
         head = torch.tensor([len(commands), is_step, checksum], dtype=torch.int64)
         self._call(lambda: dist.broadcast(head, 0, group=self._control))

@@ -1,9 +1,7 @@
 """Layers that compute with a part of their weights, as ordinary modules over ordinary tensors.
 
-transformers keeps parts as distributed tensors and wraps layers in closures that exchange and
-restore parameters around every call, which neither compilers nor CUDA graphs support. Here a part
-is a plain parameter and communication is an operator, so a rank's layers are compiled, fused and
-captured like a whole model's.
+transformers keeps parts as distributed tensors and wraps layers in closures, which neither
+compilers nor CUDA graphs support. Here a part is a plain parameter and communication an operator.
 """
 
 from __future__ import annotations
@@ -203,8 +201,7 @@ def load(path: str, group: TensorParallel, *, dtype: str | None = None, **source
     """Load a causal language model in eval mode, reduced to this rank's part; all ranks call it.
 
     `path` is a folder or a Hub name; `dtype` is of the weights, by default as saved; `source` are
-    options of `from_pretrained`. Raises `ConfigError` if the model does not exist, lacks weights or
-    cannot be divided, `CapacityError` if a part does not fit its device.
+    options of `from_pretrained`. Raises `ConfigError` or `CapacityError` if it cannot be served.
     """
     model = compat.load_causal_lm(path, dtype, **compat.in_parts(group.size), **source)
     localise(model, group)
@@ -220,10 +217,8 @@ _NUM_TOKENS_MAX = 1 << 24
 class DividedHead:
     """A rank's part of the output head, which samples greedily without gathering its logits.
 
-    Gathered logits are half a MiB per sequence. Instead each rank finds its own likeliest token,
-    and the ranks exchange one value and one token per row. They exchange them by a sum to which
-    every other rank contributes zeros, so it is exact; sums are one small kernel between GPUs with
-    peer access (`one_shot.py`), while gathers use NCCL. Implements `HeadInParts`.
+    Each rank finds its own likeliest token, and the ranks exchange one value and one token per row,
+    by a sum to which every other rank contributes zeros. Implements `HeadInParts`.
     """
 
     def __init__(self, linear: GatheredLinear):
@@ -264,8 +259,8 @@ def head_of(model: Any) -> DividedHead | None:
 def ranked(part: torch.Tensor, start: int, rank: int, size: int) -> torch.Tensor:
     """Return `[size, 2, n]` with this rank's best values and tokens in its own row, to be summed.
 
-    `part` is `[n, columns]`, possibly without columns; its first column is token `start`. Other
-    ranks' rows are zero. At least float32, which represents every value and token exactly.
+    `part` is `[n, columns]`, possibly without columns; its first column is token `start`. At least
+    float32, which represents every value and token exactly.
     """
     dtype = torch.promote_types(part.dtype, torch.float32)
     places = part.new_zeros((size, 2, part.shape[0]), dtype=dtype)

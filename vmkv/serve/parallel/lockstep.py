@@ -1,11 +1,9 @@
 """An engine on every rank: all ranks plan the same steps, because all get the same input.
 
 Commands change rank 0's scheduler and cache at once, and reach the other ranks before the next
-step, in the same order. A step needs no message but a few numbers, since every rank plans it from
-lengths and pages alone. The ranks agree on the rest: the capacity, the cost model, the seeds and
-the graphs at the start; the driver's answers (`AgreedBackend`); a lack of memory for keys and
-values or for a slot, after which all ranks plan a smaller step; a failure of a logits processor,
-which ends its request on all ranks. Any other failure on one rank ends all of them.
+step, in the same order. The ranks agree on what else decides: the capacity, the cost model, the
+seeds and the graphs at the start; the driver's answers (`AgreedBackend`); a lack of memory; a
+failure of a logits processor. Any other failure on one rank ends all of them.
 
 See DESIGN.md, Note [Ranks plan alike].
 """
@@ -70,12 +68,7 @@ class AgreedBackend(ForwardingBackend):
         has_passed     counts steps whose results were read, not this device's progress
         anything else  that fails on one rank ends all ranks
 
-    So the allocators of all ranks are equal, page by page, without exchanging their state. Ranks
-    communicate when memory is created, which is rare because pools keep their memory.
-
-    Attributes:
-        num_submitted: Steps submitted to the device.
-        num_completed: Steps whose results were read, in order.
+    `num_submitted` steps were submitted to the device, and the results of `num_completed` read.
     """
 
     def __init__(self, upstream: Backend, group: TensorParallel):
@@ -187,7 +180,7 @@ class Lockstep:
     def repeat(self, name: str, *arguments: Any, **options: Any) -> None:
         """Have the other ranks make a call of their engines before the next step.
 
-        They do until a rank has ended. `ConfigError` if the call cannot be pickled.
+        `ConfigError` if the call cannot be pickled.
         """
         if self.group.rank or self.group.failure is not None:
             return

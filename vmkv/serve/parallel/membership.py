@@ -1,8 +1,7 @@
 """Membership of a tensor-parallel engine in a broker: rank 0 joins, for all ranks.
 
-Each rank has a pool of the same budget, and the broker counts one of them: its budget is of each
-device. A thread of rank 0 receives the orders; they wait until the engine's thread has all ranks
-carry them out, between the same two steps. What goes back is reported once all have given it back.
+Each rank has a pool of the same budget, and the broker counts one of them. A thread of rank 0
+receives the orders; they wait until all ranks carry them out, between the same two steps.
 
 See DESIGN.md, Note [Ranks plan alike].
 """
@@ -31,10 +30,8 @@ _GROW_TIMEOUT_S = 30.0
 class Memberships:
     """The memberships of one engine's pools, in the order of joining, the same on all ranks.
 
-    Attributes:
-        orders: On rank 0, orders to be carried out, oldest first: the member's number, and the
-            order, or None once the broker has ended.
-        on_order: Called by a thread of rank 0 with each of them.
+    On rank 0, `orders` are those to be carried out, oldest first: the member's number, and the
+    order, or None once the broker has ended. A thread calls `on_order` with each of them.
     """
 
     def __init__(self, group: TensorParallel):

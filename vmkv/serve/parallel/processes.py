@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ConfigError, RankError, one_line
-from ..children import be_child, end_child, start_child, why_ended
+from ..start import be_child, end_child, start_child, why_ended
 from .group import TensorParallel, abort, set_up
 
 #: Time to wait for the reason of a rank that does not answer.

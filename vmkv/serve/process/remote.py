@@ -20,11 +20,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ClosedError, ConfigError, one_line
-from ..children import end_child, why_ended
 from ..engine_client import EngineClient
 from ..engine_loop import Command, News
 from ..observer import EngineObserver, Event, Idle, Observers
-from ..start import StartedProcess, start_process
+from ..start import StartedProcess, end_child, start_process, why_ended
 from .host import Failed, MakeEngine, Ready, Unpacker, packed
 
 if TYPE_CHECKING:

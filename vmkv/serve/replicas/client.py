@@ -19,9 +19,9 @@ from ray.exceptions import (
 from ray.serve.exceptions import BackPressureError, RayServeException
 
 from ...errors import CapacityError, ClosedError, LostError, one_line
+from ..metrics import ReplicaMetrics
 from ..params import SamplingParams
 from ..request import RequestOutput
-from .metrics import ReplicaMetrics
 from .replica import ReplicaReport
 
 #: Retries of a request whose replica is lost before its first output.

@@ -14,7 +14,7 @@ from ..grammar_trial import GrammarTrials
 from ..guided import is_fast, vocabulary_of
 from ..params import SamplingParams, StructuredOutputs, tokenised
 from .errors import full_context, invalid
-from .lenient import checked
+from .formats import checked
 from .reply_format import is_mistral_common
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.types import Receive, Scope, Send
 
 from ...errors import ConfigError, LostError, shown
-from ..metrics import CONTENT_TYPE, labelled
+from ..metrics import CONTENT_TYPE, in_vllms_names, labelled
 from ..options import ServerOptions
 from ..params import SamplingParams
 from ..request import CompletionOutput, RequestOutput
@@ -47,7 +47,6 @@ from .schema import (
     TokenizeRequest,
     parse,
 )
-from .vllm_names import in_vllms_names
 
 if TYPE_CHECKING:
     from ..engine_client import EngineClient

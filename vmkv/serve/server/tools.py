@@ -10,14 +10,13 @@ from pydantic import Field
 
 from ...errors import shown
 from .errors import invalid
-from .formats import Lenient
+from .formats import VALUES, Lenient
 
 #: Tools of one request, and characters of their JSON.
 TOOLS_MAX = 1024
 TOOLS_CHARS_MAX = 1 << 20
-#: Keywords of schemas with names of the caller's, and with values that are no schemas.
+#: Keywords of schemas with names of the caller's.
 _SCHEMAS_BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
-VALUES = {"enum", "const", "default", "examples"}
 
 
 class Function(Lenient):
