@@ -77,7 +77,7 @@ class ModelShape:
 
 
 def model_shape(
-    config: Any, *, dtype: str | None = None, kv_dtype: str = "auto", num_ranks: int = 1
+    config: Any, dtype: str | None = None, kv_dtype: str = "auto", *, num_ranks: int = 1
 ) -> ModelShape:
     """Derive a model's memory from its configuration, in seconds and without memory for weights.
 
@@ -102,17 +102,11 @@ def model_shape(
         sharding.check_heads(config, plan, num_ranks)
         weights_bytes = sharding.bytes_per_rank(model, plan, num_ranks)
         divisor = num_ranks if sharding.divides_heads(plan) else 1
-    layers = probe.kept_layers(model)
-    kinds = Counter(
-        (
-            _stored(layer.shape, divisor, is_fp8=kv_dtype == "fp8" and layer.is_paged),
-            layer.window_tokens,
-            layer.is_paged,
-            layer.extra_token_bytes,
-        )
-        for layer in layers
-        if layer.shape is not None
-    )
+    layers, kinds = probe.kept_layers(model), Counter[Any]()
+    for each in layers:
+        if each.shape is not None:
+            stored = _stored(each.shape, divisor, is_fp8=kv_dtype == "fp8" and each.is_paged)
+            kinds[stored, each.window_tokens, each.is_paged, each.extra_token_bytes] += 1
     ordered = sorted(kinds.items(), key=lambda item: (not item[0][2], item[0][1] or 0))
     is_quantized = getattr(model.config, "quantization_config", None) is not None
     return ModelShape(

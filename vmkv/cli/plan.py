@@ -40,19 +40,10 @@ def add_parser(commands: types.Commands) -> None:
     add("--reserve", type=types.gib, metavar="GiB", default=4 * GiB, help=text)
     flags, text = ("--tensor-parallel", "--tensor-parallel-size"), "GPUs that share the model"
     add(*flags, type=types.positive_int, default=1, help=text)
-    add(
-        "--share-prefix",
-        type=types.count,
-        metavar="TOKENS",
-        default=0,
-        help="tokens common to all users",
-    )
+    text = "tokens common to all users"
+    add("--share-prefix", type=types.count, metavar="TOKENS", default=0, help=text)
     add("--swap", type=types.gib, metavar="GiB", default=0, help="host memory for idle sequences")
-    add(
-        "--dtype",
-        choices=DTYPES,
-        help="dtype of keys and values (default: the configuration's)",
-    )
+    add("--dtype", choices=DTYPES, help="dtype of keys and values (default: the configuration's)")
     text = "fp8: keys and values in eight bits (default: auto, as --dtype says)"
     add("--kv-dtype", "--kv-cache-dtype", choices=KV_DTYPES, default="auto", help=text)
     types.add_source(add)
@@ -72,10 +63,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             "part of its sequence"
         )
     config = load_config(arguments.model, **types.source_of(arguments))
-    num_ranks = arguments.tensor_parallel
-    shape = model_shape(
-        config, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype, num_ranks=num_ranks
-    )
+    num_ranks, dtypes = arguments.tensor_parallel, (arguments.dtype, arguments.kv_dtype)
+    shape = model_shape(config, *dtypes, num_ranks=num_ranks)
     longest = max(arguments.longest or shape.max_context_tokens or num_tokens, num_tokens)
     tokens = {"shared_tokens": shared_tokens, "longest_tokens": longest}
     parts = [kind_bytes(kind, num_tokens, **tokens) for kind in shape.kinds]
@@ -85,8 +74,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     swap_bytes = arguments.swap // num_ranks
     fits = None if budget_bytes is None else fit(sequence, budget_bytes, swap_bytes)
     is_enough = fits is None or fits["vmkv_swapped"] >= arguments.users
-    # The output of `--json`; per rank with tensor parallelism.
-    plan = {
+    plan = {  # The output of `--json`; per rank with tensor parallelism.
         "model": shape,
         "tensor_parallel": num_ranks,
         "context_tokens": num_tokens,

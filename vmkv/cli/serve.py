@@ -12,12 +12,13 @@ import re
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
 from .. import compile_cache
 from ..errors import CapacityError, ConfigError, VMKVError, one_line
@@ -38,9 +39,10 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _API_KEY_VARIABLE = "VMKV_API_KEY"
+Flags: TypeAlias = dict[str, tuple[Any, ...]]
 #: Flags of `EngineOptions`: for each field the type, the metavar and, if they are not the field's
 #: name, the flags; those after the first are vLLM's. Helps are the fields' descriptions.
-_ENGINE: dict[str, tuple[Any, ...]] = {
+_ENGINE: Flags = {
     "max_num_seqs": (types.integer(1, 1 << 16), "N"),
     "max_num_batched_tokens": (types.integer(1, 1 << 20), "N"),
     "max_num_mixed_tokens": (types.count_or_none, "N"),
@@ -65,7 +67,7 @@ _ENGINE: dict[str, tuple[Any, ...]] = {
     "logprobs_mode": (LOGPROBS_MODES, None),
 }
 #: Flags of `Limits`, likewise.
-_LIMITS: dict[str, tuple[Any, ...]] = {
+_LIMITS: Flags = {
     "max_body_bytes": (types.positive_mib, "MiB", "--max-body-mib"),
     "max_prompt_tokens": (types.positive_int, "N"),
     "max_concurrent": (types.positive_int, "N"),
@@ -144,9 +146,7 @@ def add_parser(commands: types.Commands) -> None:
     parser.set_defaults(max_num_mixed_tokens=_MAX_NUM_MIXED_TOKENS)
 
 
-def _add_all(
-    add: Callable[..., object], options: type, flags_of: dict[str, tuple[Any, ...]]
-) -> None:
+def _add_all(add: Callable[..., object], options: type, flags_of: Flags) -> None:
     """Add a flag for each of some fields, with the field's default and description."""
     for dest, (of, metavar, *flags) in flags_of.items():
         default, text = getattr(options, dest), described(options)[dest]
@@ -160,12 +160,12 @@ def _add_all(
         add(*flags, dest=dest, default=shown, help=text, **given)
 
 
-def _chosen(options: type, arguments: argparse.Namespace) -> dict[str, Any]:
+def _chosen(options: type, arguments: Namespace) -> dict[str, Any]:
     names = [each.name for each in fields(options)]
     return {each: getattr(arguments, each) for each in names if each in arguments}
 
 
-def run(arguments: argparse.Namespace, out: TextIO) -> int:
+def run(arguments: Namespace, out: TextIO) -> int:
     """Load and serve until a signal, then drain."""
     # Checks that need no model come before one is loaded, the cheapest first.
     _check_installed()
@@ -242,7 +242,7 @@ class _Served(NamedTuple):
 
 def _serve(
     stack: contextlib.ExitStack,
-    arguments: argparse.Namespace,
+    arguments: Namespace,
     started: StartedProcess | None,
     longest: int,
     options_for: Callable[..., ServerOptions],
@@ -268,7 +268,7 @@ def _serve(
 
 
 def _announcement(
-    arguments: argparse.Namespace, url: str, served: Sequence[_Served], broker: Broker | None
+    arguments: Namespace, url: str, served: Sequence[_Served], broker: Broker | None
 ) -> Iterator[str]:
     of_each = f" with {arguments.replicas} replicas" if arguments.replicas else ""
     names = ", ".join(each.options.model_name for each in served)
@@ -294,7 +294,7 @@ def _announcement(
             yield f"default sampling parameters{of}: {told} (--generation-config)\n"
 
 
-def _broker(stack: contextlib.ExitStack, arguments: argparse.Namespace) -> Broker | None:
+def _broker(stack: contextlib.ExitStack, arguments: Namespace) -> Broker | None:
     """Open the broker of several models, where none is named; it ends with the stack."""
     if len(arguments.models) == 1 or arguments.pool_socket is not None:
         return None
@@ -305,23 +305,21 @@ def _broker(stack: contextlib.ExitStack, arguments: argparse.Namespace) -> Broke
     return stack.enter_context(broker)
 
 
-def _part_of(
-    arguments: argparse.Namespace, model: str, broker: Broker | None
-) -> argparse.Namespace:
-    part = argparse.Namespace(**vars(arguments))
+def _part_of(arguments: Namespace, model: str, broker: Broker | None) -> Namespace:
+    part = Namespace(**vars(arguments))
     part.model = model
     if broker is not None:
         part.pool_socket, part.budget_bytes = broker.socket_path, None
     return part
 
 
-def _progress(arguments: argparse.Namespace) -> AbstractContextManager[Progress | None]:
+def _progress(arguments: Namespace) -> AbstractContextManager[Progress | None]:
     if arguments.log_level not in ("debug", "info") or arguments.replicas:
         return contextlib.nullcontext()
     return handling("vmkv.phases", Progress(arguments.began_s))
 
 
-def _log_of(arguments: argparse.Namespace, name: str) -> AbstractContextManager[object]:
+def _log_of(arguments: Namespace, name: str) -> AbstractContextManager[object]:
     if arguments.log_level not in ("debug", "info"):
         return contextlib.nullcontext()
     return on_stderr(name)
@@ -344,7 +342,7 @@ def _names_of_options() -> Iterator[None]:
 
 def _running(
     stack: contextlib.ExitStack,
-    arguments: argparse.Namespace,
+    arguments: Namespace,
     tokenizer: Any,
     started: StartedProcess | None,
     longest: int,
@@ -388,7 +386,7 @@ def _running(
     return process, metrics, process.max_tokens, process.stats.budget_bytes
 
 
-def _check_combination(arguments: argparse.Namespace) -> None:
+def _check_combination(arguments: Namespace) -> None:
     if None not in (arguments.budget_bytes, arguments.memory_fraction):
         raise ConfigError("--memory and --gpu-memory-utilization exclude each other: take one")
     if arguments.tensor_parallel > 1 and ":" in arguments.device:
@@ -417,7 +415,7 @@ def _check_combination(arguments: argparse.Namespace) -> None:
         )
 
 
-def _check_sharing(arguments: argparse.Namespace) -> None:
+def _check_sharing(arguments: Namespace) -> None:
     is_shared = arguments.pool_socket is not None or len(arguments.models) > 1
     what = "several models" if len(arguments.models) > 1 else "--pool"
     if is_shared and arguments.replicas:
@@ -442,7 +440,7 @@ def _check_sharing(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} is for one model: start one server per model, with a --pool")
 
 
-def _check_engine(arguments: argparse.Namespace) -> int:
+def _check_engine(arguments: Namespace) -> int:
     """Check engine options without loading the model; return the tokens of the longest request."""
     from ..hf.compat import check_device
     from ..serve.scheduler import Scheduler
@@ -470,7 +468,7 @@ def _check_engine(arguments: argparse.Namespace) -> int:
     return longest
 
 
-def _check_memory(arguments: argparse.Namespace, config: Any) -> None:
+def _check_memory(arguments: Namespace, config: Any) -> None:
     # Larger budgets hold one of any model; the model's shape takes a second.
     if arguments.budget_bytes is None or arguments.budget_bytes >= GiB:
         return
@@ -486,7 +484,7 @@ def _check_memory(arguments: argparse.Namespace, config: Any) -> None:
 
 
 @contextlib.contextmanager
-def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator[Engine]:
+def _engine(arguments: Namespace, observer: EngineObserver) -> Iterator[Engine]:
     from ..core.cache.device_memory import check_budgets
     from ..hf.compat import load_model
     from ..serve.engine import Engine
@@ -539,7 +537,7 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
         yield engine
 
 
-def _tokenizer(arguments: argparse.Namespace) -> Any:
+def _tokenizer(arguments: Namespace) -> Any:
     from ..hf.compat import load_tokenizer
 
     name = arguments.tokenizer or arguments.model
@@ -547,7 +545,7 @@ def _tokenizer(arguments: argparse.Namespace) -> Any:
         return load_tokenizer(name, **types.source_of(arguments, name))
 
 
-def _part(arguments: argparse.Namespace, ranks: TensorParallel) -> Any:
+def _part(arguments: Namespace, ranks: TensorParallel) -> Any:
     from ..serve.parallel.localise import load
 
     _set_logging(arguments)
@@ -555,14 +553,14 @@ def _part(arguments: argparse.Namespace, ranks: TensorParallel) -> Any:
         return load(arguments.model, ranks, dtype=arguments.dtype, **types.source_of(arguments))
 
 
-def _set_logging(arguments: argparse.Namespace) -> None:
+def _set_logging(arguments: Namespace) -> None:
     from .models import be_quiet
 
     if arguments.log_level != "debug":
         be_quiet(with_progress=sys.stderr is not None and sys.stderr.isatty())
 
 
-def server_options(arguments: argparse.Namespace) -> functools.partial[ServerOptions]:
+def server_options(arguments: Namespace) -> functools.partial[ServerOptions]:
     """Make a function from a request's token limit to server options; reads the files they name."""
     from ..serve.files import read_api_keys, read_response_template, read_template
 

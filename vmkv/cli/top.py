@@ -40,9 +40,7 @@ class Scrape:
     @property
     def models(self) -> list[str]:
         """The models of a server of several models."""
-        return sorted(
-            {dict(labels)[_MODEL] for _, labels in self.samples if _MODEL in dict(labels)}
-        )
+        return sorted({text for _, labels in self.samples for key, text in labels if key == _MODEL})
 
     def value(self, name: str, **labels: str) -> float:
         """Return one value; 0 if it was not reported."""
@@ -108,20 +106,13 @@ _CLEAR = "\x1b[2J"
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "top", help="live view of a running server's pages"
-    )
-    parser.add_argument("url", metavar="URL", type=name, help="e.g. http://localhost:8000")
-    parser.add_argument("--interval", type=seconds, default=1.0, metavar="S", help="(default: 1)")
-    parser.add_argument(
-        "--timeout",
-        type=seconds,
-        default=TIMEOUT_S,
-        metavar="S",
-        help="limit of an answer (default: 5)",
-    )
-    parser.add_argument("--once", action="store_true", help="print one view and end")
+    parser = commands.add_parser("top", help="live view of a running server's pages")
     parser.set_defaults(run=run)
+    add, text = parser.add_argument, "limit of an answer (default: 5)"
+    add("url", metavar="URL", type=name, help="e.g. http://localhost:8000")
+    add("--interval", type=seconds, default=1.0, metavar="S", help="(default: 1)")
+    add("--timeout", type=seconds, default=TIMEOUT_S, metavar="S", help=text)
+    add("--once", action="store_true", help="print one view and end")
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:

@@ -187,10 +187,8 @@ class Grammars:
             masks.fill_(-1)
         began_s = time.perf_counter()
         self._executor.unsafe_compute_mask_ptr(guided, masks.data_ptr(), 4 * num_words, shape[0])
-        took_s, most_s = (
-            time.perf_counter() - began_s,
-            MASK_S * div_ceil(len(guided), self._num_threads),
-        )
+        took_s = time.perf_counter() - began_s
+        most_s = MASK_S * div_ceil(len(guided), self._num_threads)
         is_slow = self.ends_slow and took_s > most_s
         self._slow = [each for each in matchers.values() if is_slow and _is_slow(each)]
         for _, at in guided:

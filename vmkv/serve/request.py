@@ -338,9 +338,7 @@ def token_ids_of(prompt: str | Sequence[int] | Any, tokenizer: Any) -> tuple[int
         raise ConfigError(f"a prompt must be text or token ids, not {prompt!r}") from error
 
 
-def packed_prompt(
-    prompt: str | Sequence[int] | Any, tokenizer: Any, vocab_size: int
-) -> memoryview[int]:
+def packed_prompt(prompt: Any, tokenizer: Any, vocab_size: int) -> memoryview[int]:
     """Return a prompt's checked token ids as a view of bytes.
 
     Slices of it are no copies, and prefixes are compared as bytes. `ConfigError` as `token_ids_of`,

@@ -238,7 +238,5 @@ def open_parallel_engine(
             _LOG.warning("a rank did not end by itself, and was killed")
 
 
-def _follow(
-    group: TensorParallel, make: Callable[[TensorParallel], Any], options: dict[str, Any]
-) -> None:
+def _follow(group: TensorParallel, make: Callable[..., Any], options: dict[str, Any]) -> None:
     ParallelEngine(make(group), tensor_parallel=group, **options).follow()

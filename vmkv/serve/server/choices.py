@@ -236,10 +236,9 @@ class Form:
                 sample = CompletionOutput(sample.index, (), finish_reason=reason)
             self._num_tokens += len(sample.token_ids)
             self._num_new[index] += len(sample.token_ids)
-            has_news = bool(sample.text or sample.logprobs or sample.is_finished)
-            if index not in self._ended and (
-                has_news or (self.reports_tokens and sample.token_ids)
-            ):
+            told = sample.token_ids if self.reports_tokens else ()
+            has_news = sample.text or sample.logprobs or sample.is_finished or told
+            if has_news and index not in self._ended:
                 yield from _slices(replace(sample, index=index))
             if sample.is_finished:
                 self._ended.add(index)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,7 +19,9 @@ from .errors import invalid
 
 #: A JSON schema, as an object or as its text.
 Schema = str | dict[str, Any]
-Choices = Annotated[list[str], Field(fail_fast=True)]
+T = TypeVar("T")
+#: A list that is validated up to its first wrong element.
+Listed = Annotated[list[T], Field(fail_fast=True)]
 
 
 class Lenient(BaseModel):
@@ -62,7 +64,7 @@ class StructuredFields(Lenient):
     json_object: bool | None = None
     regex: str | None = None
     grammar: str | None = None
-    choice: Choices | None = None
+    choice: Listed[str] | None = None
 
     def form(self) -> dict[str, Any]:
         """Return arguments of `StructuredOutputs`."""
@@ -78,7 +80,7 @@ class Formatted(BaseModel):
     guided_json: Schema | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
-    guided_choice: Choices | None = None
+    guided_choice: Listed[str] | None = None
 
     @cached_property
     def form(self) -> tuple[str, dict[str, Any]] | None:

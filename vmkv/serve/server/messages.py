@@ -13,7 +13,7 @@ from ..request import FinishReason
 from . import items
 from .choices import event
 from .errors import ApiError
-from .formats import Lenient
+from .formats import Lenient, Listed
 from .items import Event, Item, TypedItem, text_parts
 from .schema import ChatRequest
 
@@ -60,16 +60,14 @@ class Block(TypedItem):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    content: str | Listed[TextBlock] | None = None
 
 
 class Turn(Lenient):
     """A message of one side."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        str | Annotated[list[Block], Field(fail_fast=True)], items.dropping(_SKIPPED)
-    ]
+    content: Annotated[str | Listed[Block], items.dropping(_SKIPPED)]
 
 
 class Tool(items.FunctionTool):
@@ -98,12 +96,12 @@ class Thinking(TypedItem):
 class CountTokensRequest(items.ItemsRequest):
     """Body of `POST /v1/messages/count_tokens`."""
 
-    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1)]
-    system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    messages: Annotated[Listed[Turn], Field(min_length=1)]
+    system: str | Listed[TextBlock] | None = None
+    tools: Listed[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    stop_sequences: Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = None
+    stop_sequences: Annotated[Listed[str], Field(max_length=16)] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
 

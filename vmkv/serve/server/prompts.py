@@ -204,7 +204,7 @@ class Prompts:
         """
         own = getattr(self._tokenizer, "chat_template", "")
         knows = "developer" in str(options.get("chat_template") or own)
-        messages = chat.conversation(arguments_as_text=as_text, knows_developer=knows)
+        messages = chat.conversation(as_text=as_text, knows_developer=knows)
         # The first one may be changed, as by templates that take options from it.
         systems = [each["content"].strip() for each in messages[1:] if each["role"] in SYSTEMS]
         rendered = self._tokenizer.apply_chat_template(

@@ -12,6 +12,7 @@ from ..request import FinishReason
 from . import items
 from .choices import event
 from .errors import ApiError, invalid
+from .formats import Listed
 from .items import Event, Item, text_parts
 from .schema import ChatRequest
 
@@ -48,7 +49,7 @@ class TextPart(items.TextPart):
     needs: ClassVar[Any] = dict.fromkeys(_TEXTS, ("text",)) | {"refusal": ("refusal",)}
 
 
-_Parts = Annotated[list[TextPart], Field(fail_fast=True)]
+_Parts = Listed[TextPart]
 
 
 class InputItem(items.TypedItem):
@@ -91,12 +92,12 @@ class ResponsesRequest(items.ItemsRequest):
     """Body of `POST /v1/responses`."""
 
     input: Annotated[
-        str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1)],
+        str | Annotated[Listed[InputItem], Field(min_length=1)],
         items.dropping(_SKIPPED),
     ]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: Annotated[list[items.FunctionTool], Field(fail_fast=True)] | None = None
+    tools: Listed[items.FunctionTool] | None = None
     tool_choice: str | items.FunctionTool | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None

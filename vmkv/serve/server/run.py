@@ -75,11 +75,9 @@ class TimedProtocol(H11Protocol):
     def _expect_head(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
-        self._head_timer = self.loop.call_later(
-            self._head_timeout_s, self._close_without_head, self.cycle
-        )
+        self._head_timer = self.loop.call_later(self._head_timeout_s, self._close_idle, self.cycle)
 
-    def _close_without_head(self, last_cycle: object) -> None:
+    def _close_idle(self, last_cycle: object) -> None:
         if self.cycle is last_cycle:  # Each head begins another one.
             self.transport.abort()
 

@@ -29,7 +29,7 @@ from pydantic_core import PydanticSerializationError, from_json
 from ...errors import ConfigError, shown
 from ..params import SamplingParams, StructuredOutputs
 from .errors import ApiError, invalid
-from .formats import Formatted, Lenient
+from .formats import Formatted, Lenient, Listed
 from .guard import REQUEST_ID
 from .prompts import SYSTEMS, Prompt, TextPrompt
 from .tools import TOOLS_MAX, Tool, ToolCall, ToolChoice, check_tools, served_tools
@@ -78,12 +78,7 @@ _NAME_END = re.compile(r"\W")
 _EXACT_MAX = 2**53
 
 
-def _list(**options: Any) -> Any:
-    """Validate a list up to its first wrong element."""
-    return Field(fail_fast=True, **options)
-
-
-_TokenIds = Annotated[list[int], _list()]
+_TokenIds = Listed[int]
 _TokenId = Annotated[int, Field(strict=False)]  # Keys of an object are texts.
 _Stop = Annotated[str, Field(max_length=1000)]
 _NumLogprobs = Annotated[int, Field(ge=0, le=LOGPROBS_MAX)]
@@ -93,9 +88,9 @@ _JSON_TYPES: dict[Any, Any] = {
     "int | None": int,
     "float": float,
     "bool": bool,
-    "str | Sequence[str]": _Stop | Annotated[list[_Stop], _list(max_length=16)],
-    "Sequence[str | Sequence[int]]": Annotated[list[_Stop], _list(max_length=128)],
-    "Sequence[int]": Annotated[list[int], _list(max_length=128)],
+    "str | Sequence[str]": _Stop | Annotated[Listed[_Stop], Field(max_length=16)],
+    "Sequence[str | Sequence[int]]": Annotated[Listed[_Stop], Field(max_length=128)],
+    "Sequence[int]": Annotated[Listed[int], Field(max_length=128)],
     "Sequence[int] | None": _TokenIds,
     "Mapping[int, float]": dict[_TokenId, float],
 }
@@ -203,9 +198,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: (
         str
-        | Annotated[list[str], _list(min_length=1, max_length=SAMPLES_MAX)]
-        | Annotated[list[int], _list(min_length=1)]
-        | Annotated[list[_TokenIds], _list(min_length=1, max_length=SAMPLES_MAX)]
+        | Annotated[Listed[str], Field(min_length=1, max_length=SAMPLES_MAX)]
+        | Annotated[Listed[int], Field(min_length=1)]
+        | Annotated[Listed[_TokenIds], Field(min_length=1, max_length=SAMPLES_MAX)]
     )
     best_of: int | None = None
     echo: bool | None = None
@@ -266,12 +261,10 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
-    content: str | Annotated[list[TextPart], _list()] | None = None
-    tool_calls: Annotated[list[ToolCall], _list()] | None = None
+    content: str | Listed[TextPart] | None = None
+    tool_calls: Listed[ToolCall] | None = None
 
-    def rendered(
-        self, *, arguments_as_text: bool = False, knows_developer: bool = False
-    ) -> dict[str, Any]:
+    def rendered(self, *, as_text: bool = False, knows_developer: bool = False) -> dict[str, Any]:
         """Return the message for a template, with empty content rather than none.
 
         A developer is the system unless the template knows it; reasoning has both known names.
@@ -283,9 +276,7 @@ class Message(BaseModel):
             whole["role"] = self.role if knows_developer else "system"
             whole["content"] = _BILLING.sub("", whole["content"])
         if self.tool_calls:
-            whole["tool_calls"] = [
-                each.rendered(as_text=arguments_as_text) for each in self.tool_calls
-            ]
+            whole["tool_calls"] = [each.rendered(as_text=as_text) for each in self.tool_calls]
         reasoning = whole.get("reasoning_content", whole.get("reasoning", self._joined(True)))
         if reasoning is None:
             return whole
@@ -305,12 +296,12 @@ class Message(BaseModel):
 class ChatBody(_Strict):
     """Messages, and how they become a prompt."""
 
-    messages: Annotated[list[Message], _list(min_length=1)] | None = None
+    messages: Annotated[Listed[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None  # Of the tokenizer, to the template's text.
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Tool], _list(max_length=TOOLS_MAX)] | None = None
+    tools: Annotated[Listed[Tool], Field(max_length=TOOLS_MAX)] | None = None
     tool_choice: ToolChoice | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
 
@@ -365,7 +356,7 @@ class ChatBody(_Strict):
 class ChatRequest(GenerationRequest, ChatBody):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], _list(min_length=1)]
+    messages: Annotated[Listed[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: _NumLogprobs | None = None
