@@ -102,10 +102,9 @@ class Metrics:
         elif isinstance(event, RequestAdded):
             self._metrics["requests_waiting"].inc()  # Corrected by the next step.
         elif isinstance(event, FirstToken):
-            self._metrics["time_to_first_token_seconds"].observe(event.wait_s)
+            self._observe(time_to_first_token=event.wait_s)
         elif isinstance(event, Idle):
-            self._note_queue(0, 0)
-            self._metrics["sleeping"].set(event.is_sleeping)
+            self._set(requests_running=0, requests_waiting=0, sleeping=event.is_sleeping)
             self._look(cache)
 
     def _note_request(self, request: RequestRecord) -> None:
@@ -113,13 +112,12 @@ class Metrics:
         self._count("prompt_tokens", request.num_prompt_tokens)
         self._count("prompt_tokens_cached", request.num_cached_tokens)
         self._count("generation_tokens", request.num_output_tokens)
-        self._metrics["request_seconds"].observe(request.end_s - request.arrival_s)
+        self._observe(request=request.end_s - request.arrival_s)
         if request.start_s is not None:
-            self._metrics["request_queue_seconds"].observe(request.start_s - request.arrival_s)
+            self._observe(request_queue=request.start_s - request.arrival_s)
         num_later = request.num_output_tokens - 1
         if request.first_token_s is not None and num_later > 0:
-            mean_s = (request.end_s - request.first_token_s) / num_later
-            self._metrics["time_per_output_token_seconds"].observe(mean_s)
+            self._observe(time_per_output_token=(request.end_s - request.first_token_s) / num_later)
 
     def _note_step(self, step: StepRecord) -> None:
         self._count("steps")
@@ -127,16 +125,18 @@ class Metrics:
         self._count("step_tokens", step.num_decode_tokens, "decode")
         self._count("preemptions", step.num_swapped, "swap")
         self._count("preemptions", step.num_recomputed, "recompute")
-        self._metrics["step_seconds"].observe(step.total_s)
-        self._metrics["mapping_seconds"].observe(step.map_s)
-        self._metrics["device_wait_seconds"].observe(step.wait_s)
+        self._observe(step=step.total_s, mapping=step.map_s, device_wait=step.wait_s)
         if step.fence_wait_s:
-            self._metrics["fence_wait_seconds"].observe(step.fence_wait_s)
-        self._note_queue(step.num_running, step.num_waiting)
+            self._observe(fence_wait=step.fence_wait_s)
+        self._set(requests_running=step.num_running, requests_waiting=step.num_waiting)
 
-    def _note_queue(self, num_running: int, num_waiting: int) -> None:
-        self._metrics["requests_running"].set(num_running)
-        self._metrics["requests_waiting"].set(num_waiting)
+    def _observe(self, **seconds: float) -> None:
+        for name, value in seconds.items():
+            self._metrics[f"{name}_seconds"].observe(value)
+
+    def _set(self, **gauges: int) -> None:
+        for name, value in gauges.items():
+            self._metrics[name].set(value)
 
     def _look(self, cache: ObservedCache) -> None:
         self._stats = cache.stats()

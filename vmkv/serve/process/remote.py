@@ -116,15 +116,11 @@ class EngineProcess(EngineClient):
             if self._is_stopping:
                 self._worker.kill()
         try:
-            self._use(started.connection, _first_message(started.connection))
+            self.max_tokens, self.page_bytes, self.stats = _first_message(started.connection)
         except BaseException:
             started.close()
             raise
-
-    def _use(self, connection: socket.socket, ready: Ready) -> None:
-        self._socket = connection
-        self.max_tokens, self.page_bytes, self.stats = ready
-        self._empty = self.stats
+        self._socket, self._empty = started.connection, self.stats
         self._started_s = time.monotonic()
 
     async def sleep(self, *, aborts: bool = False) -> None:
@@ -275,7 +271,6 @@ def _first_message(connection: socket.socket) -> Ready:
         if not data:
             raise ClosedError("the engine's process ended before its engine was ready")
         for message in unpacker.feed(data):
-            if isinstance(message, Failed):
-                raise message.error
-            ready: Ready = message
-            return ready
+            if isinstance(message, Ready):
+                return message
+            raise message.error

@@ -20,7 +20,6 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 
 from ...errors import CapacityError, ClosedError, LostError, one_line
 from ..metrics import ReplicaMetrics
-from ..params import SamplingParams
 from ..request import RequestOutput
 from .replica import ReplicaReport
 
@@ -57,14 +56,9 @@ class ReplicatedEngine:
         return facts
 
     async def stream(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        priority: int = 0,
-        *,
-        tenant: str | None = None,
+        self, prompt: Sequence[int], *asked: Any, tenant: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream a request's outputs from a replica; waits for one if there is none.
+        """Stream a request's outputs from a replica, as `EngineClient.stream`; waits for one.
 
         Raises `LostError` if the replica ends after the first output, or the retries' replicas do
         too.
@@ -73,8 +67,8 @@ class ReplicatedEngine:
         has_begun = False
         for num_left in range(_RERUNS_MAX, -1, -1):
             try:
-                asked = self._ask(prompt, params, priority, tenant)
-                async with contextlib.aclosing(asked) as outputs:
+                answer = self._ask(prompt, *asked, tenant=tenant)
+                async with contextlib.aclosing(answer) as outputs:
                     async for output in outputs:
                         yield replace(output, prompt_token_ids=prompt)
                         has_begun = True
@@ -84,12 +78,10 @@ class ReplicatedEngine:
             else:
                 return
 
-    async def _ask(
-        self, prompt: Sequence[int], params: SamplingParams, priority: int, tenant: str | None
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def _ask(self, *asked: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
         if self._is_stopping:
             raise ClosedError("the server is shutting down and takes no more requests")
-        response = self._handle.stream.remote(prompt, params, priority, tenant=tenant)
+        response = self._handle.stream.remote(*asked, **options)
         self._all_done.clear()
         try:
             while (output := await self._read(response)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,6 @@ from ..async_engine import AsyncEngine
 from ..engine_client import SILENCE_MAX_S
 from ..metrics import Metrics
 from ..observer import Observers
-from ..params import SamplingParams
 from ..process.host import MakeEngine
 from ..request import RequestOutput
 from .prefixes import HeldPrefixes
@@ -40,16 +39,9 @@ class EngineReplica:
         self._facts = engine.max_tokens, engine.cache.stats().budget_bytes
         self._engine = AsyncEngine(engine, silence_max_s=silence_max_s)
 
-    async def stream(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
-        priority: int = 0,
-        *,
-        tenant: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    async def stream(self, *asked: Any, **options: Any) -> AsyncIterator[RequestOutput]:
         """Stream a request as `AsyncEngine.stream` does; only the first output holds the prompt."""
-        outputs: Any = self._engine.stream(prompt, params, priority, tenant=tenant)
+        outputs = self._engine.stream(*asked, **options)
         async with contextlib.aclosing(outputs):
             yield await anext(outputs)
             async for output in outputs:

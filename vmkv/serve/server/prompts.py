@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ...units import div_ceil
 from ..grammar_trial import GrammarTrials
@@ -47,6 +47,7 @@ class TextPrompt:
     num_read_chars = num_chars
 
 
+T = TypeVar("T")
 Prompt: TypeAlias = "TextPrompt | ChatBody | Sequence[int]"
 
 
@@ -94,30 +95,28 @@ class Prompts:
                 self.check(prompt)
             return prompt
         is_long = prompt.num_read_chars > _LONG_CHARS
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._threads[is_long], self._encode_prompt, prompt, num_kept, is_long
-        )
+        return await self._in_thread(is_long, self._encode_prompt, prompt, num_kept, is_long)
 
     async def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
-        thread = self._threads[len(token_ids) > _LONG_CHARS]
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(thread, self._tokenizer.decode, list(token_ids))
+        is_long = len(token_ids) > _LONG_CHARS
+        return await self._in_thread(is_long, self._tokenizer.decode, list(token_ids))
 
     async def grammar(self, form: StructuredOutputs) -> StructuredOutputs:
         """Return a grammar that compiles, see `checked`. One that is known waits for no other."""
         if self._trials.verdicts.get(form) == "":
             return form
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads[2], checked, form, self._trials)
+        return await self._in_thread(2, checked, form, self._trials)
 
     async def tokenised(self, params: SamplingParams) -> SamplingParams:
         """Return parameters with bad words as tokens; raises `ConfigError`."""
         if not params.bad_words:
             return params
+        return await self._in_thread(1, tokenised, params, self._tokenizers[1])
+
+    async def _in_thread(self, number: int, call: Callable[..., T], *arguments: Any) -> T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads[1], tokenised, params, self._tokenizers[1])
+        return await loop.run_in_executor(self._threads[number], call, *arguments)
 
     def strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's entries of tokens."""

@@ -121,7 +121,7 @@ class Service:
         # Large bodies are parsed one at a time, which bounds the parsing in a turn of the event
         # loop.
         self._parsing = asyncio.Lock()
-        self._max_model_tokens, self._max_prompt_tokens = max_model_tokens, most_tokens
+        self.max_model_tokens, self.max_prompt_tokens = max_model_tokens, most_tokens
         self._max_values = max(limits.max_body_bytes // _BYTES_PER_VALUE, 2 * max_model_tokens)
         self._started_s = int(time.time())
         self._unknown: set[str] = set()
@@ -181,7 +181,7 @@ class Service:
         service, body = await self.read(request, TokenizeRequest)
         found = await service._tokens(request, body.what)
         strings = service.prompts.strings(found) if body.return_token_strs else None
-        sizes = {"count": len(found), "max_model_len": service._max_model_tokens}
+        sizes = {"count": len(found), "max_model_len": service.max_model_tokens}
         return JSONResponse({**sizes, "tokens": found, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
@@ -211,7 +211,7 @@ class Service:
         """Describe a model."""
         service = self.find(name)
         head = {"id": name, "object": "model", "created": self._started_s, "owned_by": "vmkv"}
-        return {**head, "max_model_len": service._max_model_tokens}
+        return {**head, "max_model_len": service.max_model_tokens}
 
     async def health(self) -> JSONResponse:
         """Report whether the server accepts requests, of any model."""
@@ -299,68 +299,6 @@ class Service:
             self._unknown.add(name)
             _LOG.warning("requests have a field %s, which this server ignores", shown(name))
 
-    # ---- checks ---------------------------------------------------------------------------
-
-    def check_length(self, num_tokens: int, params: SamplingParams) -> None:
-        """Raise `ApiError` for a prompt that leaves no room for an answer."""
-        if not num_tokens:
-            raise invalid("the prompt is empty: it has no tokens", "prompt")
-        if num_tokens + (params.max_tokens or 1) > self._max_model_tokens:
-            raise full_context(num_tokens, self._max_model_tokens, params.max_tokens or 1)
-
-    def tokens_kept(self, truncate_tokens: int | None, params: SamplingParams) -> int | None:
-        """Return the number of tokens to cut a prompt to; None if it stays whole."""
-        most = min(self._max_model_tokens - (params.max_tokens or 1), self._max_prompt_tokens)
-        if truncate_tokens == -1:
-            return max(most, 1)
-        if (truncate_tokens or 0) > self._max_prompt_tokens:
-            raise invalid(
-                f"truncate_prompt_tokens={truncate_tokens}, and this server takes prompts of "
-                f"{self._max_prompt_tokens} tokens; -1 keeps as many as fit",
-                "truncate_prompt_tokens",
-            )
-        return truncate_tokens
-
-    def output_limit(self, num_tokens: int, params: SamplingParams) -> SamplingParams:
-        """Apply the default of `max_tokens`, as far as it fits behind a prompt's tokens."""
-        most = self.sampling_defaults.get("max_tokens")
-        if params.max_tokens is not None or most is None:
-            return params
-        return replace(params, max_tokens=min(most, self._max_model_tokens - num_tokens))
-
-    def check_logprobs(
-        self, num_samples: int, params: SamplingParams, num_prompt_tokens: int = 0
-    ) -> None:
-        """Raise `ApiError` for too many log-probabilities, `num_prompt_tokens` included."""
-        if params.logprobs is None and params.prompt_logprobs is None:
-            return
-        most_tokens = self._max_model_tokens
-        num_tokens = min(params.max_tokens or most_tokens, most_tokens)
-        # A single sample is never refused for its length.
-        most = max(self.limits.max_answer_logprobs, most_tokens * (1 + LOGPROBS_MAX))
-        each = 0 if params.logprobs is None else 1 + params.logprobs
-        each_of_prompt = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
-        num_of_prompts = num_prompt_tokens * each_of_prompt
-        num_logprobs = num_samples * num_tokens * each + num_of_prompts
-        if num_samples > 1 and num_logprobs > most:
-            prompts = f"{num_of_prompts} of the prompts, and " if num_of_prompts else ""
-            raise invalid(
-                f"{prompts}{num_samples} samples of up to {num_tokens} tokens with {each} "
-                f"log-probabilities each are {num_logprobs}; this server allows "
-                f"max_answer_logprobs={most}: ask for fewer samples (n), tokens (max_tokens) or "
-                "log-probabilities",
-                "max_tokens" if params.logprobs is not None else "prompt_logprobs",
-            )
-
-    def check_priority(self, priority: int) -> None:
-        """Raise `ApiError` for a priority that this server does not have."""
-        most = self.limits.max_priority
-        if abs(priority) > most:
-            message = "requests have no priorities here; the server's --max-priority allows them"
-            if most:
-                message = f"priority={shown(priority)} must be in [{-most}, {most}]"
-            raise invalid(message, "priority")
-
     def find(self, name: str) -> Service:
         """Return the service of a model; `ApiError` if it is not served here."""
         if name not in self.served:
@@ -409,21 +347,93 @@ class Answer:
     def check(self) -> None:
         """Run every check that needs no tokenisation; raises `ApiError`."""
         service, prompts = self.service, self.body.prompts
-        num_samples = len(prompts) * self.params.n
-        if num_samples > SAMPLES_MAX:
+        if self._num_samples > SAMPLES_MAX:
             raise invalid(
                 f"{len(prompts)} prompts of {self.params.n} samples; at most {SAMPLES_MAX} "
                 "samples are computed at once",
                 "n",
             )
-        service.check_priority(self.body.priority)
-        service.check_logprobs(num_samples, self.params)
-        if service.tokens_kept(self.body.truncate_prompt_tokens, self.params) is not None:
+        most, priority = service.limits.max_priority, self.body.priority
+        if abs(priority) > most:
+            message = "requests have no priorities here; the server's --max-priority allows them"
+            if most:
+                message = f"priority={shown(priority)} must be in [{-most}, {most}]"
+            raise invalid(message, "priority")
+        self._check_logprobs()
+        if self._num_kept() is not None:
             return
         for prompt in prompts:
             service.prompts.check(prompt)
             if isinstance(prompt, Sequence):
-                service.check_length(len(prompt), self.params)
+                self._check_length(len(prompt))
+
+    @property
+    def _num_samples(self) -> int:
+        return len(self.body.prompts) * self.params.n
+
+    def _check_length(self, num_tokens: int) -> None:
+        """Raise `ApiError` for a prompt that leaves no room for an answer."""
+        if not num_tokens:
+            raise invalid("the prompt is empty: it has no tokens", "prompt")
+        most, num_wanted = self.service.max_model_tokens, self.params.max_tokens or 1
+        if num_tokens + num_wanted > most:
+            raise full_context(num_tokens, most, num_wanted)
+
+    def _num_kept(self) -> int | None:
+        """Return the number of tokens to cut a prompt to; None if it stays whole."""
+        asked, most = self.body.truncate_prompt_tokens, self.service.max_prompt_tokens
+        if asked == -1:
+            return max(min(self.service.max_model_tokens - (self.params.max_tokens or 1), most), 1)
+        if (asked or 0) > most:
+            raise invalid(
+                f"truncate_prompt_tokens={asked}, and this server takes prompts of {most} tokens; "
+                "-1 keeps as many as fit",
+                "truncate_prompt_tokens",
+            )
+        return asked
+
+    def _check_logprobs(self, num_prompt_tokens: int = 0) -> None:
+        """Raise `ApiError` for too many log-probabilities, `num_prompt_tokens` included."""
+        params, most_tokens = self.params, self.service.max_model_tokens
+        num_samples, num_tokens = (
+            self._num_samples,
+            min(params.max_tokens or most_tokens, most_tokens),
+        )
+        each, each_of_prompt = (
+            0 if count is None else 1 + count for count in (params.logprobs, params.prompt_logprobs)
+        )
+        # A single sample is never refused for its length.
+        most = max(self.service.limits.max_answer_logprobs, most_tokens * (1 + LOGPROBS_MAX))
+        num_of_prompts = num_prompt_tokens * each_of_prompt
+        num_logprobs = num_samples * num_tokens * each + num_of_prompts
+        if num_samples > 1 and num_logprobs > most:
+            prompts = f"{num_of_prompts} of the prompts, and " if num_of_prompts else ""
+            raise invalid(
+                f"{prompts}{num_samples} samples of up to {num_tokens} tokens with {each} "
+                f"log-probabilities each are {num_logprobs}; this server allows "
+                f"max_answer_logprobs={most}: ask for fewer samples (n), tokens (max_tokens) or "
+                "log-probabilities",
+                "max_tokens" if params.logprobs is not None else "prompt_logprobs",
+            )
+
+    def _check_choice(self, params: SamplingParams) -> None:
+        """Raise `ApiError` for too many allowed and banned tokens, which each sample has."""
+        words = sum(map(len, params.bad_words))
+        of_each = {"allowed_token_ids": len(params.allowed_token_ids or ()), "bad_words": words}
+        name, num_samples = max(of_each, key=of_each.__getitem__), self._num_samples
+        if num_samples > 1 and num_samples * of_each[name] > _CHOICE_MAX:
+            raise invalid(
+                f"{num_samples} samples with {of_each[name]} tokens of {name} each; at most "
+                f"{_CHOICE_MAX} together: ask for fewer samples",
+                name,
+            )
+
+    def _limited(self, params: SamplingParams, num_tokens: int) -> SamplingParams:
+        """Apply the default of `max_tokens`, as far as it fits behind a prompt's tokens."""
+        most = self.service.sampling_defaults.get("max_tokens")
+        if params.max_tokens is not None or most is None:
+            return params
+        return replace(params, max_tokens=min(most, self.service.max_model_tokens - num_tokens))
 
     async def whole(self) -> deque[bytes | bytearray]:
         """Compute the answer as JSON, in parts; compute it once more if its replica is lost."""
@@ -477,22 +487,16 @@ class Answer:
                     form = await service.prompts.grammar(form)
                     params = replace(params, structured_outputs=form)
                 prompts = []
-                kept = service.tokens_kept(self.body.truncate_prompt_tokens, self.params)
                 for prompt in self.body.prompts:
-                    prompts.append(await service.prompts.tokens(prompt, kept))
-                    service.check_length(len(prompts[-1]), self.params)
-                num_samples, num_tokens = len(prompts) * self.params.n, sum(map(len, prompts))
-                num_tokens *= self.params.n if getattr(self.body, "echo", None) else 1
-                service.check_logprobs(num_samples, self.params, num_tokens)
+                    prompts.append(await service.prompts.tokens(prompt, self._num_kept()))
+                    self._check_length(len(prompts[-1]))
+                num_echoes = self.params.n if getattr(self.body, "echo", None) else 1
+                self._check_logprobs(num_echoes * sum(map(len, prompts)))
                 params = await service.prompts.tokenised(params)
-                check_choice(num_samples, params)
+                self._check_choice(params)
+                priority, tenant, stream = self.body.priority, self.tenant, service.engine.stream
                 streams = [
-                    service.engine.stream(
-                        prompt,
-                        service.output_limit(len(prompt), params),
-                        self.body.priority,
-                        tenant=self.tenant,
-                    )
+                    stream(prompt, self._limited(params, len(prompt)), priority, tenant=tenant)
                     for prompt in prompts
                 ]
                 async with contextlib.aclosing(merged(streams)) as outputs:
@@ -513,19 +517,6 @@ class Answer:
 
 
 # ---- streams -------------------------------------------------------------------------------------
-
-
-def check_choice(num_samples: int, params: SamplingParams) -> None:
-    """Raise `ApiError` for too many allowed and banned tokens: each sample has them anew."""
-    words = sum(map(len, params.bad_words))
-    of_each = {"allowed_token_ids": len(params.allowed_token_ids or ()), "bad_words": words}
-    name = max(of_each, key=lambda each: of_each[each])
-    if num_samples > 1 and num_samples * of_each[name] > _CHOICE_MAX:
-        raise invalid(
-            f"{num_samples} samples with {of_each[name]} tokens of {name} each; at most "
-            f"{_CHOICE_MAX} together: ask for fewer samples",
-            name,
-        )
 
 
 class Streamed(StreamingResponse):
