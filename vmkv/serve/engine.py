@@ -354,8 +354,7 @@ class Engine:
     def step(self) -> None:
         """Run one step and update the handles; with nothing left to do, call `fall_idle`.
 
-        Raises `ClosedError`, or a `DriverError` that no single request caused; stepping may
-        continue.
+        Raises `ClosedError`, or a `DriverError` that no request caused; stepping may continue.
         """
         if not self.advance():
             self.fall_idle()
@@ -371,10 +370,7 @@ class Engine:
         """Return memory above the watermark to the device, and notify the observer.
 
         Does nothing while requests are left, or if already idle. `is_wanted` is polled before each
-        slice of memory; once true, the rest is left to the next call. A driver error is logged, and
-        the rest is left to the next idle time.
-
-        Raises `ClosedError`.
+        slice of memory; once true, the rest is left to the next call. Raises `ClosedError`.
 
         Cost: some 10 µs with nothing above the watermark, else some 3 ms per GiB.
         """

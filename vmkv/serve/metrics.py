@@ -4,8 +4,7 @@
     engine = Engine(model, observer=metrics)
     metrics.text()                     # the body of a /metrics response
 
-The engine's thread reads the cache's statistics at most twice a second and when the engine falls
-idle, so a scrape never touches a cache that is changing.
+The engine's thread reads the cache's statistics, so a scrape never touches a changing cache.
 """
 
 from __future__ import annotations

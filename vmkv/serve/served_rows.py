@@ -40,9 +40,8 @@ class ServedRows(NamedTuple):
 def open_rows(model: Any, pool: ExtentPool, options: EngineOptions) -> ServedRows:
     """Open the cache of a model on one device, for the engine's running requests.
 
-    The model proves itself first, which reveals the layout of its layers. `ConfigError` if the
-    model cannot be served (see `prove`) or is spread over several devices; a pool that closes with
-    its last user is closed then.
+    The model proves itself first. `ConfigError` if it cannot be served; a pool that closes with its
+    last user is closed then.
     """
     pool.attach()  # An unshared pool closes with its last user, also on failure.
     try:
@@ -123,11 +122,7 @@ def pool_beside(
 
 
 def fit_budget(pool: ExtentPool, spare_bytes: int) -> None:
-    """Lower a pool's budget to the memory that its device still has, less `spare_bytes`.
-
-    Call it after the model's graphs and activations have taken their memory. Of a broker's budget
-    all members then have less.
-    """
+    """Lower a pool's budget to the memory that its device still has, less `spare_bytes`."""
     left_bytes = max(0, pool.backend.free_memory_bytes() - spare_bytes)
     if pool.member is not None:
         pool.member.fit(left_bytes)
@@ -147,7 +142,7 @@ def fit_budget(pool: ExtentPool, spare_bytes: int) -> None:
 class OwnBudget:
     """Keeps an engine's budget within free device memory, which training uses between requests.
 
-    `spare_bytes` are for activations. A budget that the user sets becomes the new maximum.
+    A budget that the user sets becomes the new maximum.
     """
 
     def __init__(self, pool: ExtentPool, spare_bytes: int):

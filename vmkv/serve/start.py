@@ -35,11 +35,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def open_socket(host: str, port: int, *, unread_timeout_s: float) -> socket.socket:
-    """Bind the server's address; called before the model is loaded, so that errors come early.
+    """Bind the server's address; port 0 is any free one. Raises `ConfigError` if it cannot.
 
-    Port 0 is any free one. The system drops connections that leave data unacknowledged for
-    `unread_timeout_s`, so that clients that never read do not hold sockets. Raises `ConfigError` if
-    the address is not available.
+    The system drops connections that leave data unacknowledged for `unread_timeout_s`.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -69,11 +67,7 @@ class _Terminated(BaseException):
 
 @contextlib.contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Turn SIGTERM into an exception while the server starts, so that child processes are ended.
-
-    Without it, an engine's process would keep loading a model for some seconds; and PID 1 of a
-    container would ignore the signal.
-    """
+    """Turn SIGTERM into an exception while the server starts, so that child processes are ended."""
 
     def end(sig: int, frame: FrameType | None) -> None:
         raise _Terminated
@@ -121,8 +115,7 @@ def start_child(
 def be_child(connection: Any) -> None:
     """Ignore termination signals; end this process some time after the other end has closed.
 
-    `connection` is a socket or a duplex pipe to the parent. The process leads a group of its own,
-    in which its children begin.
+    `connection` is a socket or a duplex pipe to the parent. The process leads a group of its own.
     """
     os.setpgid(0, 0)
     for each in _SIGNALS:
@@ -140,11 +133,7 @@ def be_child(connection: Any) -> None:
 
 
 def end_child(process: Any, timeout_s: float = 0.0) -> None:
-    """Wait for a process to end by itself, then kill it. Idempotent.
-
-    Children that it is starting are killed with it: they would read a part of what it sends them,
-    and print a traceback.
-    """
+    """Wait for a process to end by itself, then kill it, with children it starts. Idempotent."""
     process.join(timeout_s)
     if process.is_alive():
         with contextlib.suppress(ProcessLookupError):  # It leads no group yet.

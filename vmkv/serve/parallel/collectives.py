@@ -1,10 +1,8 @@
 """Collectives of the layers, as operators that are opaque to a compiler.
 
-Operators take tensors and numbers, so they look their group up by name. A sum overwrites the part,
-to save a copy. Sums use the one-shot kernel (`one_shot.py`) between devices with peer access, among
-more than two ranks only if they are small; other sums and gathers use NCCL, or gloo on CPUs.
-Compiled layers use `norm_of_sum_` for a sum that is added to a residual and then normalised
-(`step/graph_passes.py`).
+Operators take tensors and numbers, so they look their group up by name. Sums use the one-shot
+kernel (`one_shot.py`) where it can serve, other sums and gathers NCCL, or gloo on CPUs. Compiled
+layers use `norm_of_sum_` (`step/graph_passes.py`).
 """
 
 from __future__ import annotations
@@ -50,11 +48,7 @@ def _all_reduce_(part: torch.Tensor, group: str) -> None:
 def _norm_of_sum_(
     part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, group: str
 ) -> torch.Tensor:
-    """Add all ranks' parts and the residual into `part`; return the RMS norm of the sum.
-
-    `part` and `residual` are `[…, hidden]`, `part` contiguous, `residual` equal on all ranks;
-    `weight` is `[hidden]`; all have one type.
-    """
+    """Add all ranks' parts and the residual into `part`; return the RMS norm of the sum."""
     residual, weight = residual.contiguous(), weight.contiguous()
     has = has_rows(part) and has_rows(residual) and has_rows(weight)
     sums = _ONE_SHOT.get(group)

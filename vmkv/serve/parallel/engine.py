@@ -217,9 +217,8 @@ def open_parallel_engine(
     """Open rank 0's engine, with every other rank in a process of its own.
 
     `model` is a folder, a Hub name, or a picklable function that makes the model on a rank;
-    `device_type` is "cuda" or "cpu"; `dtype` is of the weights, by default as saved; for
-    `timeout_s` see `TensorParallel`. `observer` is rank 0's; `tokenizer` and `options`, which are
-    pickled, are of every `ParallelEngine`.
+    `device_type` is "cuda" or "cpu"; `dtype` is of the weights, by default as saved. `observer` is
+    rank 0's; `tokenizer` and `options`, which are pickled, are of every `ParallelEngine`.
 
     If a rank ends, all end: calls raise `RankError`, and another engine can be opened once this one
     is closed. Raises `ConfigError` for too few devices or a model that cannot be divided.

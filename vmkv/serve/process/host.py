@@ -199,10 +199,7 @@ class SocketLink:
 
 
 def run_engine(make: MakeEngine, connection: socket.socket) -> None:
-    """Make an engine, report `Ready`, and run it; called in the engine's process.
-
-    Its end closes the connection.
-    """
+    """Make an engine, report `Ready`, and run it; called in the engine's process."""
     relay, failed, is_ready = Relay(), None, False
     link = SocketLink(connection, relay)
     try:

@@ -2,8 +2,8 @@
 
     order = ranked(candidates, num_prompt_tokens, Routing())
 
-Replicas report the prefixes that they hold with a delay of seconds; `Assignments` remembers the
-requests sent meanwhile. See Note [Replicas tell what they hold].
+`Assignments` remembers what was sent since the replicas' reports. See Note [Replicas tell what they
+hold].
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ class Candidate:
 def ranked(candidates: Sequence[Candidate], num_prompt_tokens: int, routing: Routing) -> list[int]:
     """Return the candidates' indices, best first.
 
-    Replicas within the limits come first: by the longest held prefix if it decides, then by the
-    fewest requests; otherwise by the fewest new tokens, so that all hold equally much. Replicas
-    that are passed over follow, by load.
+    Replicas within the limits come first: by the longest held prefix if it decides, otherwise by
+    the fewest new tokens. Replicas that are passed over follow, by load.
     """
     least_load = min((each.load for each in candidates), default=0)
     longest = max((each.held_tokens for each in candidates), default=0)

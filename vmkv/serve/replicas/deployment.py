@@ -136,8 +136,7 @@ def running_replicas(
 ) -> Iterator[tuple[ReplicatedEngine, tuple[int, int]]]:
     """Run replicas for the `with` block, on the cluster of `RAY_ADDRESS` or on this machine.
 
-    Yields all replicas as one engine, and their constants. With `on_gpus`, each
-    replica has a GPU of its own. Raises `ConfigError` with the reason if they cannot be started.
+    Yields all replicas as one engine, and their constants. With `on_gpus`, each has a GPU.
     """
     is_ours = "RAY_ADDRESS" not in os.environ
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}

@@ -1,9 +1,7 @@
 """Summary of a replica's prefix index, small enough to be sent to routers.
 
-A prefix of n blocks is named by the hash of its last block, at lengths that are dense for short
-prefixes and sparse for long ones: eight between n and 2n. So a row of 8,192 tokens has 56 names,
-and a router knows the held prefix of a request to an eighth. The summary shows the index as it was
-last scanned; if it exceeds its limit, the longest prefixes are left out.
+A prefix of n blocks is named by the hash of its last block, at eight lengths between n and 2n. The
+summary shows the index as it was last scanned; see Note [Replicas tell what they hold].
 """
 
 from __future__ import annotations
@@ -52,10 +50,9 @@ def told_names(stats: Mapping[str, Any]) -> frozenset[bytes]:
 
 
 class HeldPrefixes:
-    """Engine observer that scans the prefix index, in the engine's thread.
+    """Engine observer that scans the prefix index, every `interval_s` and when idle.
 
-    Scans at most every `interval_s`, and whenever the engine falls idle; reports at most
-    `max_names` names of 8 bytes each. `stats` may be read from any thread.
+    Reports at most `max_names` names, the shortest; `stats` may be read from any thread.
     """
 
     def __init__(self, max_names: int = 32_768, interval_s: float = 1.0):

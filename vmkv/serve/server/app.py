@@ -56,8 +56,8 @@ def create_app_for(
 ) -> FastAPI:
     """Create the application of several models, one for each service; see `create_app`.
 
-    `options` are of the server as a whole, `common` metrics that are of no model. Requests that
-    name no model go to the first. Raises `ConfigError` if two have the same name.
+    `options` are of the server as a whole, `common` metrics that are of no model. Raises
+    `ConfigError` if two models have the same name.
     """
     service = services[0]
     service.served.update({each.model_name: each for each in services})

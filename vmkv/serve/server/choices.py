@@ -107,10 +107,7 @@ def _bytes_of(token: str) -> bytes | None:
 
 
 class Places:
-    """Finds where each of a text's `num_left` tokens begins.
-
-    Tokens are searched as bytes; one that is not there begins where the next one does.
-    """
+    """Finds where each of a text's `num_left` tokens begins, by their bytes."""
 
     def __init__(self, text: str, num_left: int):
         self.text = text
@@ -213,10 +210,7 @@ class Form:
         self._offsets: Counter[int] = Counter()
 
     def advance(self, prompt_index: int, output: RequestOutput) -> Iterator[CompletionOutput]:
-        """Yield the deltas of a prompt's next output, each with at most `SLICE_LOGPROBS` entries.
-
-        Their `index` is the choice's. Raises `ApiError` if a sample has failed.
-        """
+        """Yield the deltas of a prompt's next output; raises `ApiError` if a sample has failed."""
         self.first_s = time.monotonic() if self.first_s is None else self.first_s
         self._cached_tokens[prompt_index] = output.num_cached_tokens
         self._prompt_ids[prompt_index] = output.prompt_token_ids

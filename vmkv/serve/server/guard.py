@@ -89,8 +89,7 @@ def _digest(key: bytes) -> bytes:
 class Guard:
     """ASGI middleware that checks API keys, bounds the time to send, counts and logs responses.
 
-    Sets `request.state.api_key`, the digest of the key, and `request_id`. Errors of every request
-    become responses here.
+    Sets `request.state.api_key`, the key's digest, and `request_id`. Errors become responses here.
     """
 
     def __init__(self, app: ASGIApp, *, service: Service, options: ServerOptions):

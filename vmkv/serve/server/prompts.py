@@ -199,7 +199,7 @@ class Prompts:
     ) -> tuple[Any, list[str]]:
         """Return the template's text, and the late system messages that it must contain.
 
-        At most `num_systems` stay messages: many templates take one, or none, and others drop some.
+        At most `num_systems` stay messages, as many templates take one, or none.
         """
         own = getattr(self._tokenizer, "chat_template", "")
         knows = "developer" in str(options.get("chat_template") or own)

@@ -2,8 +2,7 @@
 
 transformers' `ResponseParser` finds the regions of a text by a response template. A region of tool
 calls is read here: arguments in JSON are passed on as they come, and others once they are whole.
-A region that is no tool call, such as broken JSON, becomes content; once the name and the beginning
-of the arguments were read it stays a call, whose arguments are the text that the model wrote.
+A region that is no tool call, such as broken JSON, becomes content.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class ReplyParser(Protocol):
     def push(self, text: str, *, is_last: bool) -> ReplyDelta:
         """Return what the next piece of text adds; never raises, whatever the text is.
 
-        The pieces' boundaries do not affect the sum of the deltas. Text that may belong to a
-        delimiter is held back until `is_last`.
+        Text that may belong to a delimiter is held back until `is_last`.
         """
 
 
@@ -126,8 +124,7 @@ _HEAD = (
 class CallPattern:
     """How regions of tool calls begin, and how a region that is whole becomes calls.
 
-    The group `name` of `opening` is the function's name, if it matches. A call that is no JSON is
-    incomplete without `closing`. `whole` may raise anything.
+    The group `name` of `opening` is the function's name. `whole` may raise anything.
     """
 
     def __init__(
@@ -230,10 +227,9 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 class TemplateParser:
-    """Parses a text in the model's own format, found by transformers' `ResponseParser`.
+    """Parses a text in the model's own format by transformers' `ResponseParser`.
 
-    The parser has read the end of the prompt; its field `tool_calls` holds plain text, each region
-    with its beginning. `special_tokens` is a pattern of texts to leave out.
+    Its field `tool_calls` is plain text. `special_tokens` is a pattern of texts to leave out.
     """
 
     def __init__(

@@ -79,10 +79,8 @@ _RUN = regex.compile(
 def _bounded(of: Mapping[str, Any]) -> dict[str, Any]:
     """Return a field whose delimiters are not sought again at each place of one run.
 
-    A pattern that begins with white space of any length would take a time that grows with the
-    square of an answer's white space; its first match begins where the white space does. The last
-    alternative, which never matches, keeps `regex` from seeking a text that all matches have: that
-    takes the square, too.
+    Otherwise the time grows with the square of an answer's white space. The last alternative, which
+    never matches, keeps `regex` from seeking a text that all matches have: that takes the square.
     """
     names = of.keys() & {"open_pattern", "close_pattern"}
     return {**of} | {name: _RUN.sub(r"\1(?:(?<!\2)|\\G)\2\3", of[name]) + "|(?!)" for name in names}

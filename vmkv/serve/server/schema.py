@@ -265,10 +265,7 @@ class Message(BaseModel):
     tool_calls: Listed[ToolCall] | None = None
 
     def rendered(self, *, as_text: bool = False, knows_developer: bool = False) -> dict[str, Any]:
-        """Return the message for a template, with empty content rather than none.
-
-        A developer is the system unless the template knows it; reasoning has both known names.
-        """
+        """Return the message for a template; reasoning has both known names."""
         whole = self.model_dump(exclude_none=True)
         whole.pop("tool_calls", None)
         whole["content"] = self.text or ""
@@ -434,8 +431,7 @@ _ALTERNATIVE = re.compile(
 async def parse(body: bytearray, content_type: str, form: type[T], max_values: int) -> T:
     """Validate a body as `form`; raises `ApiError` with the first error found.
 
-    Parsing holds the interpreter, and blocks every stream, in proportion to the number of values:
-    up to 2 µs for each. So values are counted first.
+    Parsing blocks every stream for up to 2 µs a value, so values are counted first.
     """
     if not body or not _JSON.fullmatch(content_type):
         raise invalid(_NO_OBJECT)
@@ -466,8 +462,7 @@ def validated(data: Mapping[str, Any], form: type[T]) -> T:
 async def check_structure(body: bytes | bytearray, max_values: int) -> bool:
     """Count the values of a body without parsing it; raise `ApiError` beyond `max_values`.
 
-    Return whether it may have a number that is read as infinite, which no answer can repeat. Other
-    tasks run meanwhile. Cost: up to 5 ms per MiB, 30 for bodies of mostly short texts.
+    Return whether it may have a number that is read as infinite. Other tasks run meanwhile.
     """
     at = num_quotes = 0
     num_values = 1

@@ -83,8 +83,8 @@ class ServerMetrics(Protocol):
 class Service:
     """Serves one model: validates requests, admits them and builds their responses.
 
-    The first of several services, all in `served` by name, has the routes of all; a request without
-    a `model` goes to it. `common` are metrics of all of them.
+    The first of several services, all in `served` by name, has the routes of all, and `common`
+    metrics; a request without a `model` goes to it.
     """
 
     def __init__(

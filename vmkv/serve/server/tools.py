@@ -120,11 +120,7 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
 def forced_schema(
     tools: Sequence[Tool], choice: ToolChoice, *, is_parallel: bool
 ) -> dict[str, Any]:
-    """Return the JSON schema of a forced answer: a function's arguments, or a list of calls.
-
-    Unknown keywords have no effect unless a function is `strict`. Raises `ApiError` for parameters
-    that are no object.
-    """
+    """Return the JSON schema of a forced answer: a function's arguments, or a list of calls."""
     functions = {each.function.name: each.function for each in tools}
     if isinstance(choice, NamedChoice):
         functions = {choice.function.name: functions[choice.function.name]}
