@@ -77,7 +77,7 @@ class ModelShape:
 
 
 def model_shape(
-    config: Any, dtype: str | None = None, kv_dtype: str = "auto", *, num_ranks: int = 1
+    config: Any, *, dtype: str | None = None, kv_dtype: str = "auto", num_ranks: int = 1
 ) -> ModelShape:
     """Derive a model's memory from its configuration, in seconds and without memory for weights.
 

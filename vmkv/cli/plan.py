@@ -63,8 +63,9 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             "part of its sequence"
         )
     config = load_config(arguments.model, **types.source_of(arguments))
-    num_ranks, dtypes = arguments.tensor_parallel, (arguments.dtype, arguments.kv_dtype)
-    shape = model_shape(config, *dtypes, num_ranks=num_ranks)
+    num_ranks, dtypes = arguments.tensor_parallel, ("dtype", "kv_dtype")
+    its = {name: getattr(arguments, name) for name in dtypes}
+    shape = model_shape(config, **its, num_ranks=num_ranks)
     longest = max(arguments.longest or shape.max_context_tokens or num_tokens, num_tokens)
     tokens = {"shared_tokens": shared_tokens, "longest_tokens": longest}
     parts = [kind_bytes(kind, num_tokens, **tokens) for kind in shape.kinds]

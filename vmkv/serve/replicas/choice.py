@@ -2,8 +2,9 @@
 
     order = ranked(candidates, num_prompt_tokens, Routing())
 
-`Assignments` remembers what was sent since the replicas' reports. See Note [Replicas tell what they
-hold].
+`Assignments` remembers what was sent since the last reports of the replicas.
+
+See DESIGN.md, Note [Replicas tell what they hold].
 """
 
 from __future__ import annotations
