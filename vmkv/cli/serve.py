@@ -168,7 +168,6 @@ def _chosen(options: type, arguments: Namespace) -> dict[str, Any]:
 def run(arguments: Namespace, out: TextIO) -> int:
     """Load and serve until a signal, then drain."""
     # Checks that need no model come before one is loaded, the cheapest first.
-    _check_installed()
     _check_combination(arguments)
     for each in arguments.models:
         check_folder(each)
@@ -586,9 +585,3 @@ def _device(wanted: str) -> str:
     if wanted != "auto":
         return wanted
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _check_installed() -> None:
-    for package in ("fastapi", "msgspec", "prometheus_client", "uvicorn"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"serving needs the package {package}: pip install 'vmkv[serve]'")

@@ -15,9 +15,9 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import ClosedError, ConfigError, one_line
 from ..engine_client import EngineClient
@@ -25,9 +25,6 @@ from ..engine_loop import Command, News
 from ..observer import EngineObserver, Event, Idle, Observers
 from ..start import StartedProcess, end_child, start_process, why_ended
 from .host import Failed, MakeEngine, Ready, Unpacker, packed
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
@@ -43,21 +40,7 @@ _RESTART_S = 1.0
 _RESTART_MAX_S = 60.0
 
 
-class _Connection(asyncio.Protocol):
-    def __init__(self, take: Callable[[Any], None], lose: Callable[[], None]):
-        self._take = take
-        self._lose = lose
-        self._unpacker = Unpacker()
-
-    def data_received(self, data: bytes) -> None:
-        for message in self._unpacker.feed(data):
-            self._take(message)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lose()
-
-
-class EngineProcess(EngineClient):
+class EngineProcess(EngineClient, asyncio.Protocol):
     """An engine in a child process, which ends with this process; for one event loop.
 
     A process that ends unexpectedly is restarted, with increasing delays if it keeps ending. Its
@@ -121,6 +104,7 @@ class EngineProcess(EngineClient):
             started.close()
             raise
         self._socket, self._empty = started.connection, self.stats
+        self._unpacker = Unpacker()
         self._started_s = time.monotonic()
 
     async def sleep(self, *, aborts: bool = False) -> None:
@@ -156,8 +140,10 @@ class EngineProcess(EngineClient):
         """Why no request can be served; None also before the first request has started it."""
         return None if self._worker is None and self._death is None else super().failure
 
-    async def __aenter__(self) -> Self:
-        return self if self._worker is None else await super().__aenter__()
+    async def __aenter__(self) -> EngineProcess:
+        if self._worker is not None:
+            await super().__aenter__()
+        return self
 
     async def _connect(self) -> None:
         if self._transport is None:
@@ -171,9 +157,8 @@ class EngineProcess(EngineClient):
         try:
             if self._worker is None:
                 await self._start_late()
-            self._transport, _ = await asyncio.get_running_loop().create_unix_connection(
-                lambda: _Connection(self._hear, self._lose_connection), sock=self._socket
-            )
+            connect = asyncio.get_running_loop().create_unix_connection
+            self._transport, _ = await connect(lambda: self, sock=self._socket)
             self._watch(self._transport)
         finally:
             self._opening = None
@@ -200,6 +185,11 @@ class EngineProcess(EngineClient):
         await asyncio.to_thread(self._worker.join)
         await self._gone.wait()  # The last messages have been read.
 
+    def data_received(self, data: bytes) -> None:
+        """Take the engine's messages."""
+        for message in self._unpacker.feed(data):
+            self._hear(message)
+
     def _hear(self, message: News | Failed) -> None:
         if isinstance(message, Failed):
             self._lose(f"the engine has ended: {one_line(message.error)}")
@@ -214,7 +204,8 @@ class EngineProcess(EngineClient):
         for event in events:
             self._observer.on(event, cache)
 
-    def _lose_connection(self) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Restart the process, unless it was stopped."""
         self._lose("the engine has ended: it was shut down or killed")
         self._gone.set()
         self._tell_idle()
