@@ -14,7 +14,7 @@ from helpers.requests import prompts
 from helpers.tiny_models import SERVED_LATELY, VOCABULARY, tiny_model
 
 from vmkv.core.backend import MemoryLocation
-from vmkv.serve import prompt_scores
+from vmkv.serve import runner
 from vmkv.serve.engine import Engine
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.request import RequestOutput
@@ -32,8 +32,8 @@ SCORED = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=3)
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes and slices of fewer tokens than a chunk, so that there are several of each."""
-    monkeypatch.setattr(prompt_scores, "_PASS_TOKENS", 5)
-    monkeypatch.setattr(prompt_scores, "_ROWS", 3)
+    monkeypatch.setattr(runner, "_PASS_TOKENS", 5)
+    monkeypatch.setattr(runner, "_ROWS", 3)
 
 
 def check(name: str, prompt: Sequence[int], output: RequestOutput, count: int = 3) -> None:

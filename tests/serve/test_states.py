@@ -19,7 +19,7 @@ from helpers.tiny_models import VERSION
 
 from vmkv import ConfigError, ExtentPool, HostBackend, OutOfPagesError, Sequence
 from vmkv.core.backend import MemoryLocation
-from vmkv.serve import prompt_scores
+from vmkv.serve import runner
 from vmkv.serve.engine import Engine
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.request import FinishReason
@@ -274,7 +274,7 @@ def test_checkpoints_of_scored_prompts(
     make_engine: MakeEngine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt in several scoring passes leaves its checkpoint, which serves another prompt."""
-    monkeypatch.setattr(prompt_scores, "_PASS_TOKENS", 20)
+    monkeypatch.setattr(runner, "_PASS_TOKENS", 20)
     [first] = random_prompts(36)
     other = [*first[:34], 3, 5]
     engine = make_engine(_model(name), prefix_caching=True, max_num_batched_tokens=64)
