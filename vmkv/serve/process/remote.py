@@ -99,13 +99,15 @@ class EngineProcess(EngineClient, asyncio.Protocol):
             if self._is_stopping:
                 self._worker.kill()
         try:
-            self.max_tokens, self.page_bytes, self.stats = _first_message(started.connection)
+            self._use(started.connection, _first_message(started.connection))
         except BaseException:
             started.close()
             raise
-        self._socket, self._empty = started.connection, self.stats
-        self._unpacker = Unpacker()
-        self._started_s = time.monotonic()
+
+    def _use(self, connection: socket.socket, ready: Ready) -> None:
+        self.max_tokens, self.page_bytes, self.stats = ready
+        self._socket, self._empty = connection, self.stats
+        self._unpacker, self._started_s = Unpacker(), time.monotonic()
 
     async def sleep(self, *, aborts: bool = False) -> None:
         """As `EngineClient.sleep`; does nothing for a lazy engine that was not started yet."""
