@@ -130,9 +130,7 @@ def source_of(arguments: argparse.Namespace, of: str | None = None) -> dict[str,
 def device(text: str) -> str:
     """Parse a device: `auto`, `cpu`, `cuda` or `cuda:N`."""
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)} is no device; there are auto, cpu, cuda and cuda:N"
-        )
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no device: auto, cpu, cuda or cuda:N")
     return text
 
 

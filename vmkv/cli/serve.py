@@ -420,9 +420,7 @@ def _check_sharing(arguments: Namespace) -> None:
     if is_shared and arguments.replicas:
         raise ConfigError(f"--replicas and {what} do not go together: replicas have a GPU each")
     if not is_shared and (arguments.floor_bytes or arguments.pool_weight != 1):
-        raise ConfigError(
-            "--floor and --weight are for shared memory: name a --pool, or several models"
-        )
+        raise ConfigError("--floor and --weight need shared memory: name a --pool, or more models")
     if arguments.lazy and len(arguments.models) == 1:
         raise ConfigError("--lazy is for several models: leave it out, or name more models")
     if arguments.lazy and arguments.pool_socket is None and arguments.budget_bytes is None:

@@ -124,24 +124,16 @@ class EngineOptions:
     logprobs_mode: str = LOGPROBS_MODES[0]
 
     def __post_init__(self) -> None:
-        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
-            raise ConfigError(
-                f"memory_fraction={self.memory_fraction} is a share of the memory: above 0, up to 1"
-            )
-        if self.watermark_bytes is not None and self.watermark_bytes < 0:
-            raise ConfigError(
-                f"watermark_bytes={self.watermark_bytes} is negative; 0 keeps nothing, None "
-                "everything"
-            )
-        if self.sleep_after_s is not None and not 0 < self.sleep_after_s < math.inf:
-            raise ConfigError(
-                f"sleep_after_s={self.sleep_after_s} must be a positive number; None for never"
-            )
+        share, kept_bytes, after_s = self.memory_fraction, self.watermark_bytes, self.sleep_after_s
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(f"memory_fraction={share} is a share of memory: above 0, up to 1")
+        if kept_bytes is not None and kept_bytes < 0:
+            raise ConfigError(f"watermark_bytes={kept_bytes} is negative; None keeps everything")
+        if after_s is not None and not 0 < after_s < math.inf:
+            raise ConfigError(f"sleep_after_s={after_s} must be a positive number; None for never")
         if self.logprobs_mode not in LOGPROBS_MODES:
-            raise ConfigError(
-                f"logprobs_mode={self.logprobs_mode!r} is none of {', '.join(LOGPROBS_MODES)}; "
-                "logits are not reported"
-            )
+            names = ", ".join(LOGPROBS_MODES)
+            raise ConfigError(f"logprobs_mode={self.logprobs_mode!r} is none of {names}")
 
     @property
     def can_sleep(self) -> bool:

@@ -203,9 +203,7 @@ class SamplingParams:
             if "bounds" in each.metadata:
                 each.metadata["bounds"].check(each.name, getattr(self, each.name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ConfigError(
-                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
-            )
+            raise ConfigError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
         if not all(isinstance(each, str) and each for each in stop):
             raise ConfigError(f"stop={shown(self.stop)} must be non-empty texts")
         if stop and not self.detokenize:
@@ -226,9 +224,7 @@ class SamplingParams:
             allowed = _tuple("allowed_token_ids", allowed)
             object.__setattr__(self, "allowed_token_ids", allowed)
             if not allowed or not _are_tokens(allowed):
-                raise ConfigError(
-                    f"allowed_token_ids={shown(allowed)} must be token ids, one or more"
-                )
+                raise ConfigError(f"allowed_token_ids={shown(allowed)} must be one or more tokens")
         is_map = isinstance(biases, Mapping) and _are_tokens(biases)
         if not is_map or len(biases) > _BIASES_MAX:
             raise ConfigError(

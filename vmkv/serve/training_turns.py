@@ -39,10 +39,8 @@ class Vocabulary(NamedTuple):
         if model.training:
             raise ConfigError("the model is in training mode; call model.eval() first")
         if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
-            name = type(model).__name__
-            raise ConfigError(
-                f"{name} has no language model head; load it with AutoModelForCausalLM"
-            )
+            what = f"{type(model).__name__} has no language model head"
+            raise ConfigError(f"{what}; load it with AutoModelForCausalLM")
         return cls(compat.num_logits(model), compat.num_embeddings(model), end_tokens(model))
 
 

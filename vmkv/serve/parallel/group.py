@@ -119,9 +119,7 @@ class TensorParallel:
         """
         if not dist.is_initialized():
             if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-                raise ConfigError(
-                    "the environment does not say which rank this is; start it with torchrun"
-                )
+                raise ConfigError("the environment does not name a rank; start it with torchrun")
             if device_type is None:
                 device_type = "cuda" if torch.cuda.is_available() else "cpu"
             set_up(device_type, int(os.environ.get("LOCAL_RANK", "0")), timeout_s)

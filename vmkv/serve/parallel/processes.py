@@ -176,9 +176,7 @@ def _check(size: int, device_type: str) -> None:
     if dist.is_initialized():
         raise ConfigError("this process has ranks already; close those first")
     if device_type == "cuda" and size > torch.cuda.device_count():
-        raise ConfigError(
-            f"{size} ranks need as many GPUs, and torch sees {torch.cuda.device_count()}"
-        )
+        raise ConfigError(f"{size} ranks need {size} GPUs; torch sees {torch.cuda.device_count()}")
 
 
 @contextlib.contextmanager
