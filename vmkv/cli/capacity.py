@@ -121,12 +121,9 @@ def model_shape(
 
 
 def _stored(shape: LayerShape, divisor: int, *, is_fp8: bool) -> LayerShape:
-    return replace(
-        shape,
-        num_k_heads=shape.num_k_heads // divisor,
-        num_v_heads=shape.num_v_heads // divisor,
-        itemsize_bytes=FP8.itemsize if is_fp8 else shape.itemsize_bytes,
-    )
+    size_bytes = FP8.itemsize if is_fp8 else shape.itemsize_bytes
+    heads = {name: getattr(shape, name) // divisor for name in ("num_k_heads", "num_v_heads")}
+    return replace(shape, itemsize_bytes=size_bytes, **heads)
 
 
 # ---- sequences -----------------------------------------------------------------------------------

@@ -61,17 +61,10 @@ class RequestRecord:
     @classmethod
     def of(cls, request: Request) -> RequestRecord:
         """Record a request that ends now."""
-        return cls(
-            request.request_id,
-            request.arrived_s,
-            request.started_s or None,
-            request.first_token_s or None,
-            time.perf_counter(),
-            len(request.prompt_token_ids),
-            len(request.output_token_ids),
-            str(request.finish_reason),
-            request.num_cached_tokens,
-        )
+        begun_s = (request.arrived_s, request.started_s or None, request.first_token_s or None)
+        counts = (len(request.prompt_token_ids), len(request.output_token_ids))
+        end_s, reason = time.perf_counter(), str(request.finish_reason)
+        return cls(request.request_id, *begun_s, end_s, *counts, reason, request.num_cached_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import enum
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from ..errors import ConfigError, shown
@@ -112,28 +113,19 @@ class RequestOutput:
 
 def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
     """Concatenate the outputs of a stream, at least one."""
-    samples = [
-        replace(
-            samples[-1],
-            token_ids=[token for each in samples for token in each.token_ids],
-            text="".join(each.text for each in samples),
-            logprobs=None
-            if samples[-1].logprobs is None
-            else [entry for each in samples for entry in each.logprobs or ()],
-        )
-        for samples in zip(*(output.outputs for output in outputs), strict=True)
-    ]
-    first, last = outputs[0], outputs[-1]
-    prompt_logprobs = None
-    if first.prompt_logprobs is not None:
-        prompt_logprobs = [entry for each in outputs for entry in each.prompt_logprobs or ()]
-    return replace(
-        last,
-        prompt=first.prompt,
-        prompt_token_ids=first.prompt_token_ids,
-        prompt_logprobs=prompt_logprobs,
-        outputs=samples,
-    )
+    samples = []
+    for parts in zip(*(output.outputs for output in outputs), strict=True):
+        text = "".join(each.text for each in parts)
+        tokens, logprobs = _chained(parts, "token_ids"), _chained(parts, "logprobs")
+        samples.append(replace(parts[-1], text=text, token_ids=tokens, logprobs=logprobs))
+    last, prompt_logprobs = outputs[-1], _chained(outputs, "prompt_logprobs")
+    ends: dict[str, Any] = {"num_cached_tokens": last.num_cached_tokens, "error": last.error}
+    return replace(outputs[0], prompt_logprobs=prompt_logprobs, outputs=samples, **ends)
+
+
+def _chained(parts: Sequence[Any], name: str) -> Any:
+    columns = [getattr(each, name) for each in parts]
+    return None if columns[-1] is None else [*chain.from_iterable(each or () for each in columns)]
 
 
 @dataclass(eq=False)

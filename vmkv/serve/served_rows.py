@@ -72,16 +72,10 @@ def make_store(config: Any, options: EngineOptions, pool: ExtentPool | None = No
     """Make the store of a model's layers; `ConfigError` if the options do not suit the model."""
     if options.max_tokens is not None:
         check_length(config, options.max_tokens)
-    its = CacheOptions(
-        # Twice as many: swapped requests and cached prefixes keep their rows.
-        max_batch_size=2 * options.max_num_seqs + 2,
-        pool=pool,
-        max_tokens=options.max_tokens,
-        attention_backend=options.attention_backend,
-        kv_dtype=options.kv_dtype,
-        kv_scales=options.kv_scales,
-        skip_layers=options.skip_layers,
-    )
+    names = ("max_tokens", "attention_backend", "kv_dtype", "kv_scales", "skip_layers")
+    shared = {name: getattr(options, name) for name in names}
+    # Twice as many rows: swapped requests and cached prefixes keep theirs.
+    its = CacheOptions(max_batch_size=2 * options.max_num_seqs + 2, pool=pool, **shared)
     return Store(config, its, layer_windows(config), past_stated=False)
 
 

@@ -70,12 +70,9 @@ class ChromeTrace:
             self._draw_request(event)
 
     def _draw_request(self, request: RequestRecord) -> None:
-        arguments = {
-            "prompt_tokens": request.num_prompt_tokens,
-            "cached_tokens": request.num_cached_tokens,
-            "output_tokens": request.num_output_tokens,
-            "finish_reason": request.finish_reason,
-        }
+        names = ("prompt_tokens", "cached_tokens", "output_tokens")
+        arguments: dict[str, Any] = {name: getattr(request, f"num_{name}") for name in names}
+        arguments["finish_reason"] = request.finish_reason
         for name, start_s, end_s, args in (
             ("request", request.arrival_s, request.end_s, arguments),
             ("queued", request.arrival_s, request.start_s, {}),

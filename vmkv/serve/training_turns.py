@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -44,26 +45,21 @@ class Vocabulary(NamedTuple):
         return cls(compat.num_logits(model), compat.num_embeddings(model), end_tokens(model))
 
 
+@dataclass
 class TrainingTurns:
     """Hands the model of an engine's runner to training, and takes it up again.
 
     `renew` makes a new `runner` of a changed model, in place of a closed one.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        vocabulary: Vocabulary,
-        runner: ModelRunner,
-        renew: Callable[[], ModelRunner],
-    ):
-        self.model = model
-        self.vocabulary = vocabulary
-        self.runner = runner
-        self._renew = renew
-        self._modes = contextlib.ExitStack()  # Restores the modes of training's last turn.
-        self._checksums: list[int] | None = None
-        self.is_paused = False
+    model: Any
+    vocabulary: Vocabulary
+    runner: ModelRunner
+    renew: Callable[[], ModelRunner]
+    is_paused: bool = False
+    _checksums: list[int] | None = None
+    #: Restores the modes of training's last turn.
+    _modes: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def pause(self, *, compares_values: bool) -> None:
         """Restore the model's own code, and the modes that it had in the last pause. Idempotent.
@@ -94,7 +90,7 @@ class TrainingTurns:
                 self.runner.resume()
             else:
                 self.runner.close()
-                self.runner, is_changed = self._renew(), True
+                self.runner, is_changed = self.renew(), True
             self.vocabulary = vocabulary
             self._modes, self.is_paused = modes.pop_all(), False
         return is_changed

@@ -13,6 +13,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -290,11 +291,11 @@ class LockstepRunner:
         return _LockstepStep(pending, driver.num_submitted, self._lockstep)
 
 
+@dataclass
 class _LockstepStep:
-    def __init__(self, pending: PendingTokens, number: int, lockstep: Lockstep):
-        self._pending = pending
-        self._number = number
-        self._lockstep = lockstep
+    _pending: PendingTokens
+    _number: int
+    _lockstep: Lockstep
 
     @property
     def has_ended(self) -> bool:

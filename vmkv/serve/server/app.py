@@ -78,11 +78,9 @@ def create_app_for(
     app.add_middleware(Guard, service=service, options=options)
     if options.cors_origins:
         # Outside the guard: a browser's preflight request has no key.
+        origins, every = list(options.cors_origins), ["*"]
         app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(options.cors_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
+            CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every
         )
     app.exception_handler(HTTPException)(_http_error)
     app.get("/v1/models")(service.models)
