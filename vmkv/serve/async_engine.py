@@ -88,8 +88,7 @@ class AsyncEngine(EngineClient):
 
         It begins once all earlier requests have finished; later requests, and other calls of
         `paused`, wait until it ends. Within it, `sleep()` of the `Engine` given to this object may
-        be called. Steps run in the engine's thread, where the caller's autocast is not active;
-        accelerate's autocast is part of the model's `forward`.
+        be called. The caller's autocast is not active in the engine's thread.
 
         Raises:
             ConfigError: As `Engine.paused` at its beginning and end.

@@ -469,10 +469,9 @@ class Engine:
         """Context in which the model can be trained; afterwards the engine serves it again.
 
         Inside, attention, the layers' `forward` and classes, and gradient checkpointing are as if
-        the model had never been served; parameters are the same objects, whose gradients and
-        `requires_grad` the engine never touches. At the end all modules go to eval mode; the next
-        `paused()` puts modules that were in training mode back into it. Other engines of the model
-        have to be paused, too.
+        the model had never been served; parameters are the same objects. At the end all modules go
+        to eval mode; the next `paused()` puts modules that were in training mode back into it.
+        Other engines of the model have to be paused, too.
 
         At the end cached prefixes are forgotten if the address of a parameter or buffer, or any of
         some 4,096 of its values, has changed; after a change that these may miss, of a few rows of
@@ -505,8 +504,7 @@ class Engine:
     def weights_changed(self) -> None:
         """Forget cached prefixes, whose memory is kept; call it once weights have changed.
 
-        Not needed where they change within `paused()`, which compares them. Layers that were joined
-        or captured at other addresses are made again.
+        Not needed where they change within `paused()`, which compares them.
 
         Raises:
             ConfigError: Requests are unfinished, or the model can no longer be served.
@@ -534,12 +532,9 @@ class Engine:
 
         Cached prefixes are dropped, or with `prefixes` move to host memory, as many as the pool's
         host budget holds. With `weights` the model's weights move to host memory, and return to the
-        same addresses: the next request, or `wake`, brings both back. Without either nothing has to
-        be woken, and the next request takes what is free then. The budget of the engine's own pool
-        then follows free memory, torch's idle memory included, up to its former value; a shared
-        pool keeps its budget. Captured steps stay unless `graphs`, and so does a row of padding
-        where layers keep states. With `graphs` a step is captured again when next needed, and
-        within `paused()` copies of adapters go as well, which moves the weights beside them, unless
+        same addresses: the next request, or `wake`, brings both back. The budget of the engine's
+        own pool then follows free memory, up to its former value. With `graphs` captured steps go,
+        too, and within `paused()` copies of adapters, which moves the weights beside them unless
         `enable_sleep_mode` holds these in place. Does nothing while the engine sleeps.
 
         While the weights are away the model cannot be used: its call raises `ConfigError`, and a

@@ -24,14 +24,7 @@ _FLOAT_MAX = sys.float_info.max
 
 
 class Bounds(NamedTuple):
-    """Range of a number in `SamplingParams`; in the metadata of its field, as "bounds".
-
-    Attributes:
-        kind: int, or float for any finite number.
-        least: Smallest value, excluded if `is_open`.
-        most: Largest value.
-        is_optional: Whether None is accepted.
-    """
+    """Range of a number in `SamplingParams`; `least` is excluded if `is_open`."""
 
     kind: type[int] | type[float]
     least: float
@@ -300,8 +293,7 @@ def resolve(
 ) -> SamplingParams:
     """Complete the parameters of one sample: seed, stop tokens, `max_tokens`, bad words.
 
-    Bad words of several tokens become a logits processor. `ConfigError` if a token is not in the
-    vocabulary, `min_tokens` do not fit, or no token may come first.
+    Bad words of several tokens become a logits processor. `ConfigError` if they cannot be served.
     """
     stops, processors = set(params.stop_token_ids), params.logits_processors
     words: Any = params.bad_words

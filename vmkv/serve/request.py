@@ -208,9 +208,8 @@ class Request:
     ) -> tuple[int | None, FinishReason | None, Exception | None]:
         """Add the text of new tokens, all that is left if the output ends for `reason`.
 
-        A stop text that is found ends the output, whatever else does, and an error of the tokenizer
-        fails it. Returns how many tokens come before a stop text's end, or None, and then why the
-        output ends and its error.
+        Returns how many tokens come before a stop text's end, or None, and then why the output ends
+        and its error: at a stop text, whatever else ends it, or with an error of the tokenizer.
         """
         detokenizer, end = self.detokenizer, None
         if detokenizer is None:
@@ -315,8 +314,7 @@ def detokenizer_of(
 def token_ids_of(prompt: str | Sequence[int] | Any, tokenizer: Any) -> tuple[int, ...]:
     """Return a prompt's token ids, given as a sequence, a one-dimensional tensor, or text.
 
-    The tokenizer adds its special tokens to text. `ConfigError` if the prompt is text without a
-    tokenizer, or neither text nor tokens.
+    `ConfigError` if the prompt is text without a tokenizer, or neither text nor tokens.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -331,11 +329,7 @@ def token_ids_of(prompt: str | Sequence[int] | Any, tokenizer: Any) -> tuple[int
 
 
 def packed_prompt(prompt: Any, tokenizer: Any, vocab_size: int) -> memoryview[int]:
-    """Return a prompt's checked token ids as a view of bytes.
-
-    Slices of it are no copies, and prefixes are compared as bytes. `ConfigError` as `token_ids_of`,
-    or for a token outside the vocabulary.
-    """
+    """Return a prompt's checked token ids as a view of bytes, whose slices are no copies."""
     tokens = compat.check_tokens(token_ids_of(prompt, tokenizer), vocab_size)
     return memoryview(array("q", tokens).tobytes()).cast("q")
 

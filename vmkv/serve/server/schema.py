@@ -1,8 +1,8 @@
 """Request bodies: OpenAI's parameters, and vLLM's names for parameters that OpenAI lacks.
 
-Declared parameters are served; `_REFUSED` ones would change the answer, and are refused with a
-reason. All others are ignored, as by vLLM: `_IGNORED` ones in silence, while the server names
-unknown ones in its log. pydantic checks types and sizes, `SamplingParams` the ranges.
+`_REFUSED` parameters would change the answer. Others that are not declared are ignored, as by vLLM:
+`_IGNORED` ones in silence, while the server names unknown ones in its log. pydantic checks types
+and sizes, `SamplingParams` the ranges.
 """
 
 from __future__ import annotations
