@@ -101,11 +101,9 @@ def add_parser(commands: types.Commands) -> None:
     types.add_source(add)
     add("--tokenizer", type=types.name, help="folder or Hub name, if it is not the model's")
     add("--served-model-name", type=types.name, help="model name in requests (default: MODEL)")
-    text = "load each model at its first request"
-    add("--lazy", action="store_true", help=text)
+    add("--lazy", action="store_true", help="load each model at its first request")
     add("--device", type=types.device, default="auto", help="auto, cpu, cuda, cuda:1 …")
-    text = "weight dtype (default: auto, as saved)"
-    add("--dtype", choices=("auto", *DTYPES), help=text)
+    add("--dtype", choices=("auto", *DTYPES), help="weight dtype (default: auto, as saved)")
     flags, text = ("--tensor-parallel", "--tensor-parallel-size"), "GPUs that share the model"
     add(*flags, type=types.positive_int, default=1, help=text)
     add("--chat-template", type=types.name, metavar="FILE", help="Jinja template to use instead")
