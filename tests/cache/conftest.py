@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.caches import ALIASES
 
 from vmkv import Backend, ExtentPool, HostBackend, KVCache
 from vmkv.core.cache import layer_group
@@ -59,9 +60,10 @@ def cache_of_two_token_pages(backend: Backend) -> Iterator[Callable[..., KVCache
     """Make a cache of one layer on each kind of backend; two tokens fill a page of any size."""
     caches: list[KVCache] = []
 
-    def make(*, pages: int = 64, scrub: str = "never", **options: Any) -> KVCache:
+    def make(*, pages: int, scrub: str, **options: Any) -> KVCache:
         budget_bytes = pages * backend.granularity_bytes
-        pool = ExtentPool(backend, budget_bytes, scrub=scrub, close_when_unused=True)
+        its: dict[str, Any] = {"scrub": scrub, "host_budget_bytes": budget_bytes}
+        pool = ExtentPool(backend, budget_bytes, close_when_unused=True, **its)
         caches.append(KVCache(pool, max_tokens=64, **options))
         head_dim = backend.granularity_bytes // 2 // 2 // 4 // 2
         caches[-1].add_layers([0], num_kv_heads=2, head_dim=head_dim, dtype=torch.float32)
@@ -75,5 +77,5 @@ def cache_of_two_token_pages(backend: Backend) -> Iterator[Callable[..., KVCache
 
 @pytest.fixture
 def cache(make_cache: Callable[..., KVCache]) -> KVCache:
-    """One group of two layers, four rows of 400 tokens, four tokens in a page."""
-    return make_cache()
+    """Two layers, four rows of 400 tokens, four tokens in a page; whole extents are aliased."""
+    return make_cache(cost_model=ALIASES)

@@ -11,18 +11,11 @@ import sys
 
 import pytest
 from helpers import warm_python
-from helpers.caches import ALIASES, MakeCache
 from helpers.stamps import append, assert_holds
 
 from vmkv import KVCache
 from vmkv.core.backend import Access
 from vmkv.units import KiB
-
-
-@pytest.fixture
-def cache(make_cache: MakeCache) -> KVCache:
-    """Four rows, four tokens in a page; all whole extents are aliased."""
-    return make_cache(cost_model=ALIASES)
 
 
 def _accesses(cache: KVCache, row: int) -> list[Access]:

@@ -24,7 +24,7 @@ from helpers.stamps import append, assert_holds
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from vmkv import Backend, ClosedError, ConfigError, ExtentPool, HostBackend, KVCache, Sequence
+from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, KVCache, Sequence
 from vmkv.core.cache.disk import whole_file
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
@@ -118,32 +118,6 @@ def test_another_process_loads_the_file(device: str, tmp_path: Path) -> None:
         cache.check()
     done = _run(_LOADER, device, str(tmp_path / "kv"))
     assert 0 == done.returncode, done.stderr
-
-
-def test_disk_runs_on_every_backend(backend: Backend, tmp_path: Path) -> None:
-    """Resident, moving and swapped out, a sequence is saved as the same bytes, and loads again."""
-    pages = 16 * backend.granularity_bytes
-    cache = KVCache(
-        backend, max_tokens=600, max_sequences=4, budget_bytes=pages, host_budget_bytes=3 * pages
-    )
-    cache.add_layers(range(2), num_kv_heads=2, head_dim=64, dtype=torch.float32)
-    sequence = _filled(cache, 300)
-    sequence.save(tmp_path / "0")
-    sequence.swap_out(wait=False)
-    sequence.save(tmp_path / "1")
-    sequence.swap_in()
-    sequence.swap_out()
-    sequence.save(tmp_path / "2")
-    sequence.close()
-    cache.trim()
-    contents = {(tmp_path / name).read_bytes() for name in "012"}
-    assert 1 == len(contents)
-    restored = cache.load(tmp_path / "2")
-    assert_holds(restored, range(300))
-    append(restored, range(900, 960))
-    assert_holds(restored, [*range(300), *range(900, 960)])
-    cache.check()
-    cache.close()
 
 
 # ---- memory pressure ----------------------------------------------------------------------

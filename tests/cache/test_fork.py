@@ -17,13 +17,6 @@ from vmkv import ConfigError, ExtentPool, HostBackend, KVCache
 from vmkv.core.cache.forking import CostModel
 from vmkv.units import KiB, MiB
 
-
-@pytest.fixture
-def cache(make_cache: MakeCache) -> KVCache:
-    """Four rows, four tokens in a page; all whole extents are aliased."""
-    return make_cache(cost_model=ALIASES)
-
-
 # ---- shared extents -----------------------------------------------------------------------
 
 
@@ -83,24 +76,6 @@ def test_fork_keeps_tokens_past_its_length_resident(cache: KVCache) -> None:
     cache.check()
     assert cache.groups[0].resident_tokens(fork.row) >= 116
     assert fork.writable_tokens >= 96
-
-
-def test_fork_runs_on_every_backend(cache_of_two_token_pages: MakeCache) -> None:
-    """A source and two forks diverge, and one fork outlives the other two sequences."""
-    cache = cache_of_two_token_pages(max_sequences=3, cost_model=ALIASES)
-    source = cache.open()
-    append(source, range(25))
-    fork = source.fork()
-    other = fork.fork(7)
-    append(fork, range(100, 105))
-    append(source, range(200, 205))
-    assert_holds(fork, [*range(25), *range(100, 105)])
-    assert_holds(source, [*range(25), *range(200, 205)])
-    source.close()
-    fork.close()
-    cache.trim()
-    append(other, range(300, 303))
-    assert_holds(other, [*range(7), *range(300, 303)])
 
 
 # ---- alias or copy ------------------------------------------------------------------------

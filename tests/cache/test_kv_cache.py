@@ -6,11 +6,13 @@ import gc
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.caches import PAGE, MakeCache
+from helpers.caches import ALIASES, PAGE, MakeCache
+from helpers.stamps import append, assert_holds
 
 from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, KVCache
 from vmkv.core.backend import MemoryLocation
@@ -249,7 +251,51 @@ def test_cache_on_a_shared_pool_leaves_it_open(make_cache: MakeCache, host: Host
     pool.close()
 
 
-# ---- over-read, and the check itself ------------------------------------------------------
+# ---- every kind of memory -----------------------------------------------------------------
+
+
+def test_rows_run_on_every_backend(cache_of_two_token_pages: MakeCache, tmp_path: Path) -> None:
+    """Forks diverge, beams are reordered, saved bytes come back, and a new tenant reads zeros.
+
+    Resident, moving and swapped out, a sequence is saved as the same bytes.
+    """
+    options = {"scrub": "cross-tenant", "max_sequences": 4, "cost_model": ALIASES}
+    cache = cache_of_two_token_pages(pages=200, **options)
+    source = cache.open(tenant="a")
+    append(source, range(25))
+    fork = source.fork()
+    other = fork.fork(7)
+    append(fork, range(100, 105))
+    append(source, range(200, 205))
+    cache.reorder([source, fork], [1, 0])
+    cache.check()
+    assert_holds(source, [*range(25), *range(100, 105)])
+    assert_holds(fork, [*range(25), *range(200, 205)])
+    fork.close()
+    source.save(tmp_path / "resident")
+    source.swap_out(wait=False)
+    source.save(tmp_path / "moving")
+    source.swap_in()
+    source.swap_out()
+    source.save(tmp_path / "swapped")
+    source.close()
+    cache.trim()
+    assert 1 == len({path.read_bytes() for path in tmp_path.iterdir()})
+    append(other, range(300, 303))
+    assert_holds(other, [*range(7), *range(300, 303)])
+    restored = cache.load(tmp_path / "swapped", tenant="a")
+    append(restored, range(900, 920))
+    assert_holds(restored, [*range(25), *range(100, 105), *range(900, 920)])
+    restored.close()
+    for tenant in ("b", "c"):  # The memory is adopted, and mapped again.
+        stranger = cache.open(30, tenant=tenant)
+        stranger.append(30)
+        for tensor in (stranger.keys(0), stranger.values(0)):
+            assert not tensor.any()
+            tensor[:] = 7
+        stranger.close()
+        cache.rows.retire_parked(stranger.row)
+        cache.pool.reclaimer.wait()
 
 
 def test_overread_tokens_are_resident(cache: KVCache) -> None:

@@ -25,12 +25,6 @@ from vmkv.core.cache.prefix import BLOCK_TOKENS, PrefixIndex, PrefixTree
 from vmkv.units import KiB
 
 
-@pytest.fixture
-def cache(make_cache: MakeCache) -> KVCache:
-    """Four rows, four tokens in a page; all whole extents are aliased."""
-    return make_cache(cost_model=ALIASES)
-
-
 def _say(cache: KVCache, tokens: Any, tenant: str | None = None) -> Sequence:
     """A live sequence of these tokens, recorded and stamped with their numbers."""
     wanted = list(tokens)

@@ -87,16 +87,6 @@ def test_beams_of_windowed_layers(make_cache: MakeCache, cost: CostModel) -> Non
         beams.reorder(torch.randint(0, 3, (3,), generator=generator).tolist())
 
 
-def test_reorder_runs_on_every_backend(cache_of_two_token_pages: MakeCache) -> None:
-    """Beams alias, swap and go on, on each kind of memory."""
-    cache = cache_of_two_token_pages(pages=200, max_sequences=3, cost_model=ALIASES)
-    beams = _Beams(cache, 3, 25, forked=False)
-    for sources in ([1, 0, 1], [2, 2, 0], [1, 2, 0]):
-        beams.reorder(sources)
-        beams.step(3)
-    beams.check()
-
-
 # ---- costs --------------------------------------------------------------------------------
 
 

@@ -142,22 +142,6 @@ def test_memory_of_another_type_is_zeroed(host: HostBackend, dtype: torch.dtype)
     pool.close()
 
 
-def test_new_tenant_reads_zeros_on_every_backend(cache_of_two_token_pages: MakeCache) -> None:
-    """The memory is adopted, or mapped again."""
-    cache = cache_of_two_token_pages(scrub="cross-tenant", max_sequences=2)
-    _leave_secret(cache, "a")
-    adopted = cache.open(30, tenant="b")
-    adopted.append(30)
-    assert not _contents(adopted).any()
-    _write(adopted)
-    adopted.close()
-    cache.rows.retire_parked(adopted.row)
-    cache.pool.reclaimer.wait()
-    mapped = cache.open(tenant="c")
-    mapped.append(30)
-    assert not _contents(mapped).any()
-
-
 # ---- shared and copied memory -------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.caches import PAGE, MakeCache
 
-from vmkv import Backend, ClosedError, ConfigError, KVCache, Sequence
+from vmkv import ClosedError, ConfigError, KVCache, Sequence
 from vmkv.units import KiB
 
 
@@ -32,25 +32,6 @@ def test_append_within_the_last_page_costs_no_call(cache: KVCache) -> None:
     for num_tokens in (0, 3):
         sequence.append(num_tokens)
     assert (4, before) == (sequence.num_tokens, dict(cache.stats().driver_calls))
-
-
-def test_append_runs_on_every_backend(backend: Backend) -> None:
-    """Grow, write, read, close, on each kind of memory."""
-    cache = KVCache(
-        backend, max_tokens=600, max_sequences=2, budget_bytes=16 * backend.granularity_bytes
-    )
-    cache.add_layers(range(2), num_kv_heads=2, head_dim=64, dtype=torch.float16)
-    sequence = cache.open()
-    for num_tokens in (1, 255, 256):
-        sequence.append(num_tokens)
-        for layer in range(2):
-            sequence.keys(layer)[-num_tokens:] = layer + 1
-            sequence.values(layer)[-num_tokens:] = -layer - 1
-    cache.check()
-    for layer in range(2):
-        assert (layer + 1) * 512 * 128 == sequence.keys(layer).float().sum().item()
-        assert -(layer + 1) * 512 * 128 == sequence.values(layer).float().sum().item()
-    cache.close()
 
 
 # ---- short memory -------------------------------------------------------------------------

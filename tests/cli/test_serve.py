@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import httpx
 import pytest
-from helpers.serving import MAX_TOKENS, serving_process
+from helpers.serving import MAX_TOKENS, engines_of, serving_process
 from helpers.tiny_models import VERSION
 from helpers.warm_python import Child
 
@@ -105,20 +105,6 @@ def test_the_start_is_shown_and_an_idle_server_ends_on_sigint(
         assert re.search(line, said), said
 
 
-def engine_of(server_pid: int) -> int:
-    """The process of a server's engine: a child, or a child of the child that forks processes."""
-
-    def children_of(pid: int) -> list[int]:
-        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-
-    children = children_of(server_pid)
-    forked = [each for child in children for each in children_of(child)]
-    [engine] = forked or [
-        each for each in children if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()
-    ]
-    return engine
-
-
 def wait_for_end(pid: int) -> None:
     """Wait until a process has ended; it need not be a child of this one."""
     with contextlib.suppress(ProcessLookupError):
@@ -134,7 +120,7 @@ def test_a_killed_engine_is_restarted_and_ends_with_its_server(model: Path) -> N
         serving(model, status=-signal.SIGKILL) as (child, url),
         httpx.Client(timeout=60) as client,
     ):
-        engine = engine_of(child.pid)
+        [engine] = engines_of(child.pid)
         os.kill(engine, signal.SIGKILL)
         wait_for_end(engine)
         health = client.get(f"{url}/health")
@@ -145,7 +131,7 @@ def test_a_killed_engine_is_restarted_and_ends_with_its_server(model: Path) -> N
             health = client.get(f"{url}/health")
         answer = client.post(f"{url}/v1/completions", json=body)
         assert answer.json()["usage"]["completion_tokens"] == 4
-        engine = engine_of(child.pid)
+        [engine] = engines_of(child.pid)
         child.kill()
         wait_for_end(engine)
 
@@ -193,7 +179,7 @@ def test_sigterm_during_the_start_ends_the_engine(model: Path, tmp_path: Path) -
     child = subprocess.Popen([*command, "--device", "cpu", "--trace", str(trace)])
     try:
         with trace.open("rb"):  # The engine's process has opened the file.
-            engine = engine_of(child.pid)
+            [engine] = engines_of(child.pid)
             child.send_signal(signal.SIGTERM)
             assert -signal.SIGTERM == child.wait(60)
             assert not Path(f"/proc/{engine}").exists()

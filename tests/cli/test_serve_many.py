@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 import transformers
-from helpers.serving import serving_process, tiny_llama, tiny_tokenizer
+from helpers.serving import engines_of, serving_process, tiny_llama, tiny_tokenizer
 from helpers.tiny_models import VERSION
 
 from vmkv.cli.main import main
@@ -46,19 +46,6 @@ def asked(client: httpx.Client, url: str, **body: object) -> httpx.Response:
     """Ask for eight likeliest tokens."""
     its = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
     return client.post(f"{url}/v1/completions", json={**its, "ignore_eos": True, **body})
-
-
-def engines_of(pid: int) -> list[int]:
-    """Return the processes of a server's engines, in the order of their start."""
-
-    def children_of(pid: int) -> list[int]:
-        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-
-    children = children_of(pid)
-    forked = [each for child in children for each in children_of(child)]
-    return forked or [
-        each for each in children if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()
-    ]
 
 
 @pytest.mark.slow

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+from helpers.tiny_models import tiny_model
+from vmkv import Engine, SamplingParams
 from vmkv.serve.runner import RunnerOptions
 
 
@@ -17,3 +20,15 @@ EAGER: dict[str, Any] = {"runner": "eager"}
 PADDED = graphs(capture=True)
 COMPILED = graphs(compile_layers=True, compile_backend="eager", capture=True)
 TRACED = graphs(compile_layers=True, compile_backend="aot_eager", capture=True)
+
+
+def check_compiled(name: str) -> None:
+    """Check that compiled layers of a tiny model give the tokens of eager ones."""
+    said = []
+    for options in (EAGER, graphs(compile_layers=True, compile_backend="eager")):
+        model = copy.deepcopy(tiny_model(name))
+        with Engine(model, max_num_seqs=2, max_num_batched_tokens=16, **options) as engine:
+            prompts = [[5, 9, 13, 7, 30], [8, 2]]
+            outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=6))
+            said.append([each.outputs[0].token_ids for each in outputs])
+    assert said[0] == said[1]

@@ -245,3 +245,19 @@ def scripted_form(
     form = new_form(*its, **names)
     assert [] == list(form.advance(0, RequestOutput(0, None, [1, 2, 3], [])))
     return form
+
+
+def engines_of(pid: int) -> list[int]:
+    """Return the processes of a server's engines, in the order of their start.
+
+    Each is a child, or a child of the child that forks processes.
+    """
+
+    def children_of(pid: int) -> list[int]:
+        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+    children = children_of(pid)
+    forked = [each for child in children for each in children_of(child)]
+    return forked or [
+        each for each in children if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()
+    ]

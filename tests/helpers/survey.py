@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -96,6 +97,13 @@ def model_of(family: str) -> Any:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
+
+
+def model_or_skip(family: str) -> Any:
+    """Return `model_of` a family, or skip the test if this release does not have it."""
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip("this release of transformers does not have it")
+    return model_of(family)
 
 
 def verdict(family: str, model: Any = None) -> Verdict:

@@ -9,6 +9,7 @@ that they do not).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -299,6 +300,20 @@ def left_padded_prompt(*, seed: int = 0) -> dict[str, Any]:
         inputs["input_ids"][row, :num_padding] = 0
         inputs["attention_mask"][row, :num_padding] = 0
     return inputs
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 50},
+    "beams": {"num_beams": 3},
+}
+#: By name: inputs for `generate`.
+INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "alone": lambda: prompt("llama"),
+    "unpadded": lambda: prompt("llama", batch_size=3),
+    "padded": left_padded_prompt,
+    "unmasked": lambda: {"input_ids": prompt("llama", batch_size=3)["input_ids"]},
+}
 
 
 def make_cache(config: PretrainedConfig, **options: Any) -> Any:

@@ -19,7 +19,9 @@ import torch
 import transformers
 from helpers.recorded import SYNCS, recorded
 from helpers.tiny_models import (
+    INPUTS,
     SHARED_KEYS,
+    STRATEGIES,
     VERSION,
     VOCABULARY,
     dynamic_cache,
@@ -45,18 +47,6 @@ from vmkv.step.joined_layers import SiblingLinear
 NewCache = Callable[..., Any]
 Captured = Callable[..., tuple[Any, Any]]
 NEW_TOKENS = 12
-
-INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "one": lambda: prompt("llama"),
-    "three": lambda: prompt("llama", batch_size=3),
-    "padded": left_padded_prompt,
-    "unmasked": lambda: {"input_ids": prompt("llama", batch_size=3)["input_ids"]},
-}
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 50},
-    "beams": {"num_beams": 3},
-}
 
 
 @pytest.fixture
@@ -312,7 +302,7 @@ def test_a_captured_step_stores_the_same_fp8_bytes_as_an_eager_step(
 # ---- arguments of the caller ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["three", "padded"])
+@pytest.mark.parametrize("kind", ["unpadded", "padded"])
 def test_positions_of_the_caller_are_used(
     kind: str, captured: Captured, new_cache: NewCache
 ) -> None:
@@ -333,7 +323,7 @@ def test_positions_of_the_caller_are_used(
             found.append(_step(each, cache, _tokens(1, 3), attention_mask=mask, **given))
         logits.append(torch.cat(found, 1))
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
-    assert {"three": 3, "padded": 2}[kind] == capture.num_steps
+    assert {"unpadded": 3, "padded": 2}[kind] == capture.num_steps
 
 
 @pytest.mark.skipif(VERSION < (5, 0), reason="4.57 lacks mm_token_type_ids")
@@ -554,7 +544,7 @@ def test_batches_that_the_kernel_cannot_serve_run_the_model(
     )
     model, capture = captured()
     cache = new_cache(model.config, attention_backend="sdpa")
-    for kind, num_steps in (("padded", 0), ("three", NEW_TOKENS - 1), ("padded", 0)):
+    for kind, num_steps in (("padded", 0), ("unpadded", NEW_TOKENS - 1), ("padded", 0)):
         cache.reset()
         before = capture.num_steps
         with caplog.at_level(logging.WARNING, "vmkv"):
@@ -583,7 +573,7 @@ def test_models_that_cannot_be_captured_are_refused() -> None:
 # ---- synchronization --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["three", "padded"])
+@pytest.mark.parametrize("kind", ["unpadded", "padded"])
 def test_captured_steps_do_not_synchronize(
     kind: str,
     captured: Captured,

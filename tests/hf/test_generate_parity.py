@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers import tiny_models
 from helpers.tiny_models import (
     DECODERS,
     ENCODER_DECODER,
@@ -51,9 +52,7 @@ ROLLBACK_MODELS = ("llama", "mistral", "gemma2")
 SUMS_IN_ANOTHER_ORDER = ("deepseek_v3",) if VERSION < (5, 0) else ()
 
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 50},
-    "beams": {"num_beams": 4},
+    **tiny_models.STRATEGIES,
     "beam-sampling": {"num_beams": 3, "do_sample": True, "num_return_sequences": 2},
     "return-sequences": {"do_sample": True, "num_return_sequences": 3},
 }

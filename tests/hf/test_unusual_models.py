@@ -19,20 +19,13 @@ from vmkv.core.cache.fp8 import FP8
 from vmkv.hf import attention as hf_attention
 from vmkv.units import MiB
 
-
-def _surveyed(family: str) -> Any:
-    if family not in transformers.CONFIG_MAPPING:
-        pytest.skip("this release of transformers does not have it")
-    return survey.model_of(family)
-
-
 # ---- keys that models read ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_keys_of_a_batch_are_side_by_side_for_models_that_need_it(kv_dtype: str) -> None:
     """GPT-NeoX-Japanese views them as `[batch * heads, …]`."""
-    model = _surveyed("gpt_neox_japanese")
+    model = survey.model_or_skip("gpt_neox_japanese")
     with VMKVCache(model.config, budget_bytes=64 * MiB, kv_dtype=kv_dtype) as cache:
         said = _continue(model, cache)
     if kv_dtype == "auto":
@@ -46,7 +39,7 @@ def test_fp8_keys_that_a_model_changes_are_decoded(family: str) -> None:
     """Or compresses, or computes its mask from: attention then gets what eager attention gets."""
     if VERSION < (5, 0):
         pytest.skip("before 5.x some of these have their own attention classes")
-    model = _surveyed(family)
+    model = survey.model_or_skip(family)
     said = []
     for attention in ("eager", "vmkv"):
         model.set_attn_implementation(attention)
@@ -145,7 +138,7 @@ def test_cross_attention_beside_self_attention_keeps_the_models_type(attention: 
 )
 def test_masks_that_models_slice_are_those_of_eager_attention(family: str, own_cache: bool) -> None:
     """Or join with others, or index by keys that they select."""
-    model = _surveyed(family)
+    model = survey.model_or_skip(family)
     said = []
     for attention in ("eager", "vmkv"):
         model.set_attn_implementation(attention)
@@ -157,7 +150,7 @@ def test_masks_that_models_slice_are_those_of_eager_attention(family: str, own_c
 @pytest.mark.parametrize("family", ["bigbird_pegasus", "git", "inkling2_text"])
 def test_models_without_an_attention_interface_are_refused(family: str) -> None:
     """Those that transformers refuses other functions for as well: they would ignore masks."""
-    model = _surveyed(family)
+    model = survey.model_or_skip(family)
     expected = _continue(model, None) if VERSION < (5, 0) else None
     model.set_attn_implementation("vmkv")
     if expected is not None:  # These have attention and masks of their own there.

@@ -22,6 +22,8 @@ import torch
 import transformers
 from helpers import survey
 from helpers.tiny_models import (
+    INPUTS,
+    STRATEGIES,
     VERSION,
     VOCABULARY,
     dynamic_cache,
@@ -34,7 +36,7 @@ from helpers.tiny_models import (
     tiny_shape,
 )
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, StaticCache, masking_utils
+from transformers import AttentionInterface, DynamicCache, StaticCache, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from vmkv import ConfigError, VMKVCache
@@ -67,12 +69,6 @@ IN_PLACE = (
     "phi3",
 )
 FAMILIES = (*IN_PLACE, "deepseek_v3")
-
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 50},
-}
 
 
 class _Spy(AttentionBackend):
@@ -115,14 +111,6 @@ def spy() -> Iterator[_Spy]:
 
 def _unpadded(batch_size: int = 3) -> dict[str, Any]:
     return prompt("llama", batch_size=batch_size)
-
-
-INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "padded": left_padded_prompt,
-    "unpadded": _unpadded,
-    "alone": lambda: prompt("llama", batch_size=1),
-    "unmasked": lambda: {"input_ids": _unpadded()["input_ids"]},
-}
 
 
 def _check_same(logits: Callable[[str], torch.Tensor]) -> None:
@@ -194,21 +182,20 @@ def test_a_pass_without_a_cache_needs_no_mask(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["padded", "unpadded"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
-def test_another_cache_matches_eager(name: str, kind: str) -> None:
-    """With a DynamicCache, which vmkv cannot read in place."""
+@pytest.mark.parametrize(
+    ("name", "kind_of_cache"),
+    [
+        *((name, DynamicCache) for name in ("llama", "gemma2", "deepseek_v3")),
+        ("llama", StaticCache),
+    ],
+)
+def test_another_cache_matches_eager(name: str, kind_of_cache: Any, kind: str) -> None:
+    """Vmkv cannot read it in place; a static one has keys past the tokens so far."""
     model = tiny_model(name, "vmkv")
-    actual = generate(model, INPUTS[kind](), dynamic_cache(model.config))
-    assert _expected(name, kind, "greedy") == actual.tolist()
-
-
-@pytest.mark.parametrize("kind", ["padded", "unpadded"])
-def test_a_static_cache_matches_eager(kind: str) -> None:
-    """The keys of a static cache extend past the tokens so far, so a mask is needed."""
-    model = tiny_model("llama", "vmkv")
-    cache = StaticCache(config=model.config, max_cache_len=64)
+    options = {"max_cache_len": 64} if kind_of_cache is StaticCache else {}
+    cache = kind_of_cache(config=model.config, **options)
     actual = generate(model, INPUTS[kind](), cache, disable_compile=True)
-    assert _expected("llama", kind, "greedy") == actual.tolist()
+    assert _expected(name, kind, "greedy") == actual.tolist()
 
 
 @pytest.mark.parametrize(
@@ -685,12 +672,6 @@ def test_the_explicit_mask_is_causal_windowed_and_padded(
         assert is_seen == bool(mask[row, 0, at, other])
 
 
-def _surveyed(family: str) -> Any:
-    if family not in transformers.CONFIG_MAPPING:
-        pytest.skip("this release of transformers does not have it")
-    return survey.model_of(family)
-
-
 @pytest.mark.parametrize(
     "family",
     [
@@ -700,7 +681,7 @@ def _surveyed(family: str) -> Any:
 )
 def test_the_arguments_of_the_model_take_precedence(family: str) -> None:
     """Over the rows and the configuration."""
-    model = _surveyed(family)
+    model = survey.model_or_skip(family)
     ids = torch.randint(3, 100, (1, 24), generator=torch.Generator().manual_seed(0))
     options = {"max_new_tokens": 20, "do_sample": False}
     wanted = model.generate(ids, **options)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers.hybrids import HYBRIDS
-from helpers.tiny_models import tiny_model
+from helpers.runners import check_compiled
 
-from vmkv import Engine, SamplingParams
-from vmkv.serve.runner import RunnerOptions
 from vmkv.step import graph_passes
 
 Tensor = torch.Tensor
-COMPILED = RunnerOptions(compile_layers=True, compile_backend="eager", show_progress=False)
-PROMPTS = [[5, 9, 13, 7, 30], [8, 2]]
 
 
 def _to_other_heads(x: Tensor) -> Tensor:
@@ -66,11 +61,5 @@ def test_values_of_gated_deltanet(monkeypatch: pytest.MonkeyPatch, name: str) ->
     counts: list[int] = []
     own = graph_passes.skip_reshapes
     monkeypatch.setattr(graph_passes, "skip_reshapes", lambda module: counts.append(own(module)))
-    said = []
-    for options in ({"runner": "eager"}, {"runner": "graphs", "runner_options": COMPILED}):
-        model = copy.deepcopy(tiny_model(name))
-        with Engine(model, max_num_seqs=2, max_num_batched_tokens=16, **options) as engine:
-            outputs = engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6))
-            said.append([each.outputs[0].token_ids for each in outputs])
-    assert said[0] == said[1]
+    check_compiled(name)
     assert any(counts)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import tiny_model
+from helpers.runners import check_compiled
 
 import vmkv.serve.parallel.collectives
 import vmkv.step.row_attention  # noqa: F401  # both register operators
-from vmkv import Engine, SamplingParams
-from vmkv.serve.runner import RunnerOptions
 from vmkv.step import graph_passes
 
 Tensor = torch.Tensor
-COMPILED = RunnerOptions(compile_layers=True, compile_backend="eager", show_progress=False)
-PROMPTS = [[5, 9, 13, 7, 30], [8, 2]]
 
 
 def _crossed(x: Tensor, half: int) -> Tensor:
@@ -126,14 +121,5 @@ def test_families_with_the_usual_rotary_embedding(
     counts: list[int] = []
     own = graph_passes.take_out_rotary
     monkeypatch.setattr(graph_passes, "take_out_rotary", lambda module: counts.append(own(module)))
-    said = []
-    for options in (
-        {"runner": "eager"},
-        {"runner": "graphs", "runner_options": COMPILED},
-    ):
-        model = copy.deepcopy(tiny_model(name))
-        with Engine(model, max_num_seqs=2, max_num_batched_tokens=16, **options) as engine:
-            outputs = engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6))
-            said.append([each.outputs[0].token_ids for each in outputs])
-    assert said[0] == said[1]
+    check_compiled(name)
     assert is_usual == any(counts)
