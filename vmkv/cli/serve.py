@@ -244,15 +244,34 @@ def _serve(
     longest: int,
     options_for: Callable[..., ServerOptions],
 ) -> _Served:
+    from ..serve.metrics import Metrics
+    from ..serve.process import EngineProcess
     from ..serve.server import Service
     from .models import load_sampling_defaults
 
     defaults = load_sampling_defaults(
         arguments.model, arguments.generation_config, revision=arguments.revision
     )
-    tokenizer = _tokenizer(arguments)
-    its = _running(stack, arguments, tokenizer, started, longest)
-    engine, metrics, max_tokens, budget_bytes = its
+    tokenizer, make = _tokenizer(arguments), functools.partial(_engine, arguments)
+    engine: StreamingEngine
+    metrics: ServerMetrics
+    if arguments.replicas:
+        engine, metrics, (max_tokens, budget_bytes) = _replicas(stack, arguments, make)
+    else:
+        metrics = Metrics()
+        engine = EngineProcess(
+            make,
+            tokenizer=tokenizer,
+            observer=metrics,
+            started=started,
+            is_lazy=arguments.lazy,
+            silence_max_s=arguments.silence_timeout,
+        )
+        stack.enter_context(contextlib.closing(engine))
+        metrics.bind_pages(lambda: engine.page_bytes)
+        max_tokens, budget_bytes = longest, 0  # Until a lazy model is loaded.
+        if not arguments.lazy:
+            max_tokens, budget_bytes = engine.max_tokens, engine.stats.budget_bytes
     if max_tokens < longest:
         _LOG.warning(
             "the memory for keys and values holds requests of up to %d tokens, and the model takes "
@@ -337,50 +356,22 @@ def _names_of_options() -> Iterator[None]:
         raise
 
 
-def _running(
-    stack: contextlib.ExitStack,
-    arguments: Namespace,
-    tokenizer: Any,
-    started: StartedProcess | None,
-    longest: int,
-) -> tuple[StreamingEngine, ServerMetrics, int, int]:
-    """Start an engine in a process of its own, or replicas; it ends with the stack.
+def _replicas(
+    stack: contextlib.ExitStack, arguments: Namespace, make: Any
+) -> tuple[StreamingEngine, ServerMetrics, tuple[int, int]]:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
+    if "RAY_ADDRESS" not in os.environ:
+        # Ray listens on this machine's loopback alone, as by default on other systems.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    from ..serve.replicas.deployment import running_replicas
 
-    Returns it, its metrics, the tokens of a request (`longest` until a lazy model is loaded), and
-    the memory for keys and values.
-    """
-    make, silence_max_s = functools.partial(_engine, arguments), arguments.silence_timeout
-    if arguments.replicas:
-        if importlib.util.find_spec("ray") is None:
-            raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
-        if "RAY_ADDRESS" not in os.environ:
-            # Ray listens on this machine's loopback alone, as by default on other systems.
-            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        from ..serve.replicas.deployment import running_replicas
-
-        on_gpus = _device(arguments.device) == "cuda"
-        replicas = running_replicas(
-            make, arguments.replicas, on_gpus=on_gpus, silence_max_s=silence_max_s
-        )
-        engine, facts = stack.enter_context(replicas)
-        return engine, engine.metrics, *facts
-    from ..serve.metrics import Metrics
-    from ..serve.process import EngineProcess
-
-    metrics = Metrics()
-    process = EngineProcess(
-        make,
-        tokenizer=tokenizer,
-        observer=metrics,
-        started=started,
-        is_lazy=arguments.lazy,
-        silence_max_s=silence_max_s,
+    its = {"on_gpus": _device(arguments.device) == "cuda"}
+    replicas = running_replicas(
+        make, arguments.replicas, **its, silence_max_s=arguments.silence_timeout
     )
-    stack.enter_context(contextlib.closing(process))
-    metrics.bind_pages(lambda: process.page_bytes)
-    if arguments.lazy:
-        return process, metrics, longest, 0
-    return process, metrics, process.max_tokens, process.stats.budget_bytes
+    engine, facts = stack.enter_context(replicas)
+    return engine, engine.metrics, facts
 
 
 def _check_combination(arguments: Namespace) -> None:
