@@ -3,9 +3,8 @@
 A token's text depends on its neighbours, so each is decoded together with the few tokens before
 it; incomplete characters are held back.
 
-Bytes that never form a character become U+FFFD. Decoders with a byte fallback replace a whole run
-of bytes if one of them is invalid; here, characters of the run that were complete before stay, and
-each byte after them becomes one replacement character.
+Bytes that never form a character become U+FFFD. In a run of bytes with an invalid one, characters
+that were complete before stay, and each byte after them becomes one replacement character.
 """
 
 from __future__ import annotations

@@ -203,9 +203,8 @@ class ServerOptions:
         share_prefixes: Whether requests with different keys share cached prefixes.
         sampling_defaults: Parameters of `SamplingParams` for requests that leave them out; of
             `max_tokens`, as many as fit, and at most 16 for completions.
-        can_sleep: Whether the server has vLLM's routes /sleep, /wake_up and /is_sleeping. Every
-            client that may send requests may call them, except pages of other origins than
-            `cors_origins`; with several keys none may cancel requests by it.
+        can_sleep: Whether the server has vLLM's routes /sleep, /wake_up and /is_sleeping, for every
+            client; with several keys none may cancel requests by it.
 
     Raises:
         ConfigError: A key is blank, or there is none for `protects_everything`.

@@ -1,9 +1,8 @@
 """Batched sampling on the device, without synchronisation.
 
-Every slot has its parameters, token counts and random numbers on the device. Token i of a request
-is drawn with Gumbel noise that is a hash of `(seed, i, token id)` alone, so the result depends
-neither on the rest of the batch nor on the code path. The host selects the path by what the slots
-need:
+Token i of a request is drawn with Gumbel noise that is a hash of `(seed, i, token id)` alone, so
+the result depends neither on the rest of the batch nor on the path, which the host selects by what
+the slots need:
 
   greedy       argmax of the logits; can be part of a CUDA graph
   kernel       on CUDA, everything else: one launch (`draw.py`)

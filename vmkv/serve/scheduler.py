@@ -4,10 +4,7 @@ Requests are ordered by a rank that they get on arrival and keep:
 
     rank = (arrival step + steps of its prompt + priority x AGING_STEPS, number)
 
-Within a priority this is first come, first served, except that a request with fewer steps of prompt
-may overtake if mixed steps are bounded. One level of priority overtakes requests that came at most
-`AGING_STEPS` steps earlier, give or take the prompts' difference. See Note [Waiting is bounded]. A
-preempted request keeps its rank.
+See Note [Waiting is bounded]. A preempted request keeps its rank.
 
 A plan serves running requests first, in order: one token for each decoding request, then chunks of
 prompts. The rest of the token budget goes to waiting requests, strictly in order: if the first does
@@ -17,8 +14,7 @@ one ranked last; the last one itself stalls and keeps its memory. So the request
 makes progress, and no deadlock is possible while each request fits alone, which the caller checks.
 
 Prompt tokens in a mixed step delay its decoding requests. `max_num_mixed_tokens` therefore bounds
-such steps, unless more prompt tokens are left than one full step takes: then the time to the first
-token matters more, and steps are as large as possible.
+such steps, unless more prompt tokens are left than one full step takes.
 """
 
 from __future__ import annotations

@@ -12,9 +12,6 @@ between them:
 
     … -> launch the forward pass of k+1 -> wait for the tokens of k -> masks -> sample k+1 -> …
 
-Failures do not stop the loop: a plan that cannot be mapped is planned again with less memory, a
-step that runs out of memory is split, and a request that cannot be served ends with its error.
-
 See DESIGN.md, Note [The next step is planned while this one runs], and Note [Masks are filled while
 the next step runs].
 """
