@@ -99,7 +99,7 @@ clients-npm: $(VENV)/.ready
 clients-quick: $(VENV)/.real
 	@$(MAKE) --quiet .venv-clients-openai3/.ready \
 		|| { echo "The clients cannot be had: skipped"; exit 0; }; \
-		$(call CLIENT_TESTS,openai3) $(addprefix tests/clients/test_,openai.py anthropic.py litellm.py)
+		$(call CLIENT_TESTS,openai3) $(addprefix tests/clients/test_,apis.py litellm.py)
 
 fuzz: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/machines/fuzz_engine.py --seconds $(FUZZ_SECONDS) \

@@ -5,6 +5,7 @@ A conversation goes in as a chat has it, and answers of all APIs come out as a `
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,12 +66,19 @@ class Chats:
     def client(self, server: Any) -> Any:
         return server.client().chat.completions
 
-    def send(self, server: Any, body: Json, *, is_streamed: bool = False) -> Any:
-        """The answer that the client makes of the whole one, or of a stream."""
-        names = ("model", "messages", "input", "max_tokens")
+    def send(
+        self, server: Any, body: Json, *, is_streamed: bool = False, is_typed: bool = False
+    ) -> Any:
+        """The answer that the client makes of the whole one, or of a stream.
+
+        If `is_typed`, the client serialises all fields that it knows, and else the necessary ones.
+        """
+        client = self.client(server)
+        names: Any = ("model", "messages", "input", "max_tokens")
+        if is_typed:
+            names = inspect.signature(client.create).parameters
         named = {name: body[name] for name in names if name in body}
         named["extra_body"] = {name: body[name] for name in body.keys() - named}
-        client = self.client(server)
         if not is_streamed:
             return client.create(**named)
         with client.stream(**named) as stream:
