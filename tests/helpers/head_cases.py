@@ -10,20 +10,15 @@ from unittest import mock
 
 import torch
 
-from helpers import tiny_models
+from helpers import runners, tiny_models
 from helpers.rank_cases import GREEDY, PROMPTS, ROOMY, alone, engine_on, said
 from helpers.tiny_models import tiny_model
 from vmkv import Engine, SamplingParams
 from vmkv.serve.parallel import TensorParallel
 from vmkv.serve.parallel.localise import DividedHead, GatheredLinear, head_of
-from vmkv.serve.runner import RunnerOptions
 
 #: On the host, the padded steps of graphs run uncaptured.
-PADDED: dict[str, Any] = {
-    **ROOMY,
-    "runner": "graphs",
-    "runner_options": RunnerOptions(capture=True, show_progress=False),
-}
+PADDED = {**ROOMY, **runners.PADDED}
 MIXED = [
     GREEDY,
     SamplingParams(temperature=0, max_tokens=9, logprobs=3),
@@ -126,10 +121,7 @@ def is_filled_up(group: TensorParallel) -> None:
     model.lm_head = head
     model.generation_config.eos_token_id = None
     prompts = [*MANY, [100, 3, 100]]
-    expected = None
-    if not group.rank:
-        with Engine(copy.deepcopy(model), **ROOMY) as engine:
-            expected = said(engine.generate(prompts, GREEDY))
+    expected = None if group.rank else alone(model, prompts, GREEDY)
     with engine_on(group, model, **PADDED) as engine, counting() as counts:
         if engine is not None:
             assert space_of(engine).logits.shape[1] == 51
@@ -200,10 +192,7 @@ def depends_on_place(group: TensorParallel) -> None:
     """The model changes some columns of the logits, so its head is not divided."""
     model: Any = copy.deepcopy(tiny_model("llama"))
     model.__class__ = _masking(type(model))
-    expected = None
-    if not group.rank:
-        with Engine(copy.deepcopy(model), **ROOMY) as engine:
-            expected = said(engine.generate(MANY, GREEDY))
+    expected = None if group.rank else alone(model, MANY, GREEDY)
     with engine_on(group, model, **PADDED) as engine:
         if engine is not None:
             space = space_of(engine)

@@ -23,7 +23,10 @@ import torch.distributed as dist
 import vmkv
 from helpers import tiny_models
 from helpers.hybrids import hybrid
+from helpers.limited_device import UNLIMITED_BYTES, LimitedDevice
 from helpers.members import pool_of
+from helpers.requests import finish_all
+from helpers.runners import COMPILED, EAGER, PADDED, graphs
 from helpers.serving import tiny_llama, tiny_tokenizer
 from helpers.tiny_models import kernel_model, tiny_model
 from vmkv import (
@@ -35,9 +38,8 @@ from vmkv import (
     OutOfPagesError,
     SamplingParams,
 )
-from vmkv.core.backend import ForwardingBackend, MemoryLocation
+from vmkv.core.backend import MemoryLocation
 from vmkv.core.memory import Broker, shares
-from vmkv.errors import HostDriverError
 from vmkv.hf import VMKVCache
 from vmkv.serve.parallel import Ranks, TensorParallel, localise, lockstep, one_shot
 from vmkv.serve.parallel.collectives import all_reduce
@@ -45,11 +47,11 @@ from vmkv.serve.parallel.engine import ParallelEngine
 from vmkv.serve.parallel.localise import load
 from vmkv.serve.params import StructuredOutputs
 from vmkv.serve.request import FinishReason, RequestHandle
-from vmkv.serve.runner import RunnerOptions, SlotError
+from vmkv.serve.runner import SlotError
 from vmkv.serve.sampler import Sampler
 from vmkv.serve.scheduler import PreemptionCosts
 from vmkv.step import graph_passes
-from vmkv.units import Handle, KiB, MiB
+from vmkv.units import KiB, MiB
 
 Case = Callable[[TensorParallel], None]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -148,17 +150,24 @@ def engine_on(
             engine.cache.check()
 
 
-def alone(name: str, prompts: Any, params: Any, **options: Any) -> list[list[tuple[int, ...]]]:
+def alone(model: Any, prompts: Any, params: Any, **options: Any) -> list[list[tuple[int, ...]]]:
     """Tokens of an engine in one process with enough memory."""
-    with Engine(copy.deepcopy(tiny_model(name)), **{**ROOMY, **options}) as engine:
+    model = copy.deepcopy(tiny_model(model) if isinstance(model, str) else model)
+    with Engine(model, **{**ROOMY, **options}) as engine:
         return said(engine.generate(prompts, params))
 
 
 def speaks(
-    group: TensorParallel, model: Any, prompts: Any, params: Any, *its: Any, **options: Any
+    group: TensorParallel,
+    model: Any,
+    prompts: Any,
+    params: Any,
+    *its: Any,
+    whole: Any = "llama",
+    **options: Any,
 ) -> None:
-    """Requests of an engine on these ranks get the tokens of one process."""
-    expected = None if group.rank else alone("llama", prompts, params)
+    """Requests of an engine on these ranks get the tokens of one process with the whole model."""
+    expected = None if group.rank else alone(whole, prompts, params)
     with engine_on(group, model, *its, **options) as engine:
         if engine is not None:
             assert expected == said(engine.generate(prompts, params))
@@ -197,8 +206,7 @@ def serves(name: str, runner: str, host_bytes: int, group: TensorParallel) -> No
         if engine is None:
             return
         handles = [engine.add(*each) for each in zip(TRAFFIC, PARAMS, strict=True)]
-        while engine.has_unfinished:
-            engine.step()
+        finish_all(engine)
         outputs = [handle.output() for handle in handles]
         requests = [request for handle in handles for request in handle.requests]
         assert expected == said(outputs)
@@ -216,18 +224,9 @@ def serves(name: str, runner: str, host_bytes: int, group: TensorParallel) -> No
 
 def serves_states(name: str, runner: str, group: TensorParallel) -> None:
     """A model whose layers keep states gives the tokens of one process, in several requests."""
-    model, prompts = copy.deepcopy(hybrid(name)), [*TRAFFIC[2:], [7]]
-    params = [PARAMS[0], PARAMS[1], GREEDY, GREEDY]
-    options: dict[str, Any] = {**ROOMY, "budget_bytes": 32 * MiB, "runner": runner}
-    if runner == "graphs":
-        options["runner_options"] = RunnerOptions(capture=True, show_progress=False)
-    expected = None
-    if not group.rank:
-        with Engine(copy.deepcopy(model), **options) as engine:
-            expected = said(engine.generate(prompts, params))
-    with engine_on(group, model, **options) as parallel:
-        if parallel is not None:
-            assert expected == said(parallel.generate(prompts, params))
+    prompts, params = [*TRAFFIC[2:], [7]], [PARAMS[0], PARAMS[1], GREEDY, GREEDY]
+    options = {**ROOMY, "budget_bytes": 32 * MiB, **(PADDED if runner == "graphs" else EAGER)}
+    speaks(group, copy.deepcopy(hybrid(name)), prompts, params, whole=hybrid(name), **options)
 
 
 def scores_prompts(name: str, runner: str, group: TensorParallel) -> None:
@@ -257,8 +256,7 @@ def scores_prompts(name: str, runner: str, group: TensorParallel) -> None:
 def compiles(backend: str, group: TensorParallel) -> None:
     """Layers of a divided model are compiled, and their projections joined, as whole ones are."""
     expected = None if group.rank else alone("llama", PROMPTS, GREEDY)
-    how = RunnerOptions(compile_layers=True, compile_backend=backend, show_progress=False)
-    options = {**ROOMY, "runner": "graphs", "runner_options": how}
+    options = {**ROOMY, **graphs(compile_layers=True, compile_backend=backend)}
     model = part_of("llama", group)
     taken_in: list[int] = []
     own = graph_passes.take_in_sums
@@ -319,37 +317,12 @@ def refused(kind: type[Exception], text: str) -> Iterator[None]:
 # ---- failures of one rank ------------------------------------------------------------------------
 
 
-class SmallerDevice(HostBackend):
-    """A device with less memory than the budget of its pool."""
-
-    def __init__(self, capacity_bytes: int):
-        super().__init__(PAGE_BYTES)
-        self._left_bytes = capacity_bytes
-        self._sizes: dict[Handle, int] = {}
-        self.num_refused = 0
-
-    def mem_create(
-        self, num_bytes: int, location: MemoryLocation = MemoryLocation.DEVICE, **how: Any
-    ) -> Handle:
-        if location is MemoryLocation.DEVICE and num_bytes > self._left_bytes:
-            self.num_refused += 1
-            raise HostDriverError("mem_create", 12, "ENOMEM", is_out_of_memory=True)
-        handle = super().mem_create(num_bytes, location, **how)
-        if location is MemoryLocation.DEVICE:
-            self._sizes[handle] = num_bytes
-            self._left_bytes -= num_bytes
-        return handle
-
-    def mem_release(self, handle: Handle) -> None:
-        super().mem_release(handle)
-        self._left_bytes += self._sizes.pop(handle, 0)
-
-
 def runs_out_of_memory(group: TensorParallel) -> None:
     """One device has less memory than agreed: all ranks reduce the budget and give equal tokens."""
     expected = None if group.rank else alone("llama", TRAFFIC, PARAMS)
     capacity_bytes = 6 * PAGE_BYTES
-    device = SmallerDevice(capacity_bytes if group.rank else 1 * MiB)
+    device = LimitedDevice(HostBackend(PAGE_BYTES))
+    device.device_bytes = capacity_bytes if group.rank else 1 * MiB
     with engine_on(group, copy.deepcopy(tiny_model("llama")), device, **SMALL) as engine:
         if engine is not None:
             assert expected == said(engine.generate(TRAFFIC, PARAMS))
@@ -448,11 +421,11 @@ def obeys(seed: int, num_actions: int, group: TensorParallel) -> None:
     watermark_bytes = 8 * PAGE_BYTES
     options = {**SMALL, "host_budget_bytes": 64 * KiB, "watermark_bytes": watermark_bytes}
     options["budget_bytes"] = 40 * PAGE_BYTES
-    device = SmallerDevice(32 * PAGE_BYTES) if group.rank else None
+    device = LimitedDevice(HostBackend(PAGE_BYTES))
+    device.device_bytes = 32 * PAGE_BYTES if group.rank else UNLIMITED_BYTES
     model = copy.deepcopy(tiny_model("gemma2"))
     with slots_without_memory(group, (7, 5)), engine_on(group, model, device, **options) as engine:
         if engine is None:
-            assert device is not None
             assert device.num_refused or num_actions < 1000
             return
         choices = random.Random(seed)
@@ -482,8 +455,7 @@ def obeys(seed: int, num_actions: int, group: TensorParallel) -> None:
                 engine.fall_idle(lambda wanted=wanted: next(wanted, False))
             else:
                 engine.step()
-        while engine.has_unfinished:
-            engine.step()
+        finish_all(engine)
         engine.fall_idle()
         assert engine.cache.pool.stats().created_bytes <= watermark_bytes
         assert not engine.num_failed_steps
@@ -534,8 +506,7 @@ def ends_samples(what: str, group: TensorParallel) -> None:
         else:
             engine.cancel(handle)
         assert handle.is_finished
-        while engine.has_unfinished:
-            engine.step()
+        finish_all(engine)
         assert expected == said([other.output()])
 
 
@@ -571,19 +542,12 @@ def follows_grammars(kind: str, group: TensorParallel) -> None:
     ]
     prompts = ["A row", "A page", "Nothing", "The next"]
     its = {"tokenizer": tiny_tokenizer(), **ROOMY}
-    expected = None
-    if not group.rank:
-        with Engine(tiny_llama(), **its) as engine:
-            expected = said(engine.generate(prompts, params))
-    model = tiny_llama()
-    with engine_on(group, model, **its, runner=kind) as engine:
+    expected = None if group.rank else alone(tiny_llama(), prompts, params, **its)
+    with engine_on(group, tiny_llama(), **its, runner=kind) as engine:
         if engine is not None:
             with refused(ConfigError, "unclosed group"):
                 engine.add("A", SamplingParams(structured_outputs=StructuredOutputs(regex="(a")))
-            handles = [engine.add(*each) for each in zip(prompts, params, strict=True)]
-            while engine.has_unfinished:
-                engine.step()
-            assert expected == said([each.output() for each in handles])
+            assert expected == said(engine.generate(prompts, params))
 
 
 def is_not_asked(group: TensorParallel) -> None:
@@ -610,54 +574,36 @@ def is_not_asked(group: TensorParallel) -> None:
 # ---- sleep ---------------------------------------------------------------------------------------
 
 
-class _Short(ForwardingBackend):
-    """A device whose host, or which itself, has no memory while `lacks` says so."""
-
-    lacks: MemoryLocation | None = None
-
-    def mem_create(
-        self, num_bytes: int, location: MemoryLocation = MemoryLocation.DEVICE, **how: Any
-    ) -> Handle:
-        """Create memory, unless it lacks."""
-        if location is self.lacks:
-            raise HostDriverError("mem_create", 12, "ENOMEM", is_out_of_memory=True)
-        return self.upstream.mem_create(num_bytes, location, **how)
-
-
 def sleeps(runner: str, group: TensorParallel) -> None:
     """All ranks sleep or none, and requests wake all; tokens are as before."""
-    made: list[_Short] = []
+    made: list[LimitedDevice] = []
 
-    def opened(_: str) -> _Short:
-        made.append(_Short(HostBackend(PAGE_BYTES)))
+    def opened(_: str) -> LimitedDevice:
+        made.append(LimitedDevice(HostBackend(PAGE_BYTES)))
         return made[-1]
 
     prompts = [[*PROMPTS[1], each] for each in range(3, 8)]
-    options: dict[str, Any] = {"runner": runner, "enable_sleep_mode": True, **ROOMY}
-    if runner == "graphs":
-        layers = {"compile_layers": True, "compile_backend": "eager"}
-        options["runner_options"] = RunnerOptions(capture=True, show_progress=False, **layers)
-    options["host_budget_bytes"] = 1 * MiB
+    how = COMPILED if runner == "graphs" else EAGER
+    options = {**ROOMY, **how, "enable_sleep_mode": True, "host_budget_bytes": 1 * MiB}
     with (
         mock.patch.object(lockstep, "open_backend", opened),
         ParallelEngine(part_of("llama", group), tensor_parallel=group, **options) as engine,
     ):
         places, its_pool = [each.data_ptr() for each in engine._turns.model.parameters()], made[1]
         if group.rank:
-            its_pool.lacks = MemoryLocation.HOST
             real, calls = engine.sleep, itertools.count(1)
 
             def sleep(**what: bool) -> None:
                 """On this rank the host has no memory at first, then the device has none."""
-                its_pool.lacks = MemoryLocation.HOST if next(calls) == 1 else None
+                its_pool.host_bytes = 0 if next(calls) == 1 else UNLIMITED_BYTES
                 real(**what)
-                its_pool.lacks = MemoryLocation.DEVICE
+                its_pool.device_bytes = 0
 
             def wake() -> None:
                 try:
                     Engine.wake(engine)
                 finally:
-                    its_pool.lacks = None
+                    its_pool.device_bytes = UNLIMITED_BYTES
 
             engine.sleep, engine.wake = sleep, wake  # type: ignore[method-assign]
             engine.follow()
@@ -755,8 +701,7 @@ def shares_memory(host_bytes: int, group: TensorParallel) -> None:
             taking.join()
             assert pool.budget_bytes <= (num_pages - taker.num_pages) * PAGE_BYTES
             assert engine.has_unfinished
-            while engine.has_unfinished:
-                engine.step()
+            finish_all(engine)
             assert expected == said([handle.output() for handle in handles])
             assert any(each.num_preemptions for handle in handles for each in handle.requests)
             # Idle: what is left goes back, on all ranks, without a request.

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from vmkv.serve.engine import Engine
 from vmkv.serve.request import RequestHandle, RequestOutput, joined
 
-from .tiny_models import VOCABULARY, tiny_model
+from .hybrids import model_named
+from .tiny_models import VOCABULARY
 
 #: Time limit of a coroutine; only failing tests reach it.
 PATIENCE_S = 200
@@ -35,7 +37,8 @@ def reference(prompt: Sequence[int], num_tokens: int = 8, name: str = "llama") -
 @functools.cache
 def _reference(name: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
     ids = torch.tensor([prompt])
-    out = tiny_model(name).generate(ids, max_new_tokens=num_tokens, do_sample=False)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+    out = model_named(name).generate(ids, max_new_tokens=num_tokens, **options)
     return out[0, len(prompt) :].tolist()
 
 
@@ -45,10 +48,20 @@ def check_said(
     num_tokens: int = 8,
     name: str = "llama",
 ) -> None:
-    """Check that each answer is the reference output of its prompt."""
+    """Check that each sample of an answer is the reference output of its prompt."""
     for prompt, answer in zip(asked, answers, strict=True):
         output = answer if isinstance(answer, RequestOutput) else answer.output()
-        assert reference(prompt, num_tokens, name) == list(output.outputs[0].token_ids)
+        for sample in output.outputs:
+            assert reference(prompt, num_tokens, name) == list(sample.token_ids)
+
+
+def finish_all(engine: Engine, *, steps_max: int = 5000) -> None:
+    """Run until no request is unfinished."""
+    for _ in range(steps_max):
+        if not engine.has_unfinished:
+            return
+        engine.step()
+    raise AssertionError(f"requests are unfinished after {steps_max} steps")
 
 
 async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import rank_cases as cases
+from helpers.requests import finish_all
 
 from vmkv import ConfigError, Engine, SamplingParams
 from vmkv.serve.parallel.engine import open_parallel_engine
@@ -54,8 +55,7 @@ def test_random_requests_get_the_tokens_of_one_gpu() -> None:
                     engine.set_budget(choices.randrange(4, 9) * 2 * MiB)
             else:
                 engine.step()
-        while engine.has_unfinished:
-            engine.step()
+        finish_all(engine)
         engine.cache.check()
         said = cases.said([handle.output() for handle in handles])
     ended = [

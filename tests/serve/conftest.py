@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from helpers.hybrids import model_named
 from helpers.requests import run
-from helpers.tiny_models import tiny_model
 
 from vmkv import BackendUsage, ExtentPool, HostBackend
 from vmkv.serve.engine import Engine
@@ -56,7 +56,7 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
         if pool is None:
             pool = ExtentPool(host, budget_bytes, host_budget_bytes=host_budget_bytes)
         if isinstance(model, str):
-            model = copy.deepcopy(tiny_model(model))  # The engine changes how it attends.
+            model = copy.deepcopy(model_named(model))  # The engine changes how it attends.
         defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_tokens": 128, "seed": 0}
         engine = Engine(model, pool=pool, **{**defaults, **options})
         # A runner may keep a scratch row.

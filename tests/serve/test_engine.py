@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.reference_backend import ReferenceBackend
+from helpers.requests import finish_all
 from helpers.requests import prompts as random_prompts
 from helpers.requests import reference as said_alone
 from helpers.runners import EAGER, PADDED, graphs
@@ -103,8 +104,7 @@ def test_preemption_does_not_change_sampled_tokens(
     alone = tokens(make_engine(max_num_seqs=1), wanted, params)
     engine = make_engine(budget_bytes=smallest_budget(make_engine, "llama", 56) * 3 // 2 * 4 * KiB)
     handles = [engine.add(prompt, its) for prompt, its in zip(wanted, params, strict=True)]
-    while engine.has_unfinished:
-        engine.step()
+    finish_all(engine)
     assert alone == [list(each.output().outputs[0].token_ids) for each in handles]
     assert sum(handle.requests[0].num_preemptions for handle in handles)
 
@@ -122,8 +122,7 @@ def test_deterministic_requests_do_not_depend_on_others(make_engine: MakeEngine,
         handles = [engine.add(other, SamplingParams(max_tokens=20)) for other in others[1:]]
         handle = engine.add(prompt, params)
         handles += [engine.add(other, SamplingParams(max_tokens=20)) for other in others[:1]]
-        while engine.has_unfinished:
-            engine.step()
+        finish_all(engine)
         output = handle.output().outputs[0]
         return output.token_ids, output.logprobs
 
@@ -257,8 +256,7 @@ def test_tenants_share_no_prefix(make_engine: MakeEngine) -> None:
     for num_cached_tokens, num_computed in ((0, 50), (48, 2)):
         num_before = seen.num_prefill_tokens
         handles = [engine.add(prompt, params, tenant=each) for each in tenants]
-        while engine.has_unfinished:
-            engine.step()
+        finish_all(engine)
         outputs = [each.output() for each in handles]
         assert [num_cached_tokens] * 3 == [each.num_cached_tokens for each in outputs]
         assert seen.num_prefill_tokens - num_before == 3 * (num_computed + 1)
@@ -342,8 +340,7 @@ def test_outputs_have_a_logprob_for_each_token(engine: Engine) -> None:
 
     request = handle.requests[0]
     request.output_token_ids, request.logprobs = Watched(), Watched()
-    while engine.has_unfinished:
-        engine.step()
+    finish_all(engine)
     assert 8 == len(seen)
     assert all(len(each.token_ids) == len(each.logprobs or ()) for each in seen)
 
@@ -502,8 +499,7 @@ def test_invalid_requests_are_refused(make_engine: MakeEngine) -> None:
         engine.generate([[1]], [GREEDY, GREEDY])
     assert not engine.has_unfinished
     lowest = engine.add([1, 2], GREEDY, (1 << 63) - 1)  # Runs, where no other request is.
-    while engine.has_unfinished:
-        engine.step()
+    finish_all(engine)
     assert 10 == len(lowest.output().outputs[0].token_ids)
 
 

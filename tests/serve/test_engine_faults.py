@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.requests import check_said, prompts, reference
+from helpers.requests import check_said, finish_all, prompts, reference
 from helpers.tiny_models import VOCABULARY, tiny_model
 
 from vmkv import HostBackend
@@ -34,15 +34,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 #: Errors that torch raises when it is out of memory.
 ON_CUDA = torch.OutOfMemoryError("CUDA out of memory")
 ON_THE_HOST = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7")
-
-
-def run(engine: Engine, *, steps_max: int = 5000) -> None:
-    """Run until no request is unfinished."""
-    for _ in range(steps_max):
-        if not engine.has_unfinished:
-            return
-        engine.step()
-    raise AssertionError(f"requests are unfinished after {steps_max} steps")
 
 
 def check_serves(engine: Engine) -> None:
@@ -83,7 +74,7 @@ def test_a_failing_model_ends_requests_in_its_step(make_engine: MakeEngine, numb
     wanted = prompts(7)
     handles = [engine.add(prompt, GREEDY) for prompt in wanted]
     with failing(model, at_call(number, ValueError("the model broke"))):
-        run(engine)
+        finish_all(engine)
     reasons = set()
     for prompt, handle in zip(wanted, handles, strict=True):
         output = handle.output()
@@ -119,7 +110,7 @@ def test_steps_shrink_when_activations_do_not_fit(
     handles = [engine.add(prompt, GREEDY) for prompt in wanted]
     handles.append(engine.add(wanted[0], SamplingParams(seed=1, max_tokens=8)))
     with failing(model, lambda num_tokens: error if num_tokens > capacity else None):
-        run(engine)
+        finish_all(engine)
     check_said(wanted, handles[:-1], name=name)
     [alone] = make_engine(name).generate([wanted[0]], SamplingParams(seed=1, max_tokens=8))
     assert alone.outputs[0].token_ids == handles[-1].output().outputs[0].token_ids
@@ -145,7 +136,7 @@ def test_requests_recompute_if_truncation_fails(
         for _ in range(4):
             engine.step()
     assert refused
-    run(engine)
+    finish_all(engine)
     check_said(wanted, handles)
 
 
@@ -155,7 +146,7 @@ def test_requests_end_when_no_token_fits(make_engine: MakeEngine) -> None:
     engine = make_engine(model)
     handles = [engine.add(prompt, GREEDY) for prompt in prompts(5)]
     with failing(model, lambda _: torch.OutOfMemoryError("no memory at all")):
-        run(engine)
+        finish_all(engine)
     assert all("no memory at all" in str(handle.output().error) for handle in handles)
     check_serves(engine)
 
@@ -193,9 +184,9 @@ def test_an_interrupted_step_does_not_change_tokens(
     owner: Any = PendingTokens if what == "result" else engine._view
     patch = mock.patch.object(owner, what, interrupted(getattr(owner, what)))
     with patch, pytest.raises(KeyboardInterrupt):
-        run(engine)
+        finish_all(engine)
     engine.cache.check()
-    run(engine)
+    finish_all(engine)
     for whole, handle in zip(WHOLE, handles, strict=True):
         assert whole == handle.output().outputs[0].token_ids
 
@@ -211,7 +202,7 @@ def test_a_failing_logits_processor_ends_its_request_only(make_engine: MakeEngin
     params = SamplingParams(temperature=0, max_tokens=20, logits_processors=[broken])
     handles = [engine.add(wanted[0], params)]
     handles += [engine.add(prompt, GREEDY) for prompt in wanted[1:]]
-    run(engine)
+    finish_all(engine)
     output = handles[0].output()
     assert FinishReason.ERROR is output.outputs[0].finish_reason
     assert "in the processor" in str(output.error)
@@ -227,7 +218,7 @@ def test_a_processor_without_scores_ends_its_request_only(
     wanted = prompts(2)
     params = SamplingParams(temperature=0, logits_processors=[lambda input_ids, scores: made])
     bad, good = engine.add(wanted[0], params), engine.add(wanted[1], GREEDY)
-    run(engine)
+    finish_all(engine)
     assert "a logits processor failed" in str(bad.output().error)
     assert reference(wanted[1]) == list(good.output().outputs[0].token_ids)
     assert 0 == engine.num_failed_steps
@@ -248,7 +239,7 @@ def test_a_slot_error_ends_its_request_only(engine: Engine) -> None:
     engine.step()
     bad = engine.add(wanted[2], SamplingParams(seed=666))
     handles.append(engine.add(wanted[3], GREEDY))
-    run(engine)
+    finish_all(engine)
     assert bad.output().outputs[0].finish_reason is FinishReason.ERROR
     assert "parameters failed" in str(bad.output().error)
     check_said([*wanted[:2], wanted[3]], handles)
@@ -268,7 +259,7 @@ class BrokenTokenizer:
 def test_a_failing_tokenizer_ends_its_request(make_engine: MakeEngine) -> None:
     engine = make_engine(tokenizer=BrokenTokenizer())
     handle = engine.add([5, 6], GREEDY)
-    run(engine)
+    finish_all(engine)
     assert "no such token" in str(handle.output().error)
     assert 4 == len(handle.output().outputs[0].token_ids)
 
@@ -280,7 +271,7 @@ def test_a_budget_lowered_too_far_ends_the_request(engine: Engine) -> None:
     while len(handle.requests[0].output_token_ids) < 5:
         engine.step()
     engine.cache.pool.set_budget(6 * 4 * KiB)
-    run(engine)
+    finish_all(engine)
     output = handle.output()
     assert "the budget was lowered" in str(output.error)
     said = list(output.outputs[0].token_ids)
@@ -297,7 +288,7 @@ def test_cancelling_is_idempotent_and_keeps_tokens(engine: Engine) -> None:
         engine.step()
     handles[1].cancel()
     handles[1].cancel()
-    run(engine)
+    finish_all(engine)
     handles[2].cancel()
     outputs = [handle.output().outputs[0] for handle in handles]
     assert [0, 3, 8] == [len(each.token_ids) for each in outputs]
@@ -324,7 +315,7 @@ def test_a_failed_close_is_repeated_before_the_next_request(make_engine: MakeEng
     assert 1 == engine.cache.stats().num_sequences
     other, num_tokens = prompt * 4, 40
     handle = engine.add(other, SamplingParams(temperature=0, max_tokens=num_tokens))
-    run(engine)
+    finish_all(engine)
     assert reference(other, num_tokens, "gemma3") == list(handle.output().outputs[0].token_ids)
 
 

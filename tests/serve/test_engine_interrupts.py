@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from helpers.engine_play import EnginePlay, Shape
 from helpers.interrupts import interrupted
+from helpers.requests import finish_all
 from helpers.scheduler_books import check_scheduler
 from helpers.tiny_models import VOCABULARY
 
@@ -54,11 +55,6 @@ def _said(handle: RequestHandle) -> list[list[int]]:
     return [list(each.token_ids) for each in handle.output().outputs]
 
 
-def _run(engine: Engine) -> None:
-    while engine.has_unfinished:
-        engine.step()
-
-
 @pytest.mark.parametrize("number", range(_NUM_ENGINES))
 def test_an_engine_can_be_interrupted_anywhere(
     number: int, make_engine: Callable[..., Engine]
@@ -89,11 +85,11 @@ def test_an_engine_can_be_interrupted_anywhere(
 
     while num_interrupts < _NUM_INTERRUPTS / _NUM_ENGINES:
         handles = [engine.add(*request) for request in requests]
-        while interrupt(lambda: _run(engine), 3000):
+        while interrupt(lambda: finish_all(engine), 3000):
             pass
         assert wanted == [_said(handle) for handle in handles]
         interrupt(lambda: engine.generate(list(prompts), list(params)), 5000)
-        _run(engine)
+        finish_all(engine)
         assert not engine._handles
     [output] = engine.generate([prompts[0]], params[0])
     assert wanted[0] == [list(each.token_ids) for each in output.outputs]

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.hosted import hosted
+from helpers.requests import finish_all
 from helpers.scheduler_books import check_scheduler
 from helpers.serving import TEXT, tiny_llama, tiny_tokenizer
 from tokenizers import AddedToken
@@ -84,11 +85,6 @@ def engine_of(make_engine: MakeEngine) -> MakeEngine:
     return make
 
 
-def run(engine: Engine) -> None:
-    while engine.has_unfinished:
-        engine.step()
-
-
 def first(handle: RequestHandle) -> CompletionOutput:
     output = handle.output()
     assert output.error is None, repr(output.error)
@@ -109,7 +105,7 @@ def test_answers_that_stop_are_valid(engine_of: MakeEngine, options: dict[str, A
     engine = engine_of(**options)
     asked = [(name, seed) for name in SCHEMAS for seed in range(3)]
     handles = [engine.add("A", guided(json=SCHEMAS[name], seed=seed)) for name, seed in asked]
-    run(engine)
+    finish_all(engine)
     for (name, _), handle in zip(asked, handles, strict=True):
         output = first(handle)
         assert is_complete(output), output
@@ -131,7 +127,7 @@ def test_answers_that_stop_are_valid(engine_of: MakeEngine, options: dict[str, A
 def test_other_forms(engine_of: MakeEngine, form: dict[str, Any], pattern: str) -> None:
     engine = engine_of()
     handles = [engine.add("A", guided(**form, seed=seed)) for seed in range(8)]
-    run(engine)
+    finish_all(engine)
     complete = [each for each in map(first, handles) if is_complete(each)]
     assert len(complete) >= 3
     for output in complete:
@@ -145,7 +141,7 @@ def test_samples_are_guided_each(engine_of: MakeEngine) -> None:
     engine = engine_of()
     handle = engine.add(PROMPTS[0], guided(json=SCHEMAS["union"], n=3))
     alone = [engine.add(PROMPTS[0], guided(json=SCHEMAS["union"], seed=5 + at)) for at in range(3)]
-    run(engine)
+    finish_all(engine)
     outputs = handle.output().outputs
     assert [each.token_ids for each in outputs] == [first(each).token_ids for each in alone]
     assert 1 < len({each.text for each in outputs})
@@ -154,7 +150,7 @@ def test_samples_are_guided_each(engine_of: MakeEngine) -> None:
 def test_log_probabilities_are_of_unmodified_logits(engine_of: MakeEngine) -> None:
     engine = engine_of()
     handle = engine.add(PROMPTS[0], guided(regex="[xyz]{4}", temperature=0, logprobs=1))
-    run(engine)
+    finish_all(engine)
     output = first(handle)
     tokens = [*handle.output().prompt_token_ids, *output.token_ids]
     with torch.no_grad():
@@ -183,7 +179,7 @@ def test_log_probabilities_are_of_unmodified_logits(engine_of: MakeEngine) -> No
 def test_ends(engine_of: MakeEngine, options: dict[str, Any], text: str) -> None:
     engine = engine_of()
     handle = engine.add("A", guided(**options))
-    run(engine)
+    finish_all(engine)
     output = first(handle)
     assert re.fullmatch(text, output.text)
     reason = FinishReason.LENGTH if "max_tokens" in options else FinishReason.STOP
@@ -195,7 +191,7 @@ def test_stop_tokens_end_the_output(engine_of: MakeEngine) -> None:
     engine = engine_of()
     [x] = tiny_tokenizer().encode("x")
     handle = engine.add("A", guided(regex="[xyz]{300}", stop_token_ids=[x], min_tokens=20))
-    run(engine)
+    finish_all(engine)
     output = first(handle)
     assert x == output.token_ids[-1] == output.stop_reason
     assert x not in output.token_ids[:-1]
@@ -208,7 +204,7 @@ def test_a_model_without_end_tokens_takes_the_tokenizers(make_engine: MakeEngine
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     engine = make_engine(model, tokenizer=tiny_tokenizer())
     handle = engine.add("A", guided(regex="ab"))
-    run(engine)
+    finish_all(engine)
     assert is_complete(first(handle))
     assert "ab" == first(handle).text
 
@@ -250,7 +246,7 @@ def alone() -> list[list[list[int]]]:
     ) as engine:
         for request in mixed_requests():
             handles.append(engine.add(*request))
-            run(engine)
+            finish_all(engine)
     return said(handles)
 
 
@@ -273,7 +269,7 @@ def test_tokens_do_not_depend_on_the_batch(
 ) -> None:
     engine = engine_of(**options)
     handles = [engine.add(*request) for request in mixed_requests()]
-    run(engine)
+    finish_all(engine)
     assert alone == said(handles)
     requests = [each for handle in handles for each in handle.requests]
     assert is_short == any(each.num_preemptions and each.matcher for each in requests)
@@ -334,10 +330,10 @@ def test_an_interrupt_between_launch_and_sample(
         return real(*arguments)
 
     with mock.patch.object(owner, what, interrupted), pytest.raises(KeyboardInterrupt):
-        run(engine)
+        finish_all(engine)
     engine.cache.check()
     check_scheduler(engine._scheduler)
-    run(engine)
+    finish_all(engine)
     assert alone == said(handles)
 
 
@@ -353,7 +349,7 @@ def test_a_step_without_memory_is_split(engine_of: MakeEngine, alone: Any, what:
         return real(*arguments)
 
     with mock.patch.object(engine._runner, what, short):
-        run(engine)
+        finish_all(engine)
     assert alone == said(handles)
 
 
@@ -366,7 +362,7 @@ def test_a_failing_sampler_fails_its_step_only(engine_of: MakeEngine) -> None:
     assert isinstance(handle.output().error, ZeroDivisionError)
     assert 1 == len(handle.output().outputs[0].token_ids)
     later = engine.add("A", guided(regex="a{9}"))
-    run(engine)
+    finish_all(engine)
     assert "a" * 9 == first(later).text
 
 
@@ -381,7 +377,7 @@ def test_a_failing_processor_leaves_guided_requests_alone(
     engine = engine_of(max_num_seqs=9)
     handles = [engine.add(*request) for request in mixed_requests()]
     bad = engine.add("A row", guided(regex="[a-z]{90}", logits_processors=[broken]))
-    run(engine)
+    finish_all(engine)
     assert "in the processor" in str(bad.output().error)
     assert alone == said(handles)
 
@@ -398,7 +394,7 @@ def test_a_grammar_that_becomes_too_much_work_ends_its_request_only(
         # Each letter adds to the parses of all before.
         ambiguous = 'start: s\ns: s s | s s s | "a"'
         bad = engine.add("A", guided(grammar=ambiguous, min_tokens=150))
-    run(engine)
+    finish_all(engine)
     assert isinstance(bad.output().error, ConfigError)
     assert "structured_outputs" in str(bad.output().error)
     assert alone == said(handles)
@@ -411,12 +407,12 @@ def test_a_mask_that_takes_too_long_ends_its_request_only(
     monkeypatch.setattr("vmkv.serve.guided.MASK_S", 0.0)
     engine = engine_of()
     slow, plain = engine.add("A", guided(regex="[a-z]{90}")), engine.add("A", HOT)
-    run(engine)
+    finish_all(engine)
     assert "which all requests wait for" in str(slow.output().error)
     assert first(plain).token_ids
     engine.grammars.ends_slow = False  # Ranks would end different ones.
     slow = engine.add("A", guided(regex="[a-z]{9}"))
-    run(engine)
+    finish_all(engine)
     assert first(slow).token_ids
 
 

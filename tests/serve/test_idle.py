@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.requests import PATIENCE_S, check_said, last
+from helpers.requests import PATIENCE_S, check_said, finish_all, last
 from helpers.requests import prompts as prompts_of
 from helpers.serving import Watch
 
@@ -138,8 +138,7 @@ def test_memory_of_cancelled_requests_is_released(make_engine: MakeEngine) -> No
         engine.step()
     assert physical_bytes(engine)
     handle.cancel()
-    while engine.has_unfinished:
-        engine.step()
+    finish_all(engine)
     engine.step()
     assert 0 == physical_bytes(engine)
 

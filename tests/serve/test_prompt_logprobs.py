@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from helpers.random_engine import HYBRIDS
-from helpers.requests import prompts
+from helpers.requests import finish_all, prompts
 from helpers.tiny_models import SERVED_LATELY, VOCABULARY, tiny_model
 
 from vmkv.core.backend import MemoryLocation
@@ -90,8 +90,7 @@ def test_other_requests_keep_their_passes(
     monkeypatch.setattr(Stepper, "run", noted)
     plain = dataclasses.replace(SCORED, prompt_logprobs=None, max_tokens=9)
     handles = [engine.add(short, plain), engine.add(long, SCORED)]
-    while engine.has_unfinished:
-        engine.step()
+    finish_all(engine)
     check("llama", long, handles[1].output())
     assert [[len(short)], [1, 1]] == [told[0], told[1]]
     assert all(each in ([1], [1, 1]) for each in told[1:])
@@ -110,8 +109,7 @@ def test_a_preempted_prompt_reports_once(
     for _ in range(num_steps):
         engine.step()
     engine.loop._give_way()  # To another engine over the pool.
-    while engine.has_unfinished:
-        engine.step()
+    finish_all(engine)
     assert 1 == handle.requests[0].num_preemptions
     swapped = engine.cache.pool.stats(MemoryLocation.HOST)
     assert bool(host_bytes) == bool(swapped.created_bytes)
@@ -158,8 +156,7 @@ def test_deterministic_reports_do_not_depend_on_others(make_engine: MakeEngine) 
         others = prompts(num_others, seed=6)
         handles = [engine.add(other, SCORED) for other in others]
         handle = engine.add(prompt, params)
-        while engine.has_unfinished:
-            engine.step()
+        finish_all(engine)
         assert all(each.output().prompt_logprobs for each in handles)
         output = handle.output()
         return output.prompt_logprobs, output.outputs[0].token_ids, output.outputs[0].logprobs

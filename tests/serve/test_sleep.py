@@ -17,12 +17,12 @@ from unittest import mock
 import pytest
 import torch
 from helpers.hybrids import HYBRIDS, hybrid
+from helpers.limited_device import UNLIMITED_BYTES, LimitedDevice
 from helpers.requests import check_said, prompts, reference
 from helpers.runners import COMPILED, EAGER, PADDED
 from helpers.tiny_models import tiny_model
 
 from vmkv import BackendUsage, HostBackend
-from vmkv.core.backend.forwarding import ForwardingBackend
 from vmkv.core.cache import device_memory
 from vmkv.core.memory.invariants import check_pool
 from vmkv.errors import ConfigError, DriverError, OutOfPagesError
@@ -81,14 +81,14 @@ def test_sleep_gives_memory_to_the_driver(
 
 def test_padding_without_memory_fails_a_step_alone(make_engine: MakeEngine) -> None:
     """Its row is mapped with the first step's growth, and by a later one if that fails."""
-    shared = _Shared(HostBackend(4 * KiB))
+    shared = LimitedDevice(HostBackend(4 * KiB))
     engine = make_engine(backend=shared, **PADDED)
     wanted = prompts(1, shortest=20, seed=7)
     padding = held_bytes(engine)
     engine.sleep()
-    shared.limit_bytes = padding  # None is left for a request.
+    shared.device_bytes = padding  # None is left for a request.
     assert engine.generate(wanted, GREEDY)[0].error is not None
-    shared.limit_bytes = 1 << 40
+    shared.device_bytes = UNLIMITED_BYTES
     check_said(wanted, engine.generate(wanted, GREEDY))
     check_books(engine)
     engine.sleep()
@@ -153,25 +153,7 @@ def test_workspaces_are_given_back(make_engine: MakeEngine) -> None:
     assert 0 < len(graphs.captured) < len(graphs.keys())
 
 
-class _Shared(ForwardingBackend):
-    """A device with memory for `limit_bytes`, once that is set: others have the rest."""
-
-    limit_bytes = 1 << 40
-    num_refused = 0
-
-    def forward(self, call: str, *args: Any, **options: Any) -> Any:
-        """Make a call on the upstream, unless memory is short."""
-        if call == "mem_create" and self.usage().physical_bytes + args[0] > self.limit_bytes:
-            self.num_refused += 1
-            raise DriverError(call, 2, "OUT_OF_MEMORY", "no memory left", is_out_of_memory=True)
-        return super().forward(call, *args, **options)
-
-    def free_memory_bytes(self) -> int:
-        """Bytes that are left."""
-        return max(0, self.limit_bytes - self.usage().physical_bytes)
-
-
-def open_own(shared: _Shared, **options: Any) -> Engine:
+def open_own(shared: LimitedDevice, **options: Any) -> Engine:
     """Make an engine whose pool is its own."""
     with mock.patch.object(device_memory, "open_backend", return_value=shared):
         sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_tokens": 128}
@@ -183,7 +165,7 @@ def open_own(shared: _Shared, **options: Any) -> Engine:
 @pytest.mark.parametrize("how", ["sleep", "pause"])
 def test_an_engine_takes_what_is_free_afterwards(options: dict[str, Any], how: str) -> None:
     """With less than its budget it serves requests one after the other; then all at once again."""
-    shared = _Shared(HostBackend(4 * KiB))
+    shared = LimitedDevice(HostBackend(4 * KiB))
     wanted = prompts(4, shortest=20, seed=3)
     with open_own(shared, **options) as engine:
         pool, at_start = engine.cache.pool, held_bytes(engine)
@@ -192,13 +174,13 @@ def test_an_engine_takes_what_is_free_afterwards(options: dict[str, Any], how: s
             assert held_bytes(engine) > at_start
             with engine.paused() if how == "pause" else contextlib.nullcontext():
                 engine.sleep()
-                shared.limit_bytes = at_start + free_bytes * KiB
+                shared.device_bytes = at_start + free_bytes * KiB
             check_said(wanted, engine.generate(wanted, GREEDY))
             assert min(1 * MiB, at_start + budget_bytes * KiB) == pool.budget_bytes
             check_books(engine)
         pool.set_budget(512 * KiB)
         engine.sleep()
-        shared.limit_bytes = 1 << 40
+        shared.device_bytes = UNLIMITED_BYTES
         check_said(wanted, engine.generate(wanted, GREEDY))
         assert 512 * KiB == pool.budget_bytes, "set by the caller"
     assert BackendUsage() == shared.usage()
@@ -206,10 +188,10 @@ def test_an_engine_takes_what_is_free_afterwards(options: dict[str, Any], how: s
 
 
 def test_the_budget_of_a_shared_pool_is_its_owners(make_engine: MakeEngine) -> None:
-    shared = _Shared(HostBackend(4 * KiB))
+    shared = LimitedDevice(HostBackend(4 * KiB))
     engine = make_engine(backend=shared)
     wanted, budget_bytes = prompts(1, seed=3), engine.cache.pool.budget_bytes
-    shared.limit_bytes = 64 * KiB
+    shared.device_bytes = 64 * KiB
     engine.sleep()
     check_said(wanted, engine.generate(wanted, GREEDY))
     assert budget_bytes == engine.cache.pool.budget_bytes
@@ -408,15 +390,15 @@ def test_prefixes_that_the_host_does_not_hold_are_dropped(
         assert found[0] == (host_bytes > 0)
         assert found == sorted(found, reverse=True)
         assert not all(found)
-    shared = _Shared(HostBackend(4 * KiB))
+    shared = LimitedDevice(HostBackend(4 * KiB))
     engine = make_engine(backend=shared, **SLEEPY)
     engine.generate(wanted, GREEDY)
     engine.sleep(weights=True, prefixes=True)
-    shared.limit_bytes = 8 * KiB
+    shared.device_bytes = 8 * KiB
     engine.wake()
     assert not engine.is_sleeping
     check_all_books(engine)
-    shared.limit_bytes = 1 << 40
+    shared.device_bytes = UNLIMITED_BYTES
     assert [0] * 4 == cached(engine.generate(wanted, GREEDY))
 
 
@@ -508,18 +490,18 @@ def test_a_request_without_memory_to_wake_is_refused(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others may have the memory; the engine sleeps on. A wrong request does not wake it."""
-    shared = _Shared(HostBackend(4 * KiB))
+    shared = LimitedDevice(HostBackend(4 * KiB))
     monkeypatch.setattr(engine_module, "open_backend", lambda _: shared)
     engine, wanted = make_engine(enable_sleep_mode=True), prompts(2, seed=2)
     check_said(wanted, engine.generate(wanted, GREEDY))
     engine.sleep(weights=True)
-    shared.limit_bytes = 16 * KiB
+    shared.device_bytes = 16 * KiB
     for _ in range(2):
         with pytest.raises(OutOfPagesError, match="no more memory"):
             engine.add(wanted[0], GREEDY)
         assert engine.is_sleeping
         assert not engine.has_unfinished
-    shared.limit_bytes = 1 << 40
+    shared.device_bytes = UNLIMITED_BYTES
     with pytest.raises(ConfigError):
         engine.add([-1], GREEDY)
     assert engine.is_sleeping

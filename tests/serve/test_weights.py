@@ -12,39 +12,27 @@ from typing import Any
 import pytest
 import torch
 from helpers.device import Device
+from helpers.limited_device import UNLIMITED_BYTES, LimitedDevice
 from helpers.tiny_models import tiny_model
 
 from vmkv import BackendUsage, HostBackend
-from vmkv.core.backend import Access, Backend, MemoryLocation
-from vmkv.core.backend.forwarding import ForwardingBackend
+from vmkv.core.backend import Access, Backend
 from vmkv.core.memory import Broker, PoolMember, check_pool
 from vmkv.errors import ConfigError, DriverError, OutOfPagesError
 from vmkv.serve import weights as weights_module
 from vmkv.serve.weights import Weights
 from vmkv.step.joined_layers import SiblingLinear
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
-from vmkv.units import Handle, KiB
+from vmkv.units import KiB
 
 PAGE = 4 * KiB
 
 
-class Limited(ForwardingBackend):
-    """A device on which at most `device_bytes` can be created, and `host_bytes` of the host."""
-
-    device_bytes = host_bytes = 1 << 40
-
-    def mem_create(
-        self, num_bytes: int, location: MemoryLocation = MemoryLocation.DEVICE, **how: Any
-    ) -> Handle:
-        """Create memory, unless it is full."""
-        usage, is_device = self.usage(), location is MemoryLocation.DEVICE
-        held_bytes = usage.physical_bytes if is_device else usage.host_bytes
-        if held_bytes + num_bytes > (self.device_bytes if is_device else self.host_bytes):
-            raise DriverError("mem_create", 2, "FULL", "no memory left", is_out_of_memory=True)
-        return self.upstream.mem_create(num_bytes, location, **how)
+class Limited(LimitedDevice):
+    """A device that stays open, so that it can be looked at, and used again."""
 
     def close(self) -> None:
-        """Do nothing, so that it can be looked at, and used again."""
+        """Do nothing."""
 
 
 class Late(Device):
@@ -229,7 +217,7 @@ class _Emulated(Limited):
     def device_bytes(self) -> int:  # type: ignore[override]
         """What torch leaves."""
         is_moved = not {*self._before} & {*addresses(self._model)}
-        return 1 << 40 if is_moved else self._spare_bytes
+        return UNLIMITED_BYTES if is_moved else self._spare_bytes
 
 
 @pytest.mark.parametrize("spare_pages", [8, 32])
@@ -298,13 +286,6 @@ def test_weights_that_cannot_come_back_are_lost_in_words(caplog: pytest.LogCaptu
 # ---- every call can fail ---------------------------------------------------------------------
 
 
-class _Open(ForwardingBackend):
-    """A backend that stays open, since every attempt to hold weights opens one."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 Act = Callable[[Weights], object]
 
 
@@ -339,7 +320,7 @@ def test_every_call_can_fail(name: str, is_out_of_memory: bool) -> None:
     expected = contents(model)
 
     def make(backend: FaultInjectingBackend) -> Scenario:
-        weights = Weights(model, lambda: _Open(backend))
+        weights = Weights(model, lambda: Limited(backend))
         if before is not None:
             before(weights)
 
@@ -370,7 +351,7 @@ def test_weights_stay_after_a_failed_call(is_out_of_memory: bool) -> None:
         num_failed = 0
         for fail_at in range(1, 200):
             backend = FaultInjectingBackend(HostBackend(PAGE))
-            weights = held(model, _Open(backend))
+            weights = held(model, Limited(backend))
             if not goes:
                 weights.leave()
             backend.arm(fail_at, is_out_of_memory=is_out_of_memory)

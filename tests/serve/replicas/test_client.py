@@ -7,6 +7,7 @@ raises them (`test_replicas.py`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -128,43 +129,21 @@ DEATHS = [
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_a_request_without_outputs_is_run_again(death: Callable[[], Exception]) -> None:
-    """Up to twice; the caller gets the outputs of the last run."""
-
-    async def main() -> None:
-        handle = Handle(Response([], death()), Response([], death()), Response(["x", "y"], None))
-        found: list[Any] = []
+@pytest.mark.parametrize(
+    ("lost", "texts", "num_calls"),
+    [([[], []], ["x", "y"], 3), ([["x"]], ["x"], 1), ([[]] * 9, [], 3)],
+    ids=["run again without outputs", "not run again with outputs", "tried three times"],
+)
+async def test_a_lost_request(
+    death: Callable[[], Exception], lost: list[list[str]], texts: list[str], num_calls: int
+) -> None:
+    """The caller gets the outputs of the last run, of three: the request may kill replicas."""
+    handle = Handle(*(Response(each, death()) for each in lost), Response(["x", "y"], None))
+    found: list[Any] = []
+    error = pytest.raises(LostError, match="send the request again")
+    with contextlib.nullcontext() if texts == ["x", "y"] else error:
         await outputs_of(engine_of(handle), found)
-        assert found == ["x", "y"]
-        assert handle.num_calls == 3
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("death", DEATHS)
-def test_a_request_with_outputs_is_not_run_again(death: Callable[[], Exception]) -> None:
-    """It ends with `LostError`."""
-
-    async def main() -> None:
-        handle = Handle(Response(["x"], death()))
-        found: list[Any] = []
-        with pytest.raises(LostError, match="send the request again"):
-            await outputs_of(engine_of(handle), found)
-        assert found == ["x"]
-
-    asyncio.run(main())
-
-
-def test_a_request_is_tried_three_times() -> None:
-    """It may be the request that kills the replicas."""
-
-    async def main() -> None:
-        handle = Handle(*[Response([], ray_exceptions.ActorDiedError()) for _ in range(9)])
-        with pytest.raises(LostError):
-            await outputs_of(engine_of(handle), [])
-        assert handle.num_calls == 3
-
-    asyncio.run(main())
+    assert (texts, num_calls) == (found, handle.num_calls)
 
 
 def remote(error: Exception) -> Exception:
@@ -189,122 +168,102 @@ def remote(error: Exception) -> Exception:
         ),
     ],
 )
-def test_replica_errors(error: Callable[[], Exception], kind: type[Exception], words: str) -> None:
+async def test_replica_errors(
+    error: Callable[[], Exception], kind: type[Exception], words: str
+) -> None:
     """An engine's error is raised as it is, Ray's as one of vmkv; neither causes another run."""
-
-    async def main() -> None:
-        handle = Handle(Response([], error()))
-        with pytest.raises(kind, match=words):
-            await outputs_of(engine_of(handle), [])
-        assert handle.num_calls == 1
-
-    asyncio.run(main())
+    handle = Handle(Response([], error()))
+    with pytest.raises(kind, match=words):
+        await outputs_of(engine_of(handle), [])
+    assert handle.num_calls == 1
 
 
-def test_closing_a_stream_cancels_its_request() -> None:
-    async def main() -> None:
-        response = Response(["x"], None, hangs=True)
-        stream = engine_of(Handle(response)).stream([1], SamplingParams())
-        assert (await anext(stream)).outputs[0].text == "x"
-        await stream.aclose()
-        assert response.is_cancelled
-
-    asyncio.run(main())
+async def test_closing_a_stream_cancels_its_request() -> None:
+    response = Response(["x"], None, hangs=True)
+    stream = engine_of(Handle(response)).stream([1], SamplingParams())
+    assert (await anext(stream)).outputs[0].text == "x"
+    await stream.aclose()
+    assert response.is_cancelled
 
 
-def test_shutdown_drains_or_ends_requests_and_refuses_new_ones() -> None:
-    async def main() -> None:
-        response = Response(["x"], None, hangs=True)
-        engine = engine_of(Handle(response, response))
-        asking = asyncio.ensure_future(outputs_of(engine, []))
+async def test_shutdown_drains_or_ends_requests_and_refuses_new_ones() -> None:
+    response = Response(["x"], None, hangs=True)
+    engine = engine_of(Handle(response, response))
+    asking = asyncio.ensure_future(outputs_of(engine, []))
+    await asyncio.sleep(0)
+    draining = asyncio.ensure_future(engine.shutdown())
+    while not engine._is_stopping:
         await asyncio.sleep(0)
-        draining = asyncio.ensure_future(engine.shutdown())
-        while not engine._is_stopping:
-            await asyncio.sleep(0)
-        with pytest.raises(ClosedError, match="no more requests"):
-            await outputs_of(engine, [])
-        assert not draining.done()
-        await engine.shutdown(drain=False)
-        await draining
-        with pytest.raises(ClosedError, match="shutting down"):
-            await asking
-
-    asyncio.run(main())
+    with pytest.raises(ClosedError, match="no more requests"):
+        await outputs_of(engine, [])
+    assert not draining.done()
+    await engine.shutdown(drain=False)
+    await draining
+    with pytest.raises(ClosedError, match="shutting down"):
+        await asking
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_shutdown_ends_requests_of_replicas_that_hang(waits: bool) -> None:
+async def test_shutdown_ends_requests_of_replicas_that_hang(waits: bool) -> None:
     """Whether a reader waits for an output, or reads only afterwards."""
 
     async def turns() -> None:
         for _ in range(20):
             await asyncio.sleep(0)
 
-    async def main() -> None:
-        engine = engine_of(Handle(Response(["x"], None, hangs=True, is_stopped=True)))
-        stream = engine.stream([1], SamplingParams())
-        await anext(stream)
-        if waits:
-            reading = asyncio.ensure_future(anext(stream))
-            await turns()
-        cutting = asyncio.ensure_future(engine.shutdown(drain=False))
+    engine = engine_of(Handle(Response(["x"], None, hangs=True, is_stopped=True)))
+    stream = engine.stream([1], SamplingParams())
+    await anext(stream)
+    if waits:
+        reading = asyncio.ensure_future(anext(stream))
         await turns()
-        if not waits:
-            reading = asyncio.ensure_future(anext(stream))
-        await turns()
-        assert isinstance(reading.done() and reading.exception(), ClosedError)
-        await cutting
+    cutting = asyncio.ensure_future(engine.shutdown(drain=False))
+    await turns()
+    if not waits:
+        reading = asyncio.ensure_future(anext(stream))
+    await turns()
+    assert isinstance(reading.done() and reading.exception(), ClosedError)
+    await cutting
 
-    asyncio.run(main())
 
-
-def test_failure_says_that_no_replica_is_there() -> None:
-    async def main() -> None:
-        async with engine_of(Handle()) as engine:
-            while engine.failure is None:
-                await asyncio.sleep(0)
-            assert "no replica is there" in engine.failure
-
-    asyncio.run(main())
+async def test_failure_says_that_no_replica_is_there() -> None:
+    async with engine_of(Handle()) as engine:
+        while engine.failure is None:
+            await asyncio.sleep(0)
+        assert "no replica is there" in engine.failure
 
 
 SILENT = ray_exceptions.GetTimeoutError("Get timed out")
 
 
-def status_of(*reports: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str | None, set[str]]:
-    """The failure, and the replicas with metrics, after `x` reported and then these came."""
+DEAD = ray_exceptions.ActorDiedError()
+
+
+@pytest.mark.parametrize(
+    ("reports", "failure", "replicas"),
+    [
+        ([SILENT, "y"], None, {"y"}),
+        ([SILENT, DEAD], None, {"x"}),  # What it reported last stays.
+        ([DEAD], "no replica is there: Ray starts new ones", set()),
+    ],
+    ids=["silent, beside another", "silent", "dead"],
+)
+async def test_replicas_that_do_not_report(
+    monkeypatch: pytest.MonkeyPatch, reports: list[Any], failure: str | None, replicas: set[str]
+) -> None:
+    """The failure, and the replicas with metrics, after `x` has reported before."""
     from vmkv.serve.replicas import client
 
     monkeypatch.setattr(client, "_REPORT_S", 0)
-
-    async def main() -> tuple[str | None, set[str]]:
-        handle = Handle()
-        handle.reports = [client.ReplicaReport("x", None, PAGE)]
-        async with engine_of(handle) as engine:
-            for turn in ([*handle.reports], list(reports)):
-                handle.reports, num_seen = turn, handle.num_broadcasts
-                while handle.num_broadcasts < num_seen + 3:
-                    await asyncio.sleep(0)
-            samples = [each for family in engine.metrics.families() for each in family.samples]
-            return engine.failure, {each.labels["replica"] for each in samples}
-
-    return asyncio.run(main())
-
-
-def test_a_silent_replica_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vmkv.serve.replicas.replica import ReplicaReport
-
-    y = ReplicaReport("y", None, PAGE)
-    assert status_of(SILENT, y, monkeypatch=monkeypatch) == (None, {"y"})
-
-
-def test_silent_replicas_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they reported last stays."""
-    dead = ray_exceptions.ActorDiedError()
-    assert status_of(SILENT, dead, monkeypatch=monkeypatch) == (None, {"x"})
-
-
-def test_dead_replicas_have_no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The failure says in plain words that no replica is there."""
-    told = status_of(ray_exceptions.ActorDiedError(), monkeypatch=monkeypatch)
-    assert told == ("no replica is there: Ray starts new ones", set())
+    handle = Handle()
+    async with engine_of(handle) as engine:
+        for turn in (["x"], reports):
+            handle.reports = [
+                client.ReplicaReport(each, None, PAGE) if isinstance(each, str) else each
+                for each in turn
+            ]
+            num_seen = handle.num_broadcasts
+            while handle.num_broadcasts < num_seen + 3:
+                await asyncio.sleep(0)
+        samples = [each for family in engine.metrics.families() for each in family.samples]
+        assert (failure, replicas) == (engine.failure, {each.labels["replica"] for each in samples})

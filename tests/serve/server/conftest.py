@@ -103,6 +103,22 @@ class Running:
         headers = {"Content-Type": "application/json", **headers}
         return httpx.post(self.url + path, content=data, headers=headers, timeout=60)
 
+    def ask(
+        self, body: dict[str, Any], path: str = "/v1/completions", **headers: str
+    ) -> dict[str, Any]:
+        """The JSON of an answer, which must succeed."""
+        answer = self.post(body, path, **headers)
+        assert 200 == answer.status_code, answer.text
+        return answer.json()
+
+    def chunks(self, body: dict[str, Any], path: str = "/v1/completions") -> list[dict[str, Any]]:
+        """The JSON of each chunk of a stream, which must succeed."""
+        answer = self.post(body | {"stream": True}, path)
+        assert 200 == answer.status_code, answer.text
+        *events, done = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert "[DONE]" == done
+        return [json.loads(each) for each in events]
+
     @contextlib.contextmanager
     def streaming(
         self, body: dict[str, Any] = LONG, path: str = "/v1/completions"

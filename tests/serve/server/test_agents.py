@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from helpers.scripted import CHAT_TEMPLATE, script, scripted
 from helpers.serving import CHAT, tiny_tokenizer
@@ -44,9 +43,7 @@ def system(text: str, role: str = "system") -> dict[str, str]:
 
 
 def rendered(server: Any, **body: Any) -> str:
-    answer = httpx.post(f"{server.url}/tokenize", json=body)
-    assert 200 == answer.status_code, answer.text
-    return tiny_tokenizer().decode(answer.json()["tokens"])
+    return tiny_tokenizer().decode(server.ask(body, "/tokenize")["tokens"])
 
 
 # ---- instructions --------------------------------------------------------------------------------
@@ -109,12 +106,12 @@ def test_parts_are_texts_of_any_kind(run_server) -> None:
 
 @pytest.fixture(scope="module")
 def speaker() -> Iterator[Any]:
-    """A server whose model calls a function of a namespace, and reasons, when it is told to."""
+    """A server whose model calls a function of a namespace when it is told to."""
     from .conftest import running
 
     call = '<think>Yes.</think>\n\n<tool_call>\n{"name": "agents__close", "arguments": {}}'
     call += "\n</tool_call>"
-    model, tokenizer = scripted({"calls": call, "thinks": "<think>Let me see this."})
+    model, tokenizer = scripted({"calls": call})
     with running(model=model, tokenizer=tokenizer, chat_template=CHAT_TEMPLATE) as it:
         yield it
 
@@ -129,7 +126,7 @@ def test_other_tools_are_skipped_and_namespaces_flattened(speaker) -> None:
     body = {"input": script("calls"), "tools": [function, AGENTS, *others]}
     chat = validated(body, ResponsesRequest).chat()
     assert ["run", "agents__close"] == [each.function.name for each in chat.tools or ()]
-    answer = speaker.post(body, "/v1/responses").json()
+    answer = speaker.ask(body, "/v1/responses")
     (call,) = [each for each in answer["output"] if each["type"] == "function_call"]
     assert ("agents", "close", "{}") == (call["namespace"], call["name"], call["arguments"])
     messages = {"max_tokens": 1, "messages": [USER], "tools": [{"type": "web_search_20250305"}]}
@@ -201,20 +198,6 @@ def test_threads_are_refused_so_that_clients_send_everything(server) -> None:
 # ---- answers -------------------------------------------------------------------------------------
 
 
-def test_tokens_of_reasoning_are_counted(speaker) -> None:
-    """Of answers that are all reasoning, and before a call; delimiters may count or not."""
-    tools = [{"type": "function", "function": RUN}]
-    for name in ("thinks", "calls"):
-        body = {"messages": [{"role": "user", "content": script(name)}], "tools": tools}
-        usage = speaker.post(body, "/v1/chat/completions").json()["usage"]
-        counted = usage["completion_tokens_details"]["reasoning_tokens"]
-        assert (name == "thinks") == (counted > usage["completion_tokens"] // 2)
-        asked = {"input": script(name), "tools": [AGENTS]}
-        told = speaker.post(asked, "/v1/responses").json()["usage"]
-        assert 0 < counted
-        assert abs(counted - told["output_tokens_details"]["reasoning_tokens"]) <= 3
-
-
 def test_tokens_without_a_text_are_counted_where_their_text_comes() -> None:
     """A delta is made only where there is text, and may have several tokens."""
 
@@ -254,20 +237,13 @@ def test_bounds_that_cannot_be_compiled_have_no_effect_unless_strict(server, par
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}, "a": part}, "required": ["n"]}
     for is_strict in (False, True):
         named = {"name": "x", "schema": schema, "strict": is_strict}
-        body = CHAT | {
-            "response_format": {"type": "json_schema", "json_schema": named},
-            "max_tokens": 40,
-        }
-        answer = server.post(body, "/v1/chat/completions")
-        assert answer.status_code == (400 if is_strict else 200), answer.text
-        tool = {
-            "type": "function",
-            "function": {"name": "f", "parameters": schema, "strict": is_strict},
-        }
-        answer = server.post(
-            CHAT | {"tools": [tool], "tool_choice": "required"}, "/v1/chat/completions"
-        )
-        assert answer.status_code == (400 if is_strict else 200), answer.text
+        tool = {"type": "function", "function": RUN | {"parameters": schema, "strict": is_strict}}
+        for more in (
+            {"response_format": {"type": "json_schema", "json_schema": named}, "max_tokens": 40},
+            {"tools": [tool], "tool_choice": "required"},
+        ):
+            answer = server.post(CHAT | more, "/v1/chat/completions")
+            assert answer.status_code == (400 if is_strict else 200), answer.text
 
 
 # ---- bodies --------------------------------------------------------------------------------------

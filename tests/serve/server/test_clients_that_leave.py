@@ -163,40 +163,36 @@ def test_a_failure_within_a_stream_is_an_event(run_server) -> None:
         assert "data: [DONE]" == done
 
 
-def test_the_gate_passes_on_the_places_of_cancelled_requests() -> None:
+async def test_the_gate_passes_on_the_places_of_cancelled_requests() -> None:
     """A request may be cancelled while it waits, runs, or has just been admitted."""
+    gate = Gate(max_concurrent=1, max_queued=3)
+    entered: list[str] = []
+    may_leave = {name: asyncio.Event() for name in "abcd"}
 
-    async def scenario() -> None:
-        gate = Gate(max_concurrent=1, max_queued=3)
-        entered: list[str] = []
-        may_leave = {name: asyncio.Event() for name in "abcd"}
+    async def visit(name: str) -> None:
+        async with gate.entered():
+            entered.append(name)
+            await may_leave[name].wait()
 
-        async def visit(name: str) -> None:
-            async with gate.entered():
-                entered.append(name)
-                await may_leave[name].wait()
+    async def settle() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
 
-        async def settle() -> None:
-            for _ in range(10):
-                await asyncio.sleep(0)
-
-        tasks = {name: asyncio.ensure_future(visit(name)) for name in "abcd"}
-        await settle()
-        assert (["a"], 3) == (entered, gate.num_waiting)
-        with pytest.raises(ApiError, match="busy"):
-            async with gate.entered():
-                pass
-        tasks["b"].cancel()
-        await settle()
-        assert 2 == gate.num_waiting
-        may_leave["a"].set()
-        await asyncio.sleep(0)  # c has been admitted, but has not run yet.
-        tasks["c"].cancel()
-        await settle()
-        assert entered[-1] == "d"
-        may_leave["d"].set()
-        await settle()
-        assert (0, 0) == (gate.num_inside, gate.num_waiting)
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-
-    asyncio.run(scenario())
+    tasks = {name: asyncio.ensure_future(visit(name)) for name in "abcd"}
+    await settle()
+    assert (["a"], 3) == (entered, gate.num_waiting)
+    with pytest.raises(ApiError, match="busy"):
+        async with gate.entered():
+            pass
+    tasks["b"].cancel()
+    await settle()
+    assert 2 == gate.num_waiting
+    may_leave["a"].set()
+    await asyncio.sleep(0)  # c has been admitted, but has not run yet.
+    tasks["c"].cancel()
+    await settle()
+    assert entered[-1] == "d"
+    may_leave["d"].set()
+    await settle()
+    assert (0, 0) == (gate.num_inside, gate.num_waiting)
+    await asyncio.gather(*tasks.values(), return_exceptions=True)

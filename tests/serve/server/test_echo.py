@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,22 +27,6 @@ def ids_of(text: str) -> list[int]:
     return tiny_tokenizer()(text)["input_ids"]
 
 
-def ask(server: Any, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
-    """The JSON of an answer, which must succeed."""
-    answer = server.post(body, path)
-    assert 200 == answer.status_code, answer.text
-    return answer.json()
-
-
-def chunks(server: Any, body: dict[str, Any], path: str = "/v1/completions") -> Iterator[Any]:
-    """The JSON of each chunk of a stream."""
-    answer = server.post(body | {"stream": True}, path)
-    assert 200 == answer.status_code, answer.text
-    for line in answer.text.splitlines():
-        if line.startswith("data: {"):
-            yield json.loads(line[6:])
-
-
 def scored(prompt: Sequence[int]) -> torch.Tensor:
     """The model's log-probabilities after each token of a prompt."""
     with torch.no_grad():
@@ -61,7 +44,7 @@ def close(found: float, expected: torch.Tensor) -> bool:
 def test_each_choice_begins_with_its_prompt(server, prompt: Any) -> None:
     """The rest is the same as without an echo, whole and streamed."""
     body = GREEDY | {"prompt": prompt, "n": 2}
-    plain, echoed = ask(server, body), ask(server, body | {"echo": True})
+    plain, echoed = server.ask(body), server.ask(body | {"echo": True})
     texts = prompt if isinstance(prompt, list) and isinstance(prompt[0], str) else [prompt]
     texts = [UNICODE if isinstance(each, int | list) else each for each in texts]
     expected = [texts[at // 2] + each["text"] for at, each in enumerate(plain["choices"])]
@@ -70,7 +53,7 @@ def test_each_choice_begins_with_its_prompt(server, prompt: Any) -> None:
         "prompt_tokens_details": None
     }
     streamed = [""] * len(expected)
-    for chunk in chunks(server, body | {"echo": True}):
+    for chunk in server.chunks(body | {"echo": True}):
         for choice in chunk["choices"]:
             streamed[choice["index"]] += choice["text"]
     assert expected == streamed
@@ -81,7 +64,7 @@ def test_echoed_logprobs_are_the_models(server, text: str) -> None:
     """The first is null; offsets are those of the text; streams concatenate to the same."""
     ids = ids_of(text)
     body = GREEDY | {"prompt": text, "echo": True, "logprobs": 2}
-    choice = ask(server, body)["choices"][0]
+    choice = server.ask(body)["choices"][0]
     found, count = choice["logprobs"], len(ids)
     tokens = Tokens(tiny_tokenizer())
     assert [tokens[each].text for each in ids] == found["tokens"][:count]
@@ -100,7 +83,7 @@ def test_echoed_logprobs_are_the_models(server, text: str) -> None:
     assert found["text_offset"] == sorted(found["text_offset"])
     assert len(text) == found["text_offset"][count]
     streamed: dict[str, list[Any]] = {}
-    for chunk in chunks(server, body):
+    for chunk in server.chunks(body):
         for name, values in (chunk["choices"][0]["logprobs"] or {}).items():
             streamed.setdefault(name, []).extend(values)
     assert found["tokens"] == streamed["tokens"]
@@ -110,16 +93,16 @@ def test_echoed_logprobs_are_the_models(server, text: str) -> None:
 def test_no_token_after_an_echo(server) -> None:
     """`max_tokens` of 0 scores a prompt; the token that is computed is not reported."""
     body = GREEDY | {"prompt": TEXT[:2], "echo": True, "max_tokens": 0, "logprobs": 1, "n": 2}
-    answer = ask(server, body | {"return_token_ids": True})
+    answer = server.ask(body | {"return_token_ids": True})
     assert 0 == answer["usage"]["completion_tokens"]
     assert [TEXT[0]] * 2 + [TEXT[1]] * 2 == [each["text"] for each in answer["choices"]]
     for choice in answer["choices"]:
         ids = ids_of(choice["text"])
         assert ("length", []) == (choice["finish_reason"], choice["token_ids"])
         assert {len(ids)} == {len(each) for each in choice["logprobs"].values()}
-    plain = ask(server, body | {"logprobs": None, "stop": ["a"]})
+    plain = server.ask(body | {"logprobs": None, "stop": ["a"]})
     assert [None] * 4 == [each["logprobs"] for each in plain["choices"]]
-    texts = [chunk["choices"][0]["text"] for chunk in chunks(server, body | {"prompt": "A row"})]
+    texts = [chunk["choices"][0]["text"] for chunk in server.chunks(body | {"prompt": "A row"})]
     assert ["A row"] * 2 == [each for each in texts if each]
 
 
@@ -153,23 +136,23 @@ def check_entries(entries: list[Any], ids: Sequence[int], count: int) -> None:
 def test_prompt_logprobs_of_completions(server) -> None:
     """Each choice has those of its prompt, besides other log-probabilities."""
     body = GREEDY | {"prompt": TEXT[:2], "n": 2, "prompt_logprobs": 2, "logprobs": 1}
-    for at, choice in enumerate(ask(server, body)["choices"]):
+    for at, choice in enumerate(server.ask(body)["choices"]):
         check_entries(choice["prompt_logprobs"], ids_of(TEXT[at // 2]), 2)
         assert 5 == len(choice["logprobs"]["tokens"])
-    both = ask(server, body | {"prompt_logprobs": 0, "echo": True, "logprobs": 3})["choices"][0]
+    both = server.ask(body | {"prompt_logprobs": 0, "echo": True, "logprobs": 3})["choices"][0]
     assert all(1 == len(each) for each in both["prompt_logprobs"][1:])
     assert all(len(each) in (3, 4) for each in both["logprobs"]["top_logprobs"][1:])
-    assert "prompt_logprobs" not in ask(server, body | {"prompt_logprobs": None})["choices"][0]
+    assert "prompt_logprobs" not in server.ask(body | {"prompt_logprobs": None})["choices"][0]
 
 
 def test_prompt_logprobs_of_chats(server) -> None:
     """Beside the choices."""
     ids = tiny_tokenizer()("<user>What is a page?\n<assistant>", add_special_tokens=False)
     for options in ({}, {"logprobs": True, "top_logprobs": 1}, {"n": 2}):
-        answer = ask(server, CHAT | {"prompt_logprobs": 3} | options, CHATS)
+        answer = server.ask(CHAT | {"prompt_logprobs": 3} | options, CHATS)
         check_entries(answer["prompt_logprobs"], ids["input_ids"], 3)
         assert "prompt_logprobs" not in answer["choices"][0]
-    assert "prompt_logprobs" not in ask(server, CHAT, CHATS)
+    assert "prompt_logprobs" not in server.ask(CHAT, CHATS)
 
 
 def test_prompts_count_against_the_limit_of_log_probabilities(run_server) -> None:
@@ -191,10 +174,10 @@ def test_prompts_count_against_the_limit_of_log_probabilities(run_server) -> Non
 def test_token_ids_of_prompts_and_outputs(server) -> None:
     """Whole, and streamed where a text is not sent at once as well."""
     body = GREEDY | {"prompt": TEXT[:2], "return_token_ids": True, "max_tokens": 12}
-    choices = ask(server, body)["choices"]
+    choices = server.ask(body)["choices"]
     found: list[list[int]] = [[], []]
     prompts: list[list[int]] = []
-    for chunk in chunks(server, body):
+    for chunk in server.chunks(body):
         (choice,) = chunk["choices"]
         found[choice["index"]] += choice["token_ids"]
         prompts += [choice["prompt_token_ids"]] if "prompt_token_ids" in choice else []
@@ -203,13 +186,13 @@ def test_token_ids_of_prompts_and_outputs(server) -> None:
         assert tiny_tokenizer().decode(choice["token_ids"]) == choice["text"]
         assert choice["token_ids"] == found[at]
     assert sorted(prompts) == sorted(ids_of(text) for text in TEXT[:2])
-    many = ask(server, body | {"prompt": TEXT[0], "logprobs": 20, "max_tokens": 60})
+    many = server.ask(body | {"prompt": TEXT[0], "logprobs": 20, "max_tokens": 60})
     assert 60 == len(many["choices"][0]["token_ids"])
-    chat = ask(server, CHAT | {"return_token_ids": True}, CHATS)
+    chat = server.ask(CHAT | {"return_token_ids": True}, CHATS)
     ids = tiny_tokenizer()("<user>What is a page?\n<assistant>", add_special_tokens=False)
     assert ids["input_ids"] == chat["prompt_token_ids"]
     assert 3 == len(chat["choices"][0]["token_ids"])
-    first, *others = chunks(server, CHAT | {"return_token_ids": True}, CHATS)
+    first, *others = server.chunks(CHAT | {"return_token_ids": True}, CHATS)
     assert ids["input_ids"] == first["prompt_token_ids"]
     assert not any("prompt_token_ids" in each for each in others)
     told = [each["choices"][0]["token_ids"] for each in (first, *others)]
@@ -220,15 +203,15 @@ def test_prompts_are_cut_to_their_last_tokens(server) -> None:
     """A number of tokens, or -1 for as many as leave room for the answer."""
     base = GREEDY | {"return_token_ids": True, "truncate_prompt_tokens": 4}
     for prompt in (TEXT[0], ids_of(TEXT[0]), ids_of(TEXT[0])[-4:]):
-        choice = ask(server, base | {"prompt": prompt, "echo": True})["choices"][0]
+        choice = server.ask(base | {"prompt": prompt, "echo": True})["choices"][0]
         assert ids_of(TEXT[0])[-4:] == choice["prompt_token_ids"]
         assert choice["text"].startswith(tiny_tokenizer().decode(ids_of(TEXT[0])[-4:]))
-    chat = ask(server, CHAT | {"return_token_ids": True, "truncate_prompt_tokens": 4}, CHATS)
+    chat = server.ask(CHAT | {"return_token_ids": True, "truncate_prompt_tokens": 4}, CHATS)
     assert 4 == len(chat["prompt_token_ids"])
     for prompt in (TEXT[0] * 900, ids_of(TEXT[0] * 900)):
         assert 400 == server.post(GREEDY | {"prompt": prompt}).status_code
         body = base | {"prompt": prompt, "truncate_prompt_tokens": -1}
-        (choice,) = ask(server, body)["choices"]
+        (choice,) = server.ask(body)["choices"]
         assert ids_of(TEXT[0] * 900)[-4091:] == choice["prompt_token_ids"]
 
 
@@ -247,7 +230,7 @@ def test_the_requests_of_lm_eval(server, as_tokens: bool) -> None:
     asked = [ids_of(text) for text in texts]
     starts = [len(ids_of(context)) for context, _ in pairs]
     # The first continuation is the model's own.
-    greedy = ask(server, GREEDY | {"prompt": asked[0], "return_token_ids": True, "max_tokens": 7})
+    greedy = server.ask(GREEDY | {"prompt": asked[0], "return_token_ids": True, "max_tokens": 7})
     starts[0] = len(asked[0])
     asked[0] = asked[0] + greedy["choices"][0]["token_ids"]
     texts[0] += greedy["choices"][0]["text"]
@@ -262,7 +245,7 @@ def test_the_requests_of_lm_eval(server, as_tokens: bool) -> None:
     }
     if not as_tokens:  # A text of the output may have other tokens.
         asked = [ids_of(text) for text in texts]
-    answer = ask(server, body)
+    answer = server.ask(body)
     choices = sorted(answer["choices"], key=lambda each: each["index"])
     for ids, start, choice in zip(asked, starts, choices, strict=True):
         told = choice["logprobs"]["token_logprobs"][start:-1]
@@ -277,4 +260,4 @@ def test_the_requests_of_lm_eval(server, as_tokens: bool) -> None:
         assert best == first["token_logprobs"][starts[0] : -1]
     until = {"max_tokens": 20, "temperature": 0, "stop": ["\n", "Q:", "###", "</s>", "Question:"]}
     body = {"model": "tiny", "prompt": body["prompt"], "seed": 1234, **until}
-    assert 4 == len(ask(server, body)["choices"])
+    assert 4 == len(server.ask(body)["choices"])

@@ -9,11 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.serving import CHAT, LONG, PLAIN
+from helpers.serving import CHAT, LONG
 
 pytestmark = pytest.mark.slow
 STREAM = LONG | {"max_tokens": 60}
 CHATS = "/v1/chat/completions"
+LONG_TEXT = "a" * 10_000_000
 RECURSIVE = {"type": "object", "properties": {"next": {"$ref": "#"}}}
 CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
 
@@ -32,38 +33,37 @@ def schema_of(depth: int) -> dict[str, Any]:
 
 
 def called(*tools: dict[str, Any]) -> dict[str, Any]:
-    return CHAT | {"tools": [*tools], "tool_choice": "required", "max_tokens": 64}
+    return {"tools": [*tools], "tool_choice": "required", "max_tokens": 64}
 
 
-#: Per name: path, what is asked for, and words of the error.
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a grammar of 10 MB": (
-        "/v1/completions",
-        PLAIN | {"structured_outputs": {"grammar": 'start: "' + "a" * 10_000_000 + '"'}},
-        "structured_outputs",
-    ),
-    "a schema of 10 MB": (
-        CHATS,
-        CHAT | {"guided_json": json.dumps({"const": "a" * 10_000_000})},
-        "guided_json",
-    ),
+def guided(**form: Any) -> dict[str, Any]:
+    return {"structured_outputs": form}
+
+
+#: Per name: what a chat asks for, and words of the error.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a grammar of 10 MB": (guided(grammar=f'start: "{LONG_TEXT}"'), "structured_outputs"),
+    "a schema of 10 MB": ({"guided_json": json.dumps({"const": LONG_TEXT})}, "guided_json"),
     "choices of 10 MB": (
-        CHATS,
-        CHAT | {"guided_choice": [f"{at:01000}" for at in range(10_000)]},
+        {"guided_choice": [f"{at:01000}" for at in range(10_000)]},
         "guided_choice",
     ),
-    "a schema of itself": (CHATS, CHAT | {"guided_json": {"$ref": "#"}}, "guided_json"),
-    "schemas of each other": (CHATS, CHAT | {"guided_json": CIRCLE}, "guided_json"),
-    "a grammar of itself": (
-        "/v1/completions",
-        PLAIN | {"guided_grammar": "start: start"},
-        "guided_grammar",
-    ),
-    "a deep schema": (CHATS, CHAT | {"guided_json": json.dumps(schema_of(400))}, "guided_json"),
-    "10,000 tools": (CHATS, called(*(tool(f"t{at}") for at in range(10_000))), "values"),
-    "1,100 tools": (CHATS, called(*(tool(f"t{at}") for at in range(1100))), "tools"),
-    "a tool of 10 MB": (CHATS, called(tool("x" * 200, a={"const": "a" * 10_000_000})), "tools"),
-    "a tool without its schema": (CHATS, called(tool("t", a={"$ref": "#/nowhere"})), "tools"),
+    "a schema of itself": ({"guided_json": {"$ref": "#"}}, "guided_json"),
+    "schemas of each other": ({"guided_json": CIRCLE}, "guided_json"),
+    "a grammar of itself": (guided(grammar="start: start"), "structured_outputs"),
+    "a deep schema": ({"guided_json": json.dumps(schema_of(400))}, "guided_json"),
+    "10,000 tools": (called(*(tool(f"t{at}") for at in range(10_000))), "values"),
+    "1,100 tools": (called(*(tool(f"t{at}") for at in range(1100))), "tools"),
+    "a tool of 10 MB": (called(tool("x" * 200, a={"const": LONG_TEXT})), "tools"),
+    "a tool without its schema": (called(tool("t", a={"$ref": "#/nowhere"})), "tools"),
+}
+#: Answers up to max_tokens, since none of the second to the fourth needs to have an end.
+SERVED = {
+    "300 tools": called(*(tool(f"t{at}") for at in range(300))),
+    "a recursive tool": called(tool("t", a=RECURSIVE)),
+    "a recursive schema": {"guided_json": RECURSIVE, "max_tokens": 64},
+    "one without an end": {"guided_json": RECURSIVE | {"required": ["next"]}, "max_tokens": 64},
+    "a nested one": {"guided_json": schema_of(20), "max_tokens": 64},
 }
 
 
@@ -88,47 +88,25 @@ def beside_a_stream(server: Any, alone: dict[str, Any]) -> Iterator[None]:
     assert alone["finish_reason"] == choices[-1]["finish_reason"]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_one_error_and_other_streams_go_on(server: Any, alone: Any, name: str) -> None:
-    path, body, word = REFUSED[name]
+@pytest.mark.parametrize("name", [*REFUSED, *SERVED])
+def test_other_streams_go_on(server: Any, alone: Any, name: str) -> None:
+    """Beside an answer, or beside one error in few words."""
+    asked, word = REFUSED.get(name) or (SERVED[name], "")
     with beside_a_stream(server, alone):
-        answer = server.post(body, path)
-    assert 400 == answer.status_code, answer.text
-    error = answer.json()["error"]
-    assert word in error["message"]
-    assert len(error["message"]) < 1000
-    assert error["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        called(*(tool(f"t{at}") for at in range(300))),
-        called(tool("t", a=RECURSIVE)),
-        CHAT | {"guided_json": RECURSIVE, "max_tokens": 64},
-        CHAT | {"guided_json": RECURSIVE | {"required": ["next"]}, "max_tokens": 64},
-        CHAT | {"guided_json": schema_of(20), "max_tokens": 64},
-    ],
-    ids=[
-        "300 tools",
-        "a recursive tool",
-        "a recursive schema",
-        "one without an end",
-        "a nested one",
-    ],
-)
-def test_large_and_recursive_ones_are_served(server: Any, alone: Any, body: dict[str, Any]) -> None:
-    """Up to max_tokens, where no answer could have an end."""
-    with beside_a_stream(server, alone):
-        answer = server.post(body, CHATS)
-    assert 200 == answer.status_code, answer.text
+        answer = server.post(CHAT | asked, CHATS)
+    assert (400 if word else 200) == answer.status_code, answer.text
+    if word:
+        error = answer.json()["error"]
+        assert word in error["message"]
+        assert len(error["message"]) < 1000
+        assert error["type"] == "invalid_request_error"
 
 
 def test_a_client_may_leave_in_the_middle_of_a_call(
     run_server: Callable[..., Any], alone: Any
 ) -> None:
     """The request is cancelled, and its slot serves the next one."""
-    asked = called(tool("say", text={"type": "string", "minLength": 3000}))
+    asked = CHAT | called(tool("say", text={"type": "string", "minLength": 3000}))
     asked |= {"stream": True, "max_tokens": 4000}
     with run_server() as server, beside_a_stream(server, alone):
         with httpx.stream("POST", server.url + CHATS, json=asked, timeout=60) as answer:

@@ -122,11 +122,3 @@ def test_unknown_keywords_of_a_schema_are_refused_if_it_is_strict(server, strict
         answer = server.post(CHAT | {"response_format": form}, "/v1/chat/completions")
         assert (200 if is_served else 400) == answer.status_code
     assert 400 == server.post(CHAT | {"guided_json": unknown}, "/v1/chat/completions").status_code
-
-
-def test_a_streamed_request_with_a_bad_grammar_is_a_400(server: Any) -> None:
-    for bad in ({"guided_regex": "(a"}, {"guided_grammar": "start: start"}):
-        answer = server.post(PLAIN | bad | {"stream": True})
-        assert 400 == answer.status_code
-        assert [*bad] == [answer.json()["error"]["param"]]
-    assert 200 == server.post(PLAIN).status_code

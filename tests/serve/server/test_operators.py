@@ -45,21 +45,17 @@ def samples(url: str) -> dict[str, tuple[dict[str, str], float]]:
 def test_metrics_have_vllms_names_too(asked) -> None:
     """With the same values, and the model's name."""
     num_prompt, found = len(tiny_tokenizer()("A row")["input_ids"]), samples(asked.url)
-    for name, value in (
-        ("num_requests_running", 0),
-        ("num_requests_waiting", 0),
-        ("prompt_tokens_total", num_prompt),
-        ("prefix_cache_queries_total", num_prompt),
-        ("prefix_cache_hits_total", 0),
-        ("generation_tokens_total", 10),
-        ("num_preemptions_total", 0),
-        ("time_to_first_token_seconds_count", 1),
-        ("inter_token_latency_seconds_count", 1),
-        ("request_time_per_output_token_seconds_count", 1),
-        ("e2e_request_latency_seconds_count", 1),
-        ("request_queue_time_seconds_count", 1),
-        ("lora_requests_info", 0),
-    ):
+    nothing = ("num_requests_running", "num_requests_waiting", "num_preemptions_total")
+    once = ("time_to_first_token", "inter_token_latency", "request_time_per_output_token")
+    expected = {
+        "prompt_tokens_total": num_prompt,
+        "prefix_cache_queries_total": num_prompt,
+        "generation_tokens_total": 10,
+        **dict.fromkeys((*nothing, "prefix_cache_hits_total", "lora_requests_info"), 0),
+        **{f"{name}_seconds_count": 1 for name in (*once, "e2e_request_latency")},
+        "request_queue_time_seconds_count": 1,
+    }
+    for name, value in expected.items():
         labels, counted = found[f"vllm:{name}"]
         assert (name, "tiny", value) == (name, labels["model_name"], counted)
     labels, counted = found["vllm:request_success_total"]

@@ -54,6 +54,16 @@ def function(name: str, **schema: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
+def forced(name: str, **schema: Any) -> dict[str, Any]:
+    """A call of a function that must be."""
+    choice = {"type": "function", "function": {"name": name}}
+    return {"tool_choice": choice, "tools": [function("time", **schema)]}
+
+
+def form(kind: str = "json_schema", **more: Any) -> dict[str, Any]:
+    return {"type": kind, **more}
+
+
 def user(*blocks: Any) -> dict[str, Any]:
     """A request's messages with one message of blocks."""
     return {"messages": [{"role": "user", "content": list(blocks)}]}
@@ -80,7 +90,11 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ({"prompt": [5] * 4096}, "the prompt has 4096, the answer 2 at most"),
         ({"logprobs": 21}, "less than or equal to 20"),
         ({"stop": [""]}, "non-empty"),
-        ({"stream_options": {"include_usage": True}}, "needs stream=true"),
+        (
+            {"stream_options": {"include_usage": True}, "stream": False},
+            "needs stream=true",
+            "stream_options",
+        ),
         ({"max_tokens": -1, "echo": True}, "max_tokens=-1"),
         ({"stream": True, "prompt_logprobs": 0}, "stream=true", "prompt_logprobs"),
         ({"prompt_logprobs": 21}, "less than or equal to 20"),
@@ -116,10 +130,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ({"guided_choice": ["a"], "guided_regex": "a"}, "has one form"),
         ({"structured_outputs": {}}, "exactly one of"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "not json and regex"),
-        (
-            {"structured_outputs": {"json": {"type": "nope"}}},
-            "structured_outputs: Invalid type: nope",
-        ),
+        ({"structured_outputs": {"json": {"type": "nope"}}}, "outputs: Invalid type: nope"),
         ({"structured_outputs": {"grammar": 3}}, "valid string", "structured_outputs.grammar"),
         ({"guided_regex": "a" * 10_000_000}, "10000000 bytes of grammar"),
         ({"stop": [f"{each:06x}" for each in range(50_000)]}, "at most 16 items"),
@@ -133,11 +144,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ({"messages": "hi"}, "valid list"),
         ({"messages": [{"content": "hi"}]}, "required", "messages.0.role"),
         ({"messages": [{"role": "pope", "content": "x"}]}, "unknown role pope"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "'text'",
-            "messages.0.content.0.type",
-        ),
+        (user({"type": "image_url", "image_url": {}}), "'text'", "messages.0.content.0.type"),
         ({"top_logprobs": 2}, "needs logprobs=true"),
         ({"logprobs": True, "top_logprobs": 50}, "less than or equal to 20", "top_logprobs"),
         ({"logprobs": True, "top_logprobs": -1}, "greater than or equal to 0", "top_logprobs"),
@@ -147,63 +154,40 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ({"tools": [{"type": "function"}]}, "required", "tools.0.function"),
         ({"functions": [{"name": "f"}]}, "send tools"),
         ({"response_format": 5}, "should be a JSON object"),
-        ({"response_format": {"type": "xml"}}, "'json_object'", "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "needs json_schema"),
+        ({"response_format": form("xml")}, "'json_object'", "response_format.type"),
+        ({"response_format": form()}, "needs json_schema"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            {"response_format": form(json_schema={"name": "x"})},
             "required",
             "response_format.json_schema.schema",
         ),
         (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"$ref": "#/$defs/x"}},
-                }
-            },
+            {"response_format": form(json_schema={"name": "x", "schema": {"$ref": "#/$defs/x"}})},
             "does not exist",
         ),
         (
-            {"response_format": {"type": "json_object"}, "guided_json": {}},
+            {"guided_json": {}, "response_format": form("json_object")},
             "response_format and guided_json",
-            "guided_json",
         ),
         ({"chat_template_kwargs": {"tokenize": True}}, "may not set"),
         ({"tools": [function("")]}, "at least 1 character", "tools.0.function.name"),
         ({"tools": [function("f")] * 1025}, "at most 1024"),
         ({"tools": [function("f", title="x" * (1 << 20))]}, "at most 1048576"),
         ({"tools": None, "tool_choice": "required"}, "there are no tools", "tool_choice"),
-        (
-            {
-                "tools": [function("g")],
-                "tool_choice": {"type": "function", "function": {"name": "f"}},
-            },
-            "none of the tools",
-            "tool_choice",
-        ),
+        (forced("f"), "none of the tools"),
         ({"tool_choice": "maybe"}, "none"),
         (
-            {
-                "tool_choice": "required",
-                "tools": [function("f", properties={"a": {"type": "nope"}})],
-                "response_format": {"type": "json_object"},
-            },
+            forced("time", properties={"a": {"type": "nope"}})
+            | {"tool_choice": "required", "response_format": form("json_object")},
             "Invalid type: nope",
             "tools",
         ),
         (
-            {"tool_choice": "required", "tools": [function("f", type="array", items={})]},
-            "the parameters of 'f' are of type 'array'",
+            forced("time", type="array", items={}) | {"tool_choice": "required"},
+            "the parameters of 'time' are of type 'array'",
             "tools",
         ),
-        (
-            {
-                "tool_choice": {"type": "function", "function": {"name": "time"}},
-                "tools": [function("time", type=["null", "string"])],
-            },
-            "a call's arguments are an object",
-            "tools",
-        ),
+        (forced("time", type=["null", "string"]), "a call's arguments are an object", "tools"),
         ({"messages": LONG}, "maximum context length is 4096 tokens", "prompt"),
     ],
     RESPONSES: [
@@ -214,14 +198,11 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ({"input": [{"type": "item_reference", "id": "m"}]}, "item_reference", "input.0"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "needs call_id", "input.0"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            {"input": user({"type": "input_image", "image_url": "x"})["messages"]},
             "type 'input_image' is not served, only: input_text",
             "input.0.content.0",
         ),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]},
-            "chat template refuses",
-        ),
+        ({"input": [form("function_call_output", call_id="1", output="x")]}, "template refuses"),
         ({"input": "x" * 50_000}, "maximum context length is 4096 tokens"),
         ({"max_output_tokens": 0}, "greater than or equal to 1"),
         ({"max_output_tokens": 5000}, "lower max_output_tokens"),
@@ -239,11 +220,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ({"tool_choice": {}}, "required", "tool_choice.type"),
         ({"text": {"format": {"type": "xml"}}}, "json_schema", "text.format.type"),
         ({"text": {"format": "json"}}, "text.format: input should be a JSON object", "text.format"),
-        (
-            {"text": {"format": {"type": "json_schema", "name": "x"}}},
-            "text.format.schema: field required",
-            "text.format.schema",
-        ),
+        ({"text": {"format": form(name="x")}}, "schema: field required", "text.format.schema"),
         ({"reasoning": {"effort": 3}}, "", "reasoning.effort"),
     ],
     MESSAGES: [
@@ -257,7 +234,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (user({"type": "tool_use", "id": "1", "name": "f"}), "type tool_use needs input"),
         (user({"type": "tool_result"}), "type tool_result needs tool_use_id"),
         (
-            user({"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}),
+            user(form("tool_result", tool_use_id="1", content=[IMAGE])),
             "messages.0.content.0.content.0: type 'image' is not served, only: text",
         ),
         (user({"type": "tool_result", "tool_use_id": "1"}), "chat template refuses"),
@@ -271,10 +248,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ({"stop_sequences": ["x"] * 17}, "stop_sequences: list should have at most 16 items"),
         ({"stop_sequences": [""]}, "stop_sequences=('',) must be non-empty texts"),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema: field required"),
-        (
-            {"tools": [{"type": "bash_20250124", "name": "b", "input_schema": {}}]},
-            "tools.0: type 'bash_20250124' is not served, only: custom",
-        ),
+        ({"tools": [form("bash_2", name="b", input_schema={})]}, "0: type 'bash_2' is not served"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice: an item of type tool needs name"),
         ({"tool_choice": {"type": "all"}}, "tool_choice: type 'all' is not served, only: auto"),
         ({"thinking": {"type": "often"}}, "thinking: type 'often' is not served, only: enabled"),
@@ -308,8 +282,8 @@ def test_wrong_requests_are_400(server, path: str, row: tuple[Any, ...]) -> None
     """In the words of the API, whatever the chat that a request is served as calls the field."""
     change, message = row[:2]
     param = row[2] if len(row) == 3 else next(iter(change))
-    for more in ({}, {"stream": True}) if path in (RESPONSES, MESSAGES) else ({},):
-        answer = server.post(SERVED[path] | change | more, path)
+    for more in ({}, {"stream": True}):
+        answer = server.post(SERVED[path] | more | change, path)
         assert 400 == answer.status_code, answer.text
         error = error_of(answer)
         assert "invalid_request_error" == error["type"]
@@ -327,16 +301,11 @@ IDLE: dict[str, dict[str, Any]] = {
         "metadata": {"a": "b"},
         "store": False,
         "echo": False,
-        "suffix": None,
+        "best_of": 1,
+        **dict.fromkeys(("suffix", "seed", "stop", "n", "ignore_eos", "skip_special_tokens")),
         "prediction": {"type": "content", "content": "x"},
         "length_penalty": 1.0,
-        "best_of": 1,
         "logit_bias": {},
-        "seed": None,
-        "stop": None,
-        "n": None,
-        "ignore_eos": None,
-        "skip_special_tokens": None,
         "min_tokens": None,
     },
     CHATS: {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
@@ -461,16 +430,8 @@ def test_api_keys_are_required(run_server) -> None:
         assert 401 == httpx.get(f"{server.url}/v1/models", headers=basic).status_code
         for path in ("health", "ping", "metrics", "version", "docs", "openapi.json"):
             assert 200 == httpx.get(f"{server.url}/{path}").status_code
-        for path in (
-            "tokenize",
-            "load",
-            "v1/messages",
-            "nothing",
-            "v1",
-            "//v1/models",
-            "health/",
-            "HEALTH",
-        ):
+        routes = ("tokenize", "load", "v1/messages")
+        for path in (*routes, "nothing", "v1", "//v1/models", "health/", "HEALTH"):
             assert 401 == httpx.get(f"{server.url}/{path}").status_code
 
 
@@ -497,12 +458,9 @@ def test_protects_everything_but_health(run_server) -> None:
 
 
 def test_invalid_limits_and_addresses_are_config_errors() -> None:
-    with pytest.raises(ConfigError, match="max_concurrent=0"):
-        Limits(max_concurrent=0)
-    with pytest.raises(ConfigError, match="send_timeout_s"):
-        Limits(send_timeout_s=0)
-    with pytest.raises(ConfigError, match="max_priority=17; at most 16"):
-        Limits(max_priority=17)
+    for name, value in (("max_concurrent", 0), ("send_timeout_s", 0), ("max_priority", 17)):
+        with pytest.raises(ConfigError, match=f"{name}={value}"):
+            Limits(**{name: value})
     with pytest.raises(ConfigError, match="cannot listen on no such host"):
         open_socket("no such host", 0, unread_timeout_s=1)
     taken = open_socket("127.0.0.1", 0, unread_timeout_s=1)

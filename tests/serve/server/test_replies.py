@@ -32,6 +32,7 @@ SCRIPTS = {
     "listed": '[{"name":"weather","parameters":{"city":"Bonn"}},{"name":"time","parameters":{}}]',
     "arguments": '{"city":"Lima"}',
     "numbers": f'{CALL}{{"city": "{" ".join(map(str, range(30)))}"}}}}</tool_call>',
+    "thinks": "<think>Let me see this.",
     "prose": "It is 3 degrees, and it rains.",
 }
 BOTH = [("weather", OSLO), ("weather", ROME)]
@@ -106,6 +107,12 @@ ROWS: dict[str, tuple[str, tuple[str, ...], dict[str, Any], Reply]] = {
         {"tools": TOOLS, "choice": {"name": "time"}, "stop": ["ma"]},
         Reply(calls=[("time", '{"city":"Li')], end="cut"),
     ),
+    "max_tokens within a call": (
+        "numbers",
+        ALL,
+        {"tools": TOOLS, "max_tokens": 30},
+        Reply(calls=[("weather", '{"city": "' + " ".join(map(str, range(16))))], end="length"),
+    ),
 }
 #: Rows whose streams have nothing of their own.
 WHOLE = (
@@ -113,6 +120,7 @@ WHOLE = (
     "no tool is called with none",
     "a whole call before a stop text",
     "a stop text that never comes",
+    "max_tokens within a call",  # Which OpenAI's client refuses to read.
 )
 
 
@@ -192,11 +200,12 @@ def test_prompts_are_the_chats(talker, name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_tokens_of_reasoning_are_counted(talker, name: str) -> None:
-    """Before a call, and without tools; delimiters may count or not."""
+    """Before a call, without tools, and where all is reasoning; delimiters may count or not."""
     api = APIS[name]
-    for which, options in (("thought", {}), ("calls", {"tools": TOOLS})):
+    for which, options in (("thought", {}), ("calls", {"tools": TOOLS}), ("thinks", {})):
         found = api.usage(api.send(talker, api.body(talk(which), **options)))
-        assert 0 < found.num_reasoning < found.num_output
+        assert 0 < found.num_reasoning <= found.num_output
+        assert (which == "thinks") == (found.num_reasoning > found.num_output // 2)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])

@@ -131,17 +131,16 @@ def gemma(name: str, city: str, days: int) -> str:
     return f'<|tool_call>call:{name}{{city:<|"|>{city}<|"|>,days:{days}}}<tool_call|>'
 
 
-THOUGHT = "Two cities,\n\nso two calls."
+THOUGHT, LOOK = "Two cities,\n\nso two calls.", "I look."
 CHATML = "<|im_start|>assistant\n"
-#: Name of the template, end of the prompt, text; then reasoning, content and calls.
+LLAMA3 = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+#: Name of the template, end of the prompt, and a text that calls for PARIS and OSLO.
 FORMATS = {
-    "hermes": ("hermes", CHATML, f"Let me look.\n{hermes(PARIS, OSLO)}", "", "Let me look."),
+    "hermes": ("hermes", CHATML, f"{LOOK}\n{hermes(PARIS, OSLO)}"),
     "hermes, a list": (
         "hermes",
         CHATML,
         f"<tool_call>[{dumped(PARIS)}, {dumped(OSLO)}]</tool_call><|im_end|>\n",
-        "",
-        "",
     ),
     "hermes, arguments first": (
         "hermes",
@@ -150,113 +149,81 @@ FORMATS = {
             f"<tool_call>{json.dumps({'arguments': values, 'name': name})}</tool_call>"
             for name, values in (PARIS, OSLO)
         ),
-        "",
-        "",
     ),
     "qwen3": (
         "qwen3",
         CHATML,
-        f"<think>\n{THOUGHT}\n</think>\n\nI look.\n{hermes(PARIS, OSLO)}<|im_end|>",
-        THOUGHT,
-        "I look.",
+        f"<think>\n{THOUGHT}\n</think>\n\n{LOOK}\n{hermes(PARIS, OSLO)}<|im_end|>",
     ),
     "qwen3, begun reasoning": (
         "qwen3",
         f"<|im_start|>user\nhi<|im_end|>\n{CHATML}<think>\n",
-        f"{THOUGHT}\n</think>\n\n{hermes(PARIS, OSLO)}\nDone.",
-        THOUGHT,
-        "Done.",
+        f"{THOUGHT}\n</think>\n\n{hermes(PARIS, OSLO)}\n{LOOK}",
     ),
     "qwen3, no reasoning": (
         "qwen3",
         f"{CHATML}<think>\n\n</think>\n\n",
-        f"I look.\n\n{hermes(PARIS, OSLO)}",
-        "",
-        "I look.",
+        f"{LOOK}\n\n{hermes(PARIS, OSLO)}",
     ),
     "qwen3_coder": (
         "qwen3_coder",
         f"{CHATML}<think>\n",
-        f"{THOUGHT}\n</think>\n\nI look.\n\n{xml(PARIS, OSLO)}<|im_end|>",
-        THOUGHT,
-        "I look.",
+        f"{THOUGHT}\n</think>\n\n{LOOK}\n\n{xml(PARIS, OSLO)}<|im_end|>",
     ),
-    "llama3": (
-        "llama3",
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        f"{dumped(PARIS, 'parameters')}; {dumped(OSLO, 'parameters')}",
-        "",
-        "",
-    ),
+    "llama3": ("llama3", LLAMA3, f"{dumped(PARIS, 'parameters')}; {dumped(OSLO, 'parameters')}"),
     "llama3, python tag": (
         "llama3",
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        LLAMA3,
         f"<|python_tag|>{dumped(PARIS, 'parameters')};{dumped(OSLO)}<|eom_id|>",
-        "",
-        "",
     ),
     "llama3, lines": (
         "llama3",
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        LLAMA3,
         f"{dumped(PARIS, 'parameters')}\n{dumped(OSLO, 'parameters')} \n<|eot_id|>",
-        "",
-        "",
     ),
     "deepseek r1": (
         "deepseek",
         "<｜Assistant｜><think>\n",
-        f"{THOUGHT}\n</think>\n\nI look.{deepseek(PARIS, OSLO, old=True)}",
-        THOUGHT,
-        "I look.",
+        f"{THOUGHT}\n</think>\n\n{LOOK}{deepseek(PARIS, OSLO, old=True)}",
     ),
     "deepseek v3.1": (
         "deepseek",
         "<｜Assistant｜></think>",
-        f"I look.{deepseek(PARIS, OSLO, old=False)}<｜end▁of▁sentence｜>",
-        "",
-        "I look.",
+        f"{LOOK}{deepseek(PARIS, OSLO, old=False)}<｜end▁of▁sentence｜>",
     ),
     "mistral": (
         "mistral",
         "[INST] hi[/INST]",
         f"[TOOL_CALLS] [{dumped(PARIS)}, {dumped(OSLO)}]</s>",
-        "",
-        "",
     ),
     "mistral, names first": (
         "mistral",
         "[INST]hi[/INST]",
         (
-            f"[THINK]{THOUGHT}[/THINK]I look.[TOOL_CALLS]weather[ARGS]{json.dumps(PARIS[1])}"
+            f"[THINK]{THOUGHT}[/THINK]{LOOK}[TOOL_CALLS]weather[ARGS]{json.dumps(PARIS[1])}"
             f"[TOOL_CALLS]weather[CALL_ID]123456789[ARGS]{json.dumps(OSLO[1])}"
         ),
-        THOUGHT,
-        "I look.",
     ),
     "harmony": (
         "harmony",
         "<|start|>assistant",
         (
             f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>commentary"
-            f"<|message|>I look.<|end|>{harmony(*PARIS)}<|call|>{harmony(*OSLO, old=True)}"
+            f"<|message|>{LOOK}<|end|>{harmony(*PARIS)}<|call|>{harmony(*OSLO, old=True)}"
         ),
-        THOUGHT,
-        "I look.",
     ),
     "gemma4": (
         "gemma4",
         "<|turn>model\n",
         (
-            f"<|channel>thought\n{THOUGHT}<channel|>I look."
+            f"<|channel>thought\n{THOUGHT}<channel|>{LOOK}"
             f"{gemma('weather', PARIS[1]['city'], 3)}{gemma('weather', OSLO[1]['city'], 1)}"
         ),
-        THOUGHT,
-        "I look.",
     ),
     "glm4": (
         "glm4",
         "<|assistant|>",
-        f"<think>{THOUGHT}</think>\nI look.\n"
+        f"<think>{THOUGHT}</think>\n{LOOK}\n"
         + "\n".join(
             f"<tool_call>{name}\n"
             + "".join(
@@ -266,8 +233,6 @@ FORMATS = {
             + "</tool_call>"
             for name, values in (PARIS, OSLO)
         ),
-        THOUGHT,
-        "I look.",
     ),
 }
 
@@ -276,20 +241,18 @@ FORMATS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FORMATS)
 def test_pieces_give_what_the_whole_gives(case):
-    name, prompt_end, text, reasoning, content = FORMATS[case]
+    """THOUGHT is reasoning and LOOK is content, where the text has them."""
+    name, prompt_end, text = FORMATS[case]
     found = whole_and_streamed(name, text, prompt_end)
-    assert (reasoning, content, [PARIS, OSLO]) == (
-        found.reasoning,
-        found.content,
-        found.arguments(),
-    )
+    told = [THOUGHT * (THOUGHT in text), LOOK * (LOOK in text), [PARIS, OSLO]]
+    assert told == [found.reasoning, found.content, found.arguments()]
 
 
 @needs_parser
 @pytest.mark.parametrize("case", FORMATS)
 def test_cut_answers_never_raise(case):
     # An answer that max_tokens cut: every prefix parses, and its text grows with it.
-    name, prompt_end, text, *_ = FORMATS[case]
+    name, prompt_end, text = FORMATS[case]
     for end in range(0, len(text), 7):
         cut, halves = text[:end], [text[: end // 2], text[end // 2 : end]]
         whole = parsed(parser_of(name, prompt_end), [cut])
@@ -297,46 +260,27 @@ def test_cut_answers_never_raise(case):
         assert all(each == "weather" for each, _ in whole.calls)
 
 
+CALL = '<tool_call>{"name": "weather", "arguments": '
 #: Name, text, content, and the text of each call's arguments.
 BROKEN = {
     "no JSON": ("hermes", "Hm.<tool_call>{weather}</tool_call>", "Hm.<tool_call>{weather}", []),
     "no name": ("hermes", '<tool_call>{"arguments": {}}</tool_call>', None, []),
-    "a name that is a number": (
-        "hermes",
-        '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
-        None,
-        [],
-    ),
+    "a number": ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>', None, []),
     "broken arguments": (
         "hermes",
-        '<tool_call>{"name": "weather", "arguments": {"city": Paris}}</tool_call>.',
+        f'{CALL}{{"city": Paris}}}}</tool_call>.',
         ".",
         ['{"city": Paris}'],
     ),
-    "cut arguments": (
-        "hermes",
-        '<tool_call>{"name": "weather", "arguments": {"city": "Pa\\',
-        "",
-        ['{"city": "Pa\\'],
-    ),
-    "too few brackets": (
-        "hermes",
-        '<tool_call>{"name": "weather", "arguments": {"city": "a"}</tool_call>',
-        "",
-        ['{"city": "a"}'],
-    ),
+    "cut arguments": ("hermes", f'{CALL}{{"city": "Pa\\', "", ['{"city": "Pa\\']),
+    "too few brackets": ("hermes", f'{CALL}{{"city": "a"}}</tool_call>', "", ['{"city": "a"}']),
     "too many brackets": (
         "hermes",
-        '<tool_call>{"name": "weather", "arguments": {"city": "a"}}}}}</tool_call>',
+        f'{CALL}{{"city": "a"}}}}}}}}}}</tool_call>',
         "",
         ['{"city": "a"}'],
     ),
-    "a list as arguments": (
-        "hermes",
-        '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>',
-        "",
-        ["[1]"],
-    ),
+    "a list as arguments": ("hermes", f"{CALL}[1]}}</tool_call>", "", ["[1]"]),
     "a cut call": ("hermes", '<tool_call>\n{"name": "wea', '<tool_call>\n{"name": "wea', []),
     "cut XML": ("qwen3_coder", "A<tool_call>\n<function=weather>\n<para", None, []),
     "another Gemma": ("gemma4", "<|tool_call>call:weather{city:oh}<tool_call|>", None, []),
@@ -509,7 +453,7 @@ SPACED = [
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "hermes", "qwen3_coder", "glm4", "deepseek", "mistral"])
 def test_replies_are_as_without_the_bound(monkeypatch, name):
-    texts = [*SPACED, *(text for which, _, text, *_ in FORMATS.values() if which == name)]
+    texts = [*SPACED, *(text for which, _, text in FORMATS.values() if which == name)]
     for text in texts:
         bounded = whole_and_streamed(name, text)
         assert bounded == unbounded(monkeypatch, lambda text=text: whole_and_streamed(name, text))

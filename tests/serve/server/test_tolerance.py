@@ -45,9 +45,6 @@ def test_integers_may_be_whole_floats(server) -> None:
     answer = server.post(body)
     assert 3 == answer.json()["usage"]["completion_tokens"]
     assert choice_of(answer) == choice_of(server.post(body | {"max_tokens": 3, "seed": 5}))
-    for huge in (1e300, -1e300):
-        refused = server.post(GREEDY | {"seed": huge})
-        assert (400, "seed") == (refused.status_code, refused.json()["error"]["param"])
 
 
 def test_the_model_may_be_left_out(server) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import transformers
 from helpers.scripted import script, scripted
@@ -56,9 +55,6 @@ TOKENIZER = tiny_tokenizer()
 SCRIPTS = {
     "calls": f"<think>\nBoth cities.\n</think>\n\nI look.\n{MARKED}",
     "thought": "<think>\nHm.\n</think>\n\nNo.",
-    "long": '<tool_call>{"name": "weather", "arguments": {"city": "'
-    + " ".join(map(str, range(80)))
-    + '"}}\n</tool_call>',
 }
 
 needs_parser = pytest.mark.skipif(
@@ -81,19 +77,9 @@ def chat(name: str, **options: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": messages, "temperature": 0, "tools": TOOLS, **options}
 
 
-def ask(server: Any, body: dict[str, Any]) -> list[dict[str, Any]]:
-    answer = server.post(body, CHAT_PATH)
-    assert 200 == answer.status_code, answer.text
-    return answer.json()["choices"]
-
-
-def chunks(server: Any, body: dict[str, Any]) -> list[dict[str, Any]]:
+def streamed(server: Any, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The choices of a streamed answer."""
-    with httpx.stream("POST", server.url + CHAT_PATH, json=body | {"stream": True}) as answer:
-        assert 200 == answer.status_code
-        *events, done = [line[len("data: ") :] for line in answer.iter_lines() if line]
-    assert "[DONE]" == done
-    return [choice for event in events for choice in json.loads(event)["choices"]]
+    return [choice for chunk in server.chunks(body, CHAT_PATH) for choice in chunk["choices"]]
 
 
 def joined(parts: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
@@ -124,7 +110,7 @@ def called(message: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def test_a_chunk_has_something_to_say_and_arguments_come_in_pieces(speaker) -> None:
-    parts = chunks(speaker, chat("calls"))
+    parts = streamed(speaker, chat("calls"))
     assert ["tool_calls"] == [part["finish_reason"] for part in parts if part["finish_reason"]]
     assert all(part["delta"] for part in parts[:-1])
     assert all(
@@ -137,8 +123,8 @@ def test_a_chunk_has_something_to_say_and_arguments_come_in_pieces(speaker) -> N
 @pytest.mark.slow
 def test_each_sample_has_its_own_parser_and_logprobs(speaker) -> None:
     body = chat("calls", n=3, logprobs=True, top_logprobs=1)
-    choices = ask(speaker, body)
-    parts = chunks(speaker, body)
+    choices = speaker.ask(body, CHAT_PATH)["choices"]
+    parts = streamed(speaker, body)
     ids = set()
     for index, choice in enumerate(choices):
         assert CALLS == called(choice["message"]) == called(joined(parts, index))
@@ -153,24 +139,6 @@ def test_each_sample_has_its_own_parser_and_logprobs(speaker) -> None:
         # The last is the end of sequence.
         assert SCRIPTS["calls"] == "".join(each["token"] for each in entries[:-1])
     assert 3 * len(CALLS) == len(ids)
-
-
-@pytest.mark.slow
-def test_a_call_that_max_tokens_cuts_ends_by_length(speaker) -> None:
-    (choice,) = ask(speaker, chat("long", max_tokens=70))
-    (call,) = choice["message"]["tool_calls"]
-    assert ("length", None) == (choice["finish_reason"], choice["message"]["content"])
-    assert call["function"]["arguments"].startswith('{"city": "0 1 2')
-
-
-@pytest.mark.slow
-def test_a_client_that_leaves_within_a_call_disturbs_no_other(speaker) -> None:
-    with speaker.streaming(chat("long"), CHAT_PATH) as lines:
-        while "arguments" not in next(lines):
-            pass
-        (choice,) = ask(speaker, chat("calls"))
-    assert CALLS == called(choice["message"])
-    speaker.until(lambda: not speaker.service.gate.num_inside)
 
 
 # ---- prompts -------------------------------------------------------------------------------------
@@ -367,15 +335,6 @@ def test_an_unknown_format_of_calls_is_refused_unless_calls_are_forced(server) -
     for choice in ("none", "required"):
         answer = server.post(body | {"max_tokens": 2, "tool_choice": choice}, CHAT_PATH)
         assert 200 == answer.status_code
-
-
-@needs_parser
-@pytest.mark.slow
-def test_an_option_names_the_format(run_server) -> None:
-    template = read_response_template("qwen3")
-    with run_server(response_template=template) as server:
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
-        assert 200 == server.post(body | {"max_tokens": 2}, CHAT_PATH).status_code
 
 
 def test_releases_without_a_parser_name_the_one_that_is_needed(monkeypatch) -> None:
