@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.reference_backend import ReferenceBackend
-from helpers.requests import finish_all
+from helpers.requests import check_said, finish_all
 from helpers.requests import prompts as random_prompts
 from helpers.requests import reference as said_alone
 from helpers.runners import EAGER, PADDED, graphs
@@ -28,7 +28,7 @@ from vmkv import ClosedError, ConfigError, OutOfPagesError
 from vmkv.serve.engine import Engine
 from vmkv.serve.observer import Event, FirstToken, StepRecord
 from vmkv.serve.params import SamplingParams, StructuredOutputs
-from vmkv.serve.request import FinishReason
+from vmkv.serve.request import FinishReason, RequestOutput
 from vmkv.units import KiB
 
 MakeEngine = Callable[..., Engine]
@@ -94,19 +94,36 @@ def smallest_budget(make_engine: MakeEngine, name: str, num_tokens: int) -> int:
     return low
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        [{}],
+        [{"temperature": 0.8, "top_p": 0.9, "top_k": 20}],
+        [
+            {"bad_words": [[7, 7], [9, 4, 7]], "top_p": 0.9},
+            {"allowed_token_ids": [3, 4, 5, 6]},
+            {"logit_bias": {5: 4.0, 6: 4.0}},
+        ],
+    ],
+    ids=["plain", "filters", "bad words and biases"],
+)
 def test_preemption_does_not_change_sampled_tokens(
-    make_engine: MakeEngine, options: dict[str, float]
+    make_engine: MakeEngine, options: list[dict[str, Any]]
 ) -> None:
     """A request's i-th token depends on its seed and i alone."""
     wanted = prompts(6, longest=30, seed=3)
-    params = [SamplingParams(max_tokens=25, seed=at, **options) for at in range(len(wanted))]
+    params = [
+        SamplingParams(max_tokens=25, seed=at, **options[at % len(options)])
+        for at in range(len(wanted))
+    ]
     alone = tokens(make_engine(max_num_seqs=1), wanted, params)
     engine = make_engine(budget_bytes=smallest_budget(make_engine, "llama", 56) * 3 // 2 * 4 * KiB)
     handles = [engine.add(prompt, its) for prompt, its in zip(wanted, params, strict=True)]
     finish_all(engine)
     assert alone == [list(each.output().outputs[0].token_ids) for each in handles]
     assert sum(handle.requests[0].num_preemptions for handle in handles)
+    for said, its in zip(alone, params, strict=True):
+        assert set(said) <= set(its.allowed_token_ids or said)
 
 
 @pytest.mark.slow
@@ -158,6 +175,22 @@ def test_an_eos_token_outside_the_vocabulary_is_ignored(make_engine: MakeEngine)
     assert [reference("llama", prompt)] == tokens(make_engine(model), [prompt], params)
 
 
+def check_logprobs(
+    prompt: list[int], output: RequestOutput, process: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Compare with the model's, processed; its log-probabilities of all tokens."""
+    completion = output.outputs[0]
+    with torch.no_grad():
+        logits = tiny_model("llama")(torch.tensor([[*prompt, *completion.token_ids]])).logits[0]
+    wanted = process(logits).log_softmax(-1)[len(prompt) - 1 : -1]
+    assert completion.logprobs is not None
+    for row, token_id, given in zip(wanted, completion.token_ids, completion.logprobs, strict=True):
+        assert token_id == given.token_id
+        torch.testing.assert_close(torch.tensor(given.logprob), row[token_id])
+        assert row.topk(4).indices.tolist() == list(given.top)
+    return logits.log_softmax(-1)
+
+
 @pytest.mark.parametrize(
     "processors", [[], [lambda _, scores: scores.index_fill(1, torch.tensor([7]), 99.0)]]
 )
@@ -166,21 +199,13 @@ def test_logprobs_equal_the_models(make_engine: MakeEngine, processors: list[obj
     prompt = prompts(1, seed=8)[0]
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=4, logits_processors=processors)
     [output] = make_engine().generate([prompt], params)
-    completion = output.outputs[0]
-    assert not processors or [7] * 6 == list(completion.token_ids)
-    with torch.no_grad():
-        logits = tiny_model("llama")(torch.tensor([[*prompt, *completion.token_ids]])).logits
-    wanted = logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-    assert completion.logprobs is not None
-    for row, token_id, given in zip(wanted, completion.token_ids, completion.logprobs, strict=True):
-        assert token_id == given.token_id
-        torch.testing.assert_close(torch.tensor(given.logprob), row[token_id])
-        assert row.topk(4).indices.tolist() == list(given.top)
+    assert not processors or (7,) * 6 == output.outputs[0].token_ids
+    check_logprobs(prompt, output, lambda logits: logits)
 
 
 def test_processed_logprobs_include_temperature_and_processors(make_engine: MakeEngine) -> None:
     """Those of the prompt are the model's; another mode is refused."""
-    prompt, model = prompts(1, seed=8)[0], tiny_model("llama")
+    prompt = prompts(1, seed=8)[0]
     processors = [lambda _, scores: scores.index_fill(1, torch.tensor([7]), 5.0)]
     params = SamplingParams(
         temperature=0.7,
@@ -191,18 +216,9 @@ def test_processed_logprobs_include_temperature_and_processors(make_engine: Make
         seed=3,
     )
     [output] = make_engine(logprobs_mode="processed_logprobs").generate([prompt], params)
-    completion = output.outputs[0]
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0]
-    raw = logits.log_softmax(-1)
+    raw = check_logprobs(prompt, output, lambda row: processors[0](None, row) / 0.7)
     for row, token_id, known in zip(raw, prompt[1:], output.prompt_logprobs[1:], strict=False):
         torch.testing.assert_close(torch.tensor(known.logprob), row[token_id])
-    logits[:, 7] = 5.0
-    wanted = (logits / 0.7).log_softmax(-1)[len(prompt) - 1 : -1]
-    assert completion.logprobs is not None
-    for row, token_id, given in zip(wanted, completion.token_ids, completion.logprobs, strict=True):
-        torch.testing.assert_close(torch.tensor(given.logprob), row[token_id])
-        assert row.topk(4).indices.tolist() == list(given.top)
     with pytest.raises(ConfigError, match="logprobs_mode='processed_logits'"):
         make_engine(logprobs_mode="processed_logits")
 
@@ -260,9 +276,7 @@ def test_tenants_share_no_prefix(make_engine: MakeEngine) -> None:
         outputs = [each.output() for each in handles]
         assert [num_cached_tokens] * 3 == [each.num_cached_tokens for each in outputs]
         assert seen.num_prefill_tokens - num_before == 3 * (num_computed + 1)
-        for output in outputs:
-            for each in output.outputs:
-                assert reference("llama", prompt) == list(each.token_ids)
+        check_said([prompt] * 3, outputs, 10)
     [other] = engine.generate([prompt], GREEDY, tenant="c")
     assert 0 == other.num_cached_tokens
     with pytest.raises(ConfigError, match="tenant=7 must be a string"):
@@ -290,10 +304,8 @@ def test_prefix_hits_of_windowed_models_have_reference_tokens(
     common = prompts(1, longest=40, seed=12)[0] * 2
     wanted = [common[: 20 + 7 * at] + tail for at, tail in enumerate(prompts(8, longest=8))]
     engine = make_engine(name)
-    for prompt, said in zip(wanted, tokens(engine, wanted, GREEDY), strict=True):
-        assert reference(name, prompt) == said
-    for prompt in wanted:
-        assert [reference(name, prompt)] == tokens(engine, [prompt], GREEDY)
+    for its in (wanted, *([prompt] for prompt in wanted)):
+        check_said(its, engine.generate(its, GREEDY), 10, name)
 
 
 def test_common_prefixes_are_computed_once(make_engine: MakeEngine) -> None:
@@ -305,8 +317,7 @@ def test_common_prefixes_are_computed_once(make_engine: MakeEngine) -> None:
     outputs = [engine.generate([prompt], GREEDY)[0] for prompt in wanted]
     assert [0] + [64] * 4 == [each.num_cached_tokens for each in outputs]
     assert seen.num_prefill_tokens == 64 + sum(len(prompt) - 64 for prompt in wanted)
-    for prompt, output in zip(wanted, outputs, strict=True):
-        assert reference("llama", prompt) == list(output.outputs[0].token_ids)
+    check_said(wanted, outputs, 10)
     # The next turn of a conversation, too.
     turn = wanted[0] + list(outputs[0].outputs[0].token_ids) + prompts(1, seed=14)[0]
     [output] = engine.generate([turn], GREEDY)
@@ -396,21 +407,6 @@ def test_a_request_without_a_possible_token_ends_with_an_error(
             raise output.error
         assert num_tokens == len(output.outputs[0].token_ids)
         assert set(output.outputs[0].token_ids) <= {7, 9}
-
-
-def test_preemption_keeps_bad_words_and_biases(make_engine: MakeEngine) -> None:
-    """Requests are resumed with their output, and choose as if alone."""
-    pages = smallest_budget(make_engine, "llama", 50)
-    params = [
-        SamplingParams(seed=1, max_tokens=20, bad_words=[[7, 7], [9, 4, 7]], top_p=0.9),
-        SamplingParams(seed=2, max_tokens=20, allowed_token_ids=[3, 4, 5, 6]),
-        SamplingParams(seed=3, max_tokens=20, logit_bias={5: 4.0, 6: 4.0}),
-    ]
-    wanted = prompts(3, longest=20, seed=21)
-    large, small = make_engine(), make_engine(budget_bytes=2 * pages * 4 * KiB)
-    alone = [tokens(large, [each], its)[0] for each, its in zip(wanted, params, strict=True)]
-    assert alone == tokens(small, wanted, params)
-    assert set(alone[1]) <= {3, 4, 5, 6}
 
 
 def test_text_prompts_outputs_and_stop_texts(make_engine: MakeEngine) -> None:

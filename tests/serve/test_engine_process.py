@@ -119,7 +119,6 @@ async def test_a_client_that_does_not_read_does_not_delay_the_engine(
         assert heard.finished.acquire(timeout=PATIENCE_S)
     found = await asyncio.gather(*tasks)
     await it.shutdown()
-    found = found
     for each in found:
         assert len(joined(each).outputs[0].token_ids) == 60
         assert len(joined(each).outputs[0].logprobs) == 60

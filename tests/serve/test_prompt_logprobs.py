@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from helpers.hybrids import model_named
 from helpers.random_engine import HYBRIDS
 from helpers.requests import finish_all, prompts
 from helpers.tiny_models import SERVED_LATELY, VOCABULARY, tiny_model
@@ -42,7 +43,7 @@ def check(name: str, prompt: Sequence[int], output: RequestOutput, count: int = 
     assert told is not None
     assert (len(prompt), None) == (len(told), told[0])
     with torch.no_grad():
-        wanted = tiny_model(name)(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+        wanted = model_named(name)(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
     for row, token_id, entry in zip(wanted[:-1], prompt[1:], told[1:], strict=True):
         assert entry is not None
         assert token_id == entry.token_id
