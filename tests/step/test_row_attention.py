@@ -112,7 +112,7 @@ def test_the_operator_returns_the_layout_that_compilers_expect(
     attention.steps = {device: pack(pieces, row_capacities(cache), device).parts}
     its = [torch.randn(1, count, total, DIM) for count in (HEADS, KV_HEADS, KV_HEADS)]
     with passing(PackedPass(rows=attention)):
-        out = torch.ops.vmkv.attend_rows(*its, torch.tensor(0), None, SCALE, 0, 0.0)
+        out = torch.ops.vmkv.attend_rows(*its, torch.tensor([0]), None, SCALE, 0, 0.0)
     wanted = row_attention._shape_of_attend_rows(*its)
     assert (out.shape, out.stride()) == (wanted.shape, wanted.stride())
     attention.close()

@@ -512,7 +512,7 @@ def attending(model: Any, *, in_all_threads: bool = False) -> Iterator[None]:
     register_attention(IMPLEMENTATION, _rows_attention, _no_mask)
     try:
         for module, layer in layers:
-            setattr(module, _PLACE, torch.tensor(layer))
+            setattr(module, _PLACE, torch.tensor([layer]))  # Compilers treat scalars otherwise.
             _SERVED.add(module)
         with attending_through(model, IMPLEMENTATION, in_all_threads=in_all_threads):
             yield

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from ..core.backend import (
@@ -23,6 +24,7 @@ from ..core.backend import (
     Op,
     UnmapOp,
 )
+from ..core.backend.cuda import checked
 from ..errors import ConfigError, DriverError
 from ..units import Address, Handle
 
@@ -31,6 +33,7 @@ from ..units import Address, Handle
 _DLPACK_CPU = 1
 _DLPACK_CUDA = 2
 _STREAM = 0  # The legacy default stream.
+_checked = partial(checked, "the kit's own access")
 
 
 def read_bytes(backend: Backend, address: int, num_bytes: int) -> bytes:
@@ -39,9 +42,9 @@ def read_bytes(backend: Backend, address: int, num_bytes: int) -> bytes:
         return ctypes.string_at(address, num_bytes)
     staging = ctypes.create_string_buffer(num_bytes)
     with _cuda_buffer(backend, num_bytes) as (driver, buffer):
-        _check(driver, driver.cuMemcpyAsync(buffer, int(address), num_bytes, _STREAM))
-        _check(driver, driver.cuStreamSynchronize(_STREAM))
-        _check(driver, driver.cuMemcpyDtoH(ctypes.addressof(staging), buffer, num_bytes))
+        _checked(driver.cuMemcpyAsync(buffer, int(address), num_bytes, _STREAM))
+        _checked(driver.cuStreamSynchronize(_STREAM))
+        _checked(driver.cuMemcpyDtoH(ctypes.addressof(staging), buffer, num_bytes))
     return staging.raw
 
 
@@ -52,9 +55,9 @@ def write_bytes(backend: Backend, address: int, data: bytes) -> None:
         return
     staging = ctypes.create_string_buffer(data, len(data))
     with _cuda_buffer(backend, len(data)) as (driver, buffer):
-        _check(driver, driver.cuMemcpyHtoD(buffer, ctypes.addressof(staging), len(data)))
-        _check(driver, driver.cuMemcpyAsync(int(address), buffer, len(data), _STREAM))
-        _check(driver, driver.cuStreamSynchronize(_STREAM))
+        _checked(driver.cuMemcpyHtoD(buffer, ctypes.addressof(staging), len(data)))
+        _checked(driver.cuMemcpyAsync(int(address), buffer, len(data), _STREAM))
+        _checked(driver.cuStreamSynchronize(_STREAM))
 
 
 @contextlib.contextmanager
@@ -66,21 +69,14 @@ def _cuda_buffer(backend: Backend, num_bytes: int) -> Iterator[tuple[Any, int]]:
     from cuda.bindings import driver
 
     with contextlib.ExitStack() as undo:
-        device = _check(driver, driver.cuDeviceGet(device_index))
-        context = _check(driver, driver.cuDevicePrimaryCtxRetain(device))
+        device = _checked(driver.cuDeviceGet(device_index))
+        context = _checked(driver.cuDevicePrimaryCtxRetain(device))
         undo.callback(driver.cuDevicePrimaryCtxRelease, device)
-        _check(driver, driver.cuCtxPushCurrent(context))
+        _checked(driver.cuCtxPushCurrent(context))
         undo.callback(driver.cuCtxPopCurrent)
-        buffer = _check(driver, driver.cuMemAlloc(num_bytes))
+        buffer = _checked(driver.cuMemAlloc(num_bytes))
         undo.callback(driver.cuMemFree, buffer)
         yield driver, int(buffer)
-
-
-def _check(driver: Any, answer: Any) -> Any:
-    """Return the value of a driver call, if it has one."""
-    if answer[0] != driver.CUresult.CUDA_SUCCESS:
-        raise AssertionError(f"the kit's own access to device memory failed with {answer[0]!r}")
-    return answer[-1]
 
 
 # ---- pages ---------------------------------------------------------------------------------------
