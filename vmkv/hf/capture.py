@@ -26,6 +26,7 @@ import torch
 from ..errors import CapacityError, ConfigError, one_line
 from ..step import Stepper
 from ..step.compiled_layers import CompiledLayers
+from ..step.graphs import BatchGraphs, GraphSpace, Scratch
 from ..step.model_guard import chosen_attention
 from ..step.row_attention import AttentionCalls
 from ..step.stepper import has_hooks
@@ -383,7 +384,9 @@ class CapturedSteps:
                 layers=layers,
                 calls=calls,
             )
-            self._graphs = self._stepper.make_batch_graphs(logits.shape[-1], logits.dtype, stream)
+            unused = Scratch(batch_size, 0)  # A batch needs no padding.
+            form = logits.shape[-1], logits.dtype, unused
+            self._graphs = BatchGraphs(GraphSpace(self._stepper, *form, stream=stream))
             # On the host: whether the last step's mask or positions differed.
             is_cuda = core.device.type == "cuda"
             self._has_differed = torch.zeros((), dtype=torch.bool, pin_memory=is_cuda)

@@ -30,14 +30,14 @@ from ..units import MiB, div_ceil
 from . import row_attention
 from .cache_argument import cache_argument
 from .compiled_layers import CompiledLayers
-from .graphs import BatchGraphs, DecodeGraphs, GraphSpace, Scratch
+from .graphs import DecodeGraphs, GraphSpace, Scratch
 from .mixed_graphs import MixedGraphs
 from .model_guard import PACKED, ModelGuard, attending_through, has_users, hooks_of
 from .packed_pass import PackedPass, passing
 from .piece import HeadInParts, Piece, StepLogits, cut_at_chunks, pack, packing_order
 from .row_attention import AttentionCalls, PackedPast, RowAttention, StepParts, row_capacities
 from .state_plan import PackedSequences
-from .states import PackedStates, StateLayer, splitting, state_modules
+from .states import PackedStates, splitting, state_modules
 
 
 class Stepper:
@@ -98,13 +98,19 @@ class Stepper:
         self.chunk_sizes = {*calls.chunks.values()}  #: Of layers that attend in chunks, in tokens.
         self._past_argument = cache_argument(model) if self.chunk_sizes or calls.is_named else ""
         self.attention = RowAttention(caches, attention_backend, preferred_backend, calls)
-        self._states = _packed_states(model, caches, calls.states, self.attention.called)
+        self._states: PackedStates | None = None
+        self._state_layers = calls.states
+        if calls.states:
+            if len(caches) > 1 or caches[0].states is None:
+                raise ConfigError("layers with states need one cache, on one device, with them")
+            modules = state_modules(model, calls.states)
+            called = self.attention.called
+            self._states = PackedStates(caches[0].states, calls.states, called, modules)
         rules = None if self._states is None else self._states.rules
         self._pass = PackedPass(self.attention.attend_in, self.attention, self._states, rules)
         # transformers passes a 4-D mask on unchanged, and vmkv's attention ignores it.
         self._mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=self.device)
         self.uses_operator = compile_with is not None or layers is not None
-        self._keywords: dict[str, Any] = {}
         self._shared = layers
         self._layers: CompiledLayers | None = None
         self.decode_graphs: DecodeGraphs | None = None
@@ -141,8 +147,7 @@ class Stepper:
     def attending(self, *, in_all_threads: bool = False) -> Iterator[None]:
         """Context in which the model attends over these rows; `ConfigError` if others do."""
         if self._shared is None:
-            its = self._states
-            split = contextlib.nullcontext() if its is None else splitting(self.model, its.layers)
+            split = splitting(self.model, self._state_layers)
             with attending_through(self.model, PACKED, in_all_threads=in_all_threads), split:
                 yield
         else:
@@ -280,10 +285,10 @@ class Stepper:
         called = self.attention.called
         called.clear()
         self.attention.steps = steps
+        given: dict[str, Any] = {}
         if self._past_argument:  # Models with chunks count positions from it (Llama 4).
             places = torch.arange(len(positions), device=self.device)
-            self.attention.past = PackedPast(positions - places)
-            self._keywords[self._past_argument] = self.attention.past
+            given[self._past_argument] = self.attention.past = PackedPast(positions - places)
         try:
             with passing(self._pass), self._computing():
                 output = self.model(
@@ -293,7 +298,7 @@ class Stepper:
                     use_cache=False,
                     logits_to_keep=0 if keep is None else keep,
                     return_dict=True,
-                    **self._keywords,
+                    **given,
                 )
         except VMKVError:
             raise
@@ -304,7 +309,6 @@ class Stepper:
             raise ConfigError(change) from error
         finally:
             self.attention.steps = self.attention.past = None
-            self._keywords.pop(self._past_argument, None)
         calls = tuple(sorted(called))
         if self.calls is None:
             self.calls = calls
@@ -382,13 +386,6 @@ class Stepper:
         is_packed = not self.has_states or self.state_tokens > 0
         if max_mixed_tokens > 1 and not self.chunk_sizes and is_packed:
             self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self.num_processors)
-
-    def make_batch_graphs(
-        self, vocab_size: int, dtype: torch.dtype, stream: torch.cuda.Stream | None = None
-    ) -> BatchGraphs:
-        """Prepare captured decode steps of rows 0, 1, … of all slots; closed before this."""
-        no_padding = Scratch(self.num_slots, 0)  # Never used.
-        return BatchGraphs(GraphSpace(self, vocab_size, dtype, no_padding, stream=stream))
 
     @property
     def has_states(self) -> bool:
@@ -532,17 +529,6 @@ def _head_in_slices(
         yield
     finally:
         del vars(head)["forward"]
-
-
-def _packed_states(
-    model: Any, caches: Sequence[KVCache], layers: Mapping[int, StateLayer], called: list[int]
-) -> PackedStates | None:
-    """Return the states of a model's layers in its cache; None if no layer has one."""
-    if not layers:
-        return None
-    if len(caches) > 1 or caches[0].states is None:
-        raise ConfigError("layers with states need one cache, on one device, that holds them")
-    return PackedStates(caches[0].states, layers, called, state_modules(model, layers))
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
