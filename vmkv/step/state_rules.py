@@ -140,6 +140,10 @@ class PackedRules:
         """Let the next pass be of these sequences."""
         self._sequences, self._num_run = sequences, 0
 
+    def end(self) -> None:
+        """Drop the sequences, whose memory may be that of captured steps."""
+        vars(self).pop("_sequences", None)
+
     def plan(self, pieces: Sequence[Piece], device: torch.device) -> PackedSequences:
         """Return the sequences of a step of `pieces` in `packing_order`."""
         if all(each.decodes and each.num_past_tokens and not each.checkpoints for each in pieces):

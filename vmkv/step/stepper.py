@@ -309,6 +309,8 @@ class Stepper:
             raise ConfigError(change) from error
         finally:
             self.attention.steps = self.attention.past = None
+            if self._states is not None:
+                self._states.rules.end()
         calls = tuple(sorted(called))
         if self.calls is None:
             self.calls = calls
