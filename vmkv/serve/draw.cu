@@ -1,28 +1,28 @@
 // Tokens are ordered by a key: how far their score is behind the greatest one, then their id. Each
 // filter is a bound on keys, and the best token by score plus Gumbel noise among the keys below the
 // bound is drawn. The bound of top-p is not searched: the best token of all is right if the mass
-// before its key is below top-p; otherwise its key is the next bound, below which the next best token
-// is searched. With top-p 0.95 one row of twenty takes a second round; each round halves what is left.
-// The bound of top-k is selected by digits of the key (radix selection); top-p refers to the mass
-// below it.
+// before its key is below top-p; otherwise its key is the next bound, below which the next best
+// token is searched. With top-p 0.95 one row of twenty takes a second round; each round halves what
+// is left. The bound of top-k is selected by digits of the key (radix selection); top-p refers to
+// the mass below it.
 //
-// A row is cut into parts of equal size, each for a block, which find the greatest score, the mass and
-// the best token; the block that finishes last goes on with the whole row, from the L2 cache. Parts
-// depend on the vocabulary alone, floats are added in a fixed order and atomics count integers, so a
-// row's token depends neither on the batch nor on the order of blocks.
+// A row is cut into parts of equal size, each for a block, which find the greatest score, the mass
+// and the best token; the block that finishes last goes on with the whole row, from the L2 cache.
+// Parts depend on the vocabulary alone, floats are added in a fixed order and atomics count
+// integers, so a row's token depends neither on the batch nor on the order of blocks.
 //
-// A token's noise is -log(e), where e is at least the uniform number that it is made of. So the token
-// can only beat the best one so far if that number is at most exp(score - best), and logarithms are
-// computed for few tokens. None is computed for tokens of so little weight that even all of them
-// together are outside of top-p or min-p.
+// A token's noise is -log(e), where e is at least the uniform number that it is made of. So the
+// token can only beat the best one so far if that number is at most exp(score - best), and
+// logarithms are computed for few tokens. None is computed for tokens of so little weight that even
+// all of them together are outside of top-p or min-p.
 //
 // `packed` tokens are in the order of their values, the first of equal ones last. `each` visits the
 // tokens of [begin, end) by COUNT, and calls `after` in whole warps. `combine` finds the greatest
-// and the sum over all threads. `scan` finds the mass of the tokens whose keys are below
-// `limit`, and the best of them with noise; `reach` times a token's weight is the greatest number
-// with which it can win, with slack for rounding. `bound_of` finds the key below which there are
-// `count` tokens, at most `ceiling` behind; its digits are 11, 11 and 9 bits of the distance, and 11
-// and 11 of the token, whose others are 0. Noise is that of `gumbel_noise` in sampler.py.
+// and the sum over all threads. `scan` finds the mass of the tokens whose keys are below `limit`,
+// and the best of them with noise; `reach` times a token's weight is the greatest number with which
+// it can win, with slack for rounding. `bound_of` finds the key below which there are `count`
+// tokens, at most `ceiling` behind; its digits are 11, 11 and 9 bits of the distance, and 11 and 11
+// of the token, whose others are 0. Noise is that of `gumbel_noise` in sampler.py.
 
 typedef long long word; typedef unsigned long long u64; typedef unsigned int u32;
 enum { WARPS = THREADS / 32, BATCH = 2, BINS = 2048, FLOATS = 6, INTEGERS = 3 };
