@@ -314,9 +314,8 @@ class Engine:
                     may_stop = True  # A grammar may end before.
                 if may_stop and token_id in params.stop_token_ids:
                     # The text of a stop token is not part of the output.
-                    request.stop_reason = (
-                        None if token_id in self._turns.vocabulary.ends else token_id
-                    )
+                    is_end = token_id in self._turns.vocabulary.ends
+                    request.stop_reason = None if is_end else token_id
                     reason = FinishReason.STOP
                 elif request.detokenizer is not None:
                     _, reason, error = request.add_text([token_id])

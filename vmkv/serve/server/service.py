@@ -395,10 +395,8 @@ class Answer:
     def _check_logprobs(self, num_prompt_tokens: int = 0) -> None:
         """Raise `ApiError` for too many log-probabilities, `num_prompt_tokens` included."""
         params, most_tokens = self.params, self.service.max_model_tokens
-        num_samples, num_tokens = (
-            self._num_samples,
-            min(params.max_tokens or most_tokens, most_tokens),
-        )
+        num_tokens = min(params.max_tokens or most_tokens, most_tokens)
+        num_samples = self._num_samples
         each, each_of_prompt = (
             0 if count is None else 1 + count for count in (params.logprobs, params.prompt_logprobs)
         )
