@@ -101,7 +101,7 @@ class Metrics:
         elif isinstance(event, RequestAdded):
             self._metrics["requests_waiting"].inc()  # Corrected by the next step.
         elif isinstance(event, FirstToken):
-            self._observe(time_to_first_token=event.wait_s)
+            self._metrics["time_to_first_token_seconds"].observe(event.wait_s)
         elif isinstance(event, Idle):
             self._set(requests_running=0, requests_waiting=0, sleeping=event.is_sleeping)
             self._look(cache)
@@ -111,12 +111,14 @@ class Metrics:
         self._count("prompt_tokens", request.num_prompt_tokens)
         self._count("prompt_tokens_cached", request.num_cached_tokens)
         self._count("generation_tokens", request.num_output_tokens)
-        self._observe(request=request.end_s - request.arrival_s)
+        seconds = {"request": request.end_s - request.arrival_s}
         if request.start_s is not None:
-            self._observe(request_queue=request.start_s - request.arrival_s)
+            seconds["request_queue"] = request.start_s - request.arrival_s
         num_later = request.num_output_tokens - 1
         if request.first_token_s is not None and num_later > 0:
-            self._observe(time_per_output_token=(request.end_s - request.first_token_s) / num_later)
+            seconds["time_per_output_token"] = (request.end_s - request.first_token_s) / num_later
+        for name, value in seconds.items():
+            self._metrics[f"{name}_seconds"].observe(value)
 
     def _note_step(self, step: StepRecord) -> None:
         self._count("steps")
@@ -124,14 +126,11 @@ class Metrics:
         self._count("step_tokens", step.num_decode_tokens, "decode")
         self._count("preemptions", step.num_swapped, "swap")
         self._count("preemptions", step.num_recomputed, "recompute")
-        self._observe(step=step.total_s, mapping=step.map_s, device_wait=step.wait_s)
-        if step.fence_wait_s:
-            self._observe(fence_wait=step.fence_wait_s)
-        self._set(requests_running=step.num_running, requests_waiting=step.num_waiting)
-
-    def _observe(self, **seconds: float) -> None:
-        for name, value in seconds.items():
+        parts = {"step": step.total_s, "mapping": step.map_s, "device_wait": step.wait_s}
+        parts |= {"fence_wait": step.fence_wait_s} if step.fence_wait_s else {}
+        for name, value in parts.items():
             self._metrics[f"{name}_seconds"].observe(value)
+        self._set(requests_running=step.num_running, requests_waiting=step.num_waiting)
 
     def _set(self, **gauges: int) -> None:
         for name, value in gauges.items():

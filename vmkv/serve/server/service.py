@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
@@ -367,7 +367,7 @@ class Answer:
             if isinstance(prompt, Sequence):
                 self._check_length(len(prompt))
 
-    @property
+    @cached_property
     def _num_samples(self) -> int:
         return len(self.body.prompts) * self.params.n
 
@@ -395,6 +395,8 @@ class Answer:
     def _check_logprobs(self, num_prompt_tokens: int = 0) -> None:
         """Raise `ApiError` for too many log-probabilities, `num_prompt_tokens` included."""
         params, most_tokens = self.params, self.service.max_model_tokens
+        if params.logprobs is None and params.prompt_logprobs is None:
+            return
         num_tokens = min(params.max_tokens or most_tokens, most_tokens)
         num_samples = self._num_samples
         each, each_of_prompt = (
@@ -484,9 +486,9 @@ class Answer:
                 if form is not None:
                     form = await service.prompts.grammar(form)
                     params = replace(params, structured_outputs=form)
-                prompts = []
+                prompts, kept = [], self._num_kept()
                 for prompt in self.body.prompts:
-                    prompts.append(await service.prompts.tokens(prompt, self._num_kept()))
+                    prompts.append(await service.prompts.tokens(prompt, kept))
                     self._check_length(len(prompts[-1]))
                 num_echoes = self.params.n if getattr(self.body, "echo", None) else 1
                 self._check_logprobs(num_echoes * sum(map(len, prompts)))
