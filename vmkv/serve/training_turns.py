@@ -45,7 +45,7 @@ class Vocabulary(NamedTuple):
         return cls(compat.num_logits(model), compat.num_embeddings(model), end_tokens(model))
 
 
-@dataclass
+@dataclass(eq=False)
 class TrainingTurns:
     """Hands the model of an engine's runner to training, and takes it up again.
 

@@ -291,7 +291,7 @@ class LockstepRunner:
         return _LockstepStep(pending, driver.num_submitted, self._lockstep)
 
 
-@dataclass
+@dataclass(eq=False)
 class _LockstepStep:
     _pending: PendingTokens
     _number: int
