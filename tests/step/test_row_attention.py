@@ -20,9 +20,8 @@ from vmkv import HostBackend, Sequence
 from vmkv.attention import AttentionBackend, AttentionSpec, Call, register
 from vmkv.core.cache import KVCache
 from vmkv.step import Piece
-from vmkv.step.packed_pass import PackedPass, passing
 from vmkv.step.piece import pack, packing_order
-from vmkv.step.row_attention import LayerCall, RowAttention, row_capacities
+from vmkv.step.row_attention import LayerCall, PackedPass, RowAttention, passing, row_capacities
 
 HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 16, (None, 24)
 SCALE = DIM**-0.5

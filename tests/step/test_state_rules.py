@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from vmkv.errors import InternalError
 from vmkv.step import state_rules
-from vmkv.step.packed_pass import PackedPass, passing
 from vmkv.step.piece import Piece, packing_order
+from vmkv.step.row_attention import PackedPass, passing
 from vmkv.step.state_plan import CHUNK_TOKENS, CapturedSizes, PackedSequences, plan_step
 from vmkv.step.state_rules import Call, PackedRules, can_pack
 

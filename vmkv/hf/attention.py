@@ -27,8 +27,7 @@ from ..attention.sdpa import plain_attention, visible_keys
 from ..core.cache.fp8 import FP8
 from ..errors import ConfigError
 from ..step.model_guard import PACKED, register_attention
-from ..step.packed_pass import running
-from ..step.row_attention import LayerCall, in_autocast
+from ..step.row_attention import LayerCall, in_autocast, running
 from . import compat
 from .layers import VirtualLayer, layer_behind, outside_graphs
 

@@ -31,9 +31,8 @@ from ..core.cache import Sequence, StateShape
 from ..errors import VMKVError
 from ..step import Piece, Stepper, attending_through
 from ..step.model_guard import PACKED, chosen_attention, eval_mode, hooks_of, refusing_waits
-from ..step.packed_pass import PackedPass, passing
 from ..step.piece import cut_at_chunks, packing_order
-from ..step.row_attention import AttentionCalls, LayerCall, autocast_dtype
+from ..step.row_attention import AttentionCalls, LayerCall, PackedPass, autocast_dtype, passing
 from ..step.states import StateLayer, StateProbe, splitting, state_modules, tensors_of, with_tensors
 from . import compat
 from .attention import attend_to_tensors

@@ -21,7 +21,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,10 +36,10 @@ from ..core.cache.fp8 import Scales
 from ..errors import ConfigError, InternalError
 from .graph_passes import turned
 from .model_guard import attending_through, numbered_layers, register_attention
-from .packed_pass import running
 
 if TYPE_CHECKING:
-    from .states import StateLayer
+    from .state_rules import PackedRules
+    from .states import PackedStates, StateLayer, StateProbe
 
 #: Longest rows that decode in one launch with prompts, which splits no row: this many tokens take a
 #: processor about 0.15 ms. (H200, 8B Llama shape, chat: a step with prompts takes 1.8 % less than
@@ -161,6 +162,35 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     kind = device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
+
+# ---- the pass ------------------------------------------------------------------------------------
+
+
+class PackedPass(NamedTuple):
+    """Code that computes layers in a packed pass; without it, they compute as they are."""
+
+    attend: Callable[[Any, LayerCall], torch.Tensor] | None = None
+    rows: RowAttention | None = None
+    states: PackedStates | StateProbe | None = None
+    rules: PackedRules | None = None
+
+
+_RUNNING: ContextVar[PackedPass] = ContextVar("vmkv_pass", default=PackedPass())  # noqa: B039
+running = _RUNNING.get
+"""Return the pass of this thread; empty between passes."""
+
+
+@contextlib.contextmanager
+def passing(its: PackedPass) -> Iterator[None]:
+    """Context in which passes of this thread are `its`."""
+    token = _RUNNING.set(its)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
 
 _Kernels = tuple[AttentionBackend, AttentionBackend | None, bool]
 """Kernels of one kind of layer, over rows and for beginnings, and whether the first one `mixes`."""

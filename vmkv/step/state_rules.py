@@ -34,8 +34,8 @@ import torch
 
 from ..errors import InternalError
 from .compiled_layers import with_own_code
-from .packed_pass import running
 from .piece import Piece
+from .row_attention import running
 from .state_plan import Kind, PackedSequences, Round, plan_step
 
 _CONVOLUTION, _UPDATE = "causal_conv1d_fn", "causal_conv1d_update"

@@ -32,7 +32,7 @@ import torch
 from ..core.cache import StateGroup, StateShape
 from ..errors import ConfigError
 from .cache_argument import named_cache
-from .packed_pass import running
+from .row_attention import running
 from .state_plan import PackedSequences
 from .state_rules import PackedRules, can_pack
 

@@ -4,7 +4,7 @@ A step is one packed forward pass, or the replay of a captured one. The caller g
 a step and chooses the tokens after it; `last_tokens` keeps tokens on the device from one step to
 the next.
 
-Layers find the step through a context variable (`packed_pass.py`): eager ones in their attention
+Layers find the step through a context variable (`PackedPass`): eager ones in their attention
 implementation (`vmkv.hf.attention`), compiled ones in an operator (`row_attention.py`). Graphs are
 captured in advance (`warm_up.py`), or when a size comes for the third time
 (`capture_where_it_pays`).
@@ -33,9 +33,16 @@ from .compiled_layers import CompiledLayers
 from .graphs import DecodeGraphs, GraphSpace, Scratch
 from .mixed_graphs import MixedGraphs
 from .model_guard import PACKED, ModelGuard, attending_through, has_users, hooks_of
-from .packed_pass import PackedPass, passing
 from .piece import HeadInParts, Piece, StepLogits, cut_at_chunks, pack, packing_order
-from .row_attention import AttentionCalls, PackedPast, RowAttention, StepParts, row_capacities
+from .row_attention import (
+    AttentionCalls,
+    PackedPass,
+    PackedPast,
+    RowAttention,
+    StepParts,
+    passing,
+    row_capacities,
+)
 from .state_plan import PackedSequences
 from .states import PackedStates, splitting, state_modules
 
@@ -99,7 +106,6 @@ class Stepper:
         self._past_argument = cache_argument(model) if self.chunk_sizes or calls.is_named else ""
         self.attention = RowAttention(caches, attention_backend, preferred_backend, calls)
         self._states: PackedStates | None = None
-        self._state_layers = calls.states
         if calls.states:
             if len(caches) > 1 or caches[0].states is None:
                 raise ConfigError("layers with states need one cache, on one device, with them")
@@ -147,7 +153,8 @@ class Stepper:
     def attending(self, *, in_all_threads: bool = False) -> Iterator[None]:
         """Context in which the model attends over these rows; `ConfigError` if others do."""
         if self._shared is None:
-            split = splitting(self.model, self._state_layers)
+            its = self._states
+            split = contextlib.nullcontext() if its is None else splitting(self.model, its.layers)
             with attending_through(self.model, PACKED, in_all_threads=in_all_threads), split:
                 yield
         else:
