@@ -91,6 +91,12 @@ def first(handle: RequestHandle) -> CompletionOutput:
     return output.outputs[0]
 
 
+def answer(engine: Engine, params: SamplingParams, prompt: str = "A") -> CompletionOutput:
+    handle = engine.add(prompt, params)
+    finish_all(engine)
+    return first(handle)
+
+
 def is_complete(output: CompletionOutput) -> bool:
     """It ended by its grammar, with the end-of-sequence token."""
     return output.finish_reason is FinishReason.STOP and output.token_ids[-1] == END
@@ -149,10 +155,8 @@ def test_samples_are_guided_each(engine_of: MakeEngine) -> None:
 
 def test_log_probabilities_are_of_unmodified_logits(engine_of: MakeEngine) -> None:
     engine = engine_of()
-    handle = engine.add(PROMPTS[0], guided(regex="[xyz]{4}", temperature=0, logprobs=1))
-    finish_all(engine)
-    output = first(handle)
-    tokens = [*handle.output().prompt_token_ids, *output.token_ids]
+    output = answer(engine, guided(regex="[xyz]{4}", temperature=0, logprobs=1), PROMPTS[0])
+    tokens = [*tiny_tokenizer().encode(PROMPTS[0]), *output.token_ids]
     with torch.no_grad():
         logits = tiny_llama()(torch.tensor([tokens])).logits[0]
     expected = logits.log_softmax(-1)[len(tokens) - len(output.token_ids) - 1 : -1]
@@ -178,9 +182,7 @@ def test_log_probabilities_are_of_unmodified_logits(engine_of: MakeEngine) -> No
 )
 def test_ends(engine_of: MakeEngine, options: dict[str, Any], text: str) -> None:
     engine = engine_of()
-    handle = engine.add("A", guided(**options))
-    finish_all(engine)
-    output = first(handle)
+    output = answer(engine, guided(**options))
     assert re.fullmatch(text, output.text)
     reason = FinishReason.LENGTH if "max_tokens" in options else FinishReason.STOP
     assert reason is output.finish_reason
@@ -190,9 +192,7 @@ def test_stop_tokens_end_the_output(engine_of: MakeEngine) -> None:
     """The request's own, anywhere, but for the first `min_tokens`."""
     engine = engine_of()
     [x] = tiny_tokenizer().encode("x")
-    handle = engine.add("A", guided(regex="[xyz]{300}", stop_token_ids=[x], min_tokens=20))
-    finish_all(engine)
-    output = first(handle)
+    output = answer(engine, guided(regex="[xyz]{300}", stop_token_ids=[x], min_tokens=20))
     assert x == output.token_ids[-1] == output.stop_reason
     assert x not in output.token_ids[:-1]
     assert 20 <= len(output.token_ids) < 300
@@ -203,10 +203,9 @@ def test_a_model_without_end_tokens_takes_the_tokenizers(make_engine: MakeEngine
     model = tiny_llama()
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     engine = make_engine(model, tokenizer=tiny_tokenizer())
-    handle = engine.add("A", guided(regex="ab"))
-    finish_all(engine)
-    assert is_complete(first(handle))
-    assert "ab" == first(handle).text
+    output = answer(engine, guided(regex="ab"))
+    assert is_complete(output)
+    assert "ab" == output.text
 
 
 # ---- beside others -------------------------------------------------------------------------------
@@ -361,9 +360,7 @@ def test_a_failing_sampler_fails_its_step_only(engine_of: MakeEngine) -> None:
         engine.step()
     assert isinstance(handle.output().error, ZeroDivisionError)
     assert 1 == len(handle.output().outputs[0].token_ids)
-    later = engine.add("A", guided(regex="a{9}"))
-    finish_all(engine)
-    assert "a" * 9 == first(later).text
+    assert "a" * 9 == answer(engine, guided(regex="a{9}")).text
 
 
 def test_a_failing_processor_leaves_guided_requests_alone(
@@ -411,9 +408,7 @@ def test_a_mask_that_takes_too_long_ends_its_request_only(
     assert "which all requests wait for" in str(slow.output().error)
     assert first(plain).token_ids
     engine.grammars.ends_slow = False  # Ranks would end different ones.
-    slow = engine.add("A", guided(regex="[a-z]{9}"))
-    finish_all(engine)
-    assert first(slow).token_ids
+    assert answer(engine, guided(regex="[a-z]{9}")).token_ids
 
 
 async def test_grammars_are_compiled_beside_the_engines_thread(

@@ -14,50 +14,40 @@ from transformers import NoBadWordsLogitsProcessor
 from vmkv import ConfigError
 from vmkv.serve.params import SamplingParams, StructuredOutputs, resolve
 
+NAN = float("nan")
+#: Values that each parameter refuses.
+BAD: dict[str, list[Any]] = {
+    "temperature": [-0.1, NAN, "warm"],
+    "top_p": [0.0, 1.1],
+    "min_p": [-1],
+    "top_k": [-2, 1.5],
+    "n": [0],
+    "max_tokens": [0],
+    "logprobs": [-1],
+    "prompt_logprobs": [-1],
+    "seed": [2**64],
+    "repetition_penalty": [0.0],
+    "presence_penalty": [3],
+    "stop": [["a", ""]],
+    "stop_token_ids": [[-1]],
+    "logit_bias": [{3: 101}, {3: NAN}, {-3: 1}, {"3": 1}, [3], dict.fromkeys(range(1025), 1)],
+    "allowed_token_ids": [[], [-1], 3],
+    "bad_words": [[""], ["  "], [[]], [[-1]], [3]],
+    "logits_processors": [[3]],
+    "structured_outputs": [{"regex": "a"}],
+}
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"temperature": "warm"},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"min_p": -1},
-        {"top_k": -2},
-        {"top_k": 1.5},
-        {"n": 0},
-        {"max_tokens": 0},
-        {"max_tokens": 3, "min_tokens": 4},
-        {"logprobs": -1},
-        {"prompt_logprobs": -1},
-        {"seed": 2**64},
-        {"repetition_penalty": 0.0},
-        {"presence_penalty": 3},
-        {"stop": ["a", ""]},
-        {"stop_token_ids": [-1]},
-        {"logit_bias": {3: 101}},
-        {"logit_bias": {3: float("nan")}},
-        {"logit_bias": {-3: 1}},
-        {"logit_bias": {"3": 1}},
-        {"logit_bias": [3]},
-        {"logit_bias": dict.fromkeys(range(1025), 1)},
-        {"allowed_token_ids": []},
-        {"allowed_token_ids": [-1]},
-        {"allowed_token_ids": 3},
-        {"bad_words": [""]},
-        {"bad_words": ["  "]},
-        {"bad_words": [[]]},
-        {"bad_words": [[-1]]},
-        {"bad_words": [3]},
-        {"logits_processors": [3]},
-        {"structured_outputs": {"regex": "a"}},
-    ],
-    ids=str,
-)
-def test_invalid_parameters_are_refused(bad: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(bad)) if len(bad) == 1 else "min_tokens"):
-        SamplingParams(**bad)
+
+@pytest.mark.parametrize("name", BAD)
+def test_invalid_parameters_are_refused(name: str) -> None:
+    for value in BAD[name]:
+        with pytest.raises(ConfigError, match=name):
+            SamplingParams(**{name: value})
+
+
+def test_fewer_tokens_than_min_tokens_are_refused() -> None:
+    with pytest.raises(ConfigError, match="min_tokens"):
+        SamplingParams(max_tokens=3, min_tokens=4)
 
 
 INTEGERS = ("n", "top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "seed")

@@ -251,6 +251,15 @@ class Compiled(Scripted):
         super().__init__(script)
         self.may_compile, self.is_compiled = threading.Event(), threading.Event()
 
+    def hold_grammars(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        compile_ = Grammars._compiled
+
+        def held(grammars: Grammars, form: StructuredOutputs) -> Any:
+            assert self.may_compile.wait(PATIENCE_S)
+            return compile_(grammars, form)
+
+        monkeypatch.setattr(Grammars, "_compiled", held)
+
     def receive(self, timeout_s: float | None = 0.0) -> Sequence[Command]:
         found = super().receive(timeout_s)
         if Look() in found:
@@ -324,13 +333,7 @@ def test_a_request_that_waits_for_its_grammar_counts_as_a_request(
     """Later commands and the end treat it as one that runs; cancelled, it never begins."""
     asked = Add(1, tuple(prompts(1)[0]), GUIDED, 0)
     link = Compiled([(1.0, asked), *script])
-    compile_ = Grammars._compiled
-
-    def held(grammars: Grammars, form: StructuredOutputs) -> Any:
-        assert link.may_compile.wait(PATIENCE_S)
-        return compile_(grammars, form)
-
-    monkeypatch.setattr(Grammars, "_compiled", held)
+    link.hold_grammars(monkeypatch)
     tokenizer = tiny_tokenizer()
     engine = make_engine(tiny_llama(), tokenizer=tokenizer, sleep_after_s=10.0)
     try:
@@ -350,13 +353,7 @@ def test_requests_that_wait_for_their_grammar_are_refused_with_those_that_cannot
     asked = Add(1, tuple(prompts(1)[0]), GUIDED, 0)
     script = [(0.0, Sleep(9, False)), (1.0, asked), (2.0, add(2)), (3.0, Look()), (4.0, Stop(True))]
     link = Compiled(script)
-    compile_ = Grammars._compiled
-
-    def held(grammars: Grammars, form: StructuredOutputs) -> Any:
-        assert link.may_compile.wait(PATIENCE_S)
-        return compile_(grammars, form)
-
-    monkeypatch.setattr(Grammars, "_compiled", held)
+    link.hold_grammars(monkeypatch)
     engine = make_engine(tiny_llama(), tokenizer=tiny_tokenizer(), enable_sleep_mode=True)
     real = engine.wake
 

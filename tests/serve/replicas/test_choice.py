@@ -44,34 +44,29 @@ def test_the_longest_held_prefix_is_first(candidates: list[Candidate], num_token
         assert first.held_tokens == longest
 
 
-def test_a_busy_replica_is_passed_over_despite_its_prefix() -> None:
-    """At `max_load`, or more than `max_ahead` above the least loaded replica."""
-    holder, other = Candidate(90, 4, 9), Candidate(0, 0, 0)
-    assert ranked([other, holder], 100, ROUTING) == [1, 0]
-    assert ranked([other, replace(holder, load=5)], 100, ROUTING) == [0, 1]
-    both_busy = [replace(other, load=19), replace(holder, load=20)]
-    assert ranked(both_busy, 100, ROUTING) == [0, 1]
+HOLDER, OTHER = Candidate(90, 4, 9), Candidate(0, 0, 0)
 
 
-def test_replicas_with_equal_prefixes_are_ranked_by_load() -> None:
-    """Among equal loads, the replica that got fewer new tokens is first."""
-    equals = [Candidate(64, 2, 1), Candidate(64, 1, 9), Candidate(64, 1, 3)]
-    assert ranked(equals, 100, ROUTING) == [2, 1, 0]
-
-
-def test_an_unknown_prompt_goes_to_the_replica_with_fewest_new_tokens() -> None:
-    unheld = [Candidate(0, 0, 900), Candidate(0, 3, 700), Candidate(0, 1, 700)]
-    assert ranked(unheld, 100, ROUTING) == [2, 1, 0]
-
-
-def test_a_prefix_that_is_a_small_share_of_the_prompt_is_ignored() -> None:
-    holder, other = Candidate(16, 1, 0), Candidate(0, 0, 0)
-    assert ranked([holder, other], 1000, ROUTING) == [1, 0]
-    assert ranked([holder, other], 64, ROUTING) == [0, 1]
-
-
-def test_no_replicas_have_an_empty_ranking() -> None:
-    assert ranked([], 10, ROUTING) == []
+@pytest.mark.parametrize(
+    ("candidates", "num_tokens", "order"),
+    [
+        ([OTHER, HOLDER], 100, [1, 0]),
+        ([OTHER, replace(HOLDER, load=5)], 100, [0, 1]),  # More than `max_ahead` above the least.
+        ([replace(OTHER, load=19), replace(HOLDER, load=20)], 100, [0, 1]),  # At `max_load`.
+        # Equal prefixes are ranked by load, then by the new tokens that a replica got.
+        ([Candidate(64, 2, 1), Candidate(64, 1, 9), Candidate(64, 1, 3)], 100, [2, 1, 0]),
+        # An unknown prompt goes to the replica with fewest new tokens.
+        ([Candidate(0, 0, 900), Candidate(0, 3, 700), Candidate(0, 1, 700)], 100, [2, 1, 0]),
+        # A prefix that is a small share of the prompt is ignored.
+        ([Candidate(16, 1, 0), OTHER], 1000, [1, 0]),
+        ([Candidate(16, 1, 0), OTHER], 64, [0, 1]),
+        ([], 10, []),
+    ],
+)
+def test_the_order_of_replicas(
+    candidates: list[Candidate], num_tokens: int, order: list[int]
+) -> None:
+    assert order == ranked(candidates, num_tokens, ROUTING)
 
 
 @pytest.mark.parametrize(
