@@ -240,8 +240,8 @@ class StampedRows:
                 self._compare(what, layer, row, history, first, len(history))
 
     def firsts_mapped(self, row: int, num_tokens: int) -> list[int]:
-        """The first mapped token of `num_tokens`, in each layer."""
-        return [layer.group.first_mapped_token(row, num_tokens) for layer in self._layers]
+        """The first token of `num_tokens` that is mapped and was written, in each layer."""
+        return [layer.group.first_readable_token(row, num_tokens) for layer in self._layers]
 
     def _check_readable(
         self, what: str, group: LayerGroup, row: int, num_past: int, end: int

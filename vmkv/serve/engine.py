@@ -50,7 +50,7 @@ from .runner import ModelRunner, make_runner, spare_bytes
 from .scheduler import PreemptionCosts, Scheduler
 from .served_rows import OwnBudget, open_rows, pool_beside
 from .step_loop import Ended, Sampled, Scored, StepLoop
-from .training_turns import TrainingTurns, Vocabulary, forget_prefixes, renewed_runner
+from .training_turns import TrainingTurns, Vocabulary, renewed_runner
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -512,7 +512,7 @@ class Engine:
         self._check_one_device("weights_changed()")
         self._check_at_rest("weights_changed()")
         self.wake()
-        forget_prefixes(self.cache)
+        self.cache.forget_prefixes()
         if not self._turns.is_paused:
             self._turns.pause(compares_values=False)
             self._resume()
@@ -623,7 +623,7 @@ class Engine:
 
     def _resume(self) -> None:
         if self._turns.resume():
-            forget_prefixes(self.cache)
+            self.cache.forget_prefixes()
         self._is_stale, self.loop.runner = True, self._turns.runner
         self.grammars.renew(self._turns.vocabulary.num_logits, self._turns.vocabulary.ends)
 

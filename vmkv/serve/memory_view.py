@@ -211,7 +211,9 @@ class MemoryView:
             self._padding = self.cache.live_sequences()
             for sequence in self._padding:
                 sequence.truncate(0)
-        if keeps_prefixes:
+        if not keeps_prefixes:
+            self.cache.forget_prefixes()
+        else:
             try:
                 move_prefixes(self.cache)
             except CapacityError as error:
@@ -273,6 +275,7 @@ class MemoryView:
             return False
         host = self.cache.pool.stats(MemoryLocation.HOST)
         free_bytes = host.budget_bytes - host.resident_bytes - host.retired_bytes
+        free_bytes += self.cache.tier.num_bytes  # Its blocks give way.
         return self.held_pages(request) * self.page_bytes <= free_bytes
 
     def is_swapped(self, request: Request) -> bool:
@@ -292,6 +295,10 @@ class MemoryView:
         """Move a request's sequence back from host memory; on errors it stays there."""
         request.last_step = None
         request.sequence.swap_in()
+
+    def offload_ahead(self) -> None:
+        """While memory is short, copy what is evicted next to host memory."""
+        self.cache.tier.keep_ahead()
 
     def pages_to_resume(self, request: Request) -> int:
         """Pages that swapping a request in takes; its shared pages have stayed mapped."""

@@ -65,7 +65,15 @@ _METRICS: tuple[tuple[Any, str, str, dict[str, Any]], ...] = (
     ),
 )
 _MEMORY = ("used", "resident", "parked", "shared", "host", "free", "retired", "budget", "reserved")
-_SHARING = ("aliased", "copied", "copied_on_write", "swapped_out", "swapped_in")
+_SHARING = (
+    "aliased",
+    "copied",
+    "copied_on_write",
+    "swapped_out",
+    "swapped_in",
+    "offloaded",
+    "loaded",
+)
 
 
 class Metrics:

@@ -55,7 +55,8 @@ class EngineOptions:
         memory_fraction: Share of a GPU's whole memory for weights, graphs, keys and values, of
             which the rest stays free. It excludes `budget_bytes`. Without a GPU it is a share of
             the free memory.
-        host_budget_bytes: Host memory for swapping preempted requests; 0 to recompute them.
+        host_budget_bytes: Host memory for evicted prefixes and swapped requests; by default none,
+            so both are computed again.
         pool_socket: Socket of a broker (`vmkv pool`) that shares the device's memory between
             processes; several models get one by default. `budget_bytes` is then the most that
             this engine may have.

@@ -364,6 +364,7 @@ class StepLoop:
             start_s = time.perf_counter()
             submitted = self._submit(plan, record)
             record.submit_s += time.perf_counter() - start_s - record.wait_s
+            self._view.offload_ahead()
             return submitted, plan
         return None, StepPlan([], [], [], [])
 
@@ -490,11 +491,10 @@ class StepLoop:
         if not isinstance(error, Exception):
             raise error
         if is_out_of_memory(error):
-            self._shortage = error
             self._view.reclaim()
             fewer = self._scheduler.fewer_tokens(chunks)
             if fewer:
-                self._token_limit = fewer
+                self._shortage, self._token_limit = error, fewer
                 return
         elif not isinstance(error, SlotError | ConfigError):  # The caller's: a changed model.
             self.num_failed_steps += 1
@@ -512,7 +512,7 @@ class StepLoop:
         hold shared pages; fail the first request.
         """
         if self._token_limit is not None:
-            self._token_limit = None
+            self._shortage = self._token_limit = None
             return
         if self._member is not None and self._member.may_grow:
             self._member.wait(_ORDER_WAIT_S, self._budget_bytes)
@@ -534,6 +534,7 @@ class StepLoop:
             retired_bytes=0,
         )
         self.end(request, FinishReason.ERROR, error)
+        self._borrower.note_given_up()
 
     # ---- reading --------------------------------------------------------------------------
 

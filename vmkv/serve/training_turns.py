@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.cache import KVCache
 from ..errors import ConfigError, shown
 from ..hf import compat
 from ..hf.proof import Proof, prove
@@ -117,13 +116,6 @@ def renewed_runner(
 def _comparable(made: Proof | ServedRows) -> object:
     states = made.calls.states.items()
     return made.calls._replace(states={}), {at: (*each.shapes.items(),) for at, each in states}
-
-
-def forget_prefixes(cache: KVCache) -> None:
-    """Forget all recorded tokens; the memory stays with its rows."""
-    with cache.pool.lock:
-        for row in tuple(cache.prefixes.recorded):
-            cache.prefixes.truncate(row)
 
 
 # ---- vocabulary ----------------------------------------------------------------------------------

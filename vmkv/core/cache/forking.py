@@ -562,6 +562,15 @@ def beginnings(cache: KVCache, prompt: Any, tenant: str | None) -> Iterator[_Beg
         yield length, those
 
 
+def longest_beginning(cache: KVCache, prompt: Any, tenant: str | None) -> int:
+    """Return the length of the longest of the `beginnings`; 0 without one. Locked."""
+    for num_tokens, rows in beginnings(cache, prompt, tenant):
+        for where in (Where.PARKED, Where.LIVE):
+            if any(cache.keeps(row, num_tokens) for row in rows(where)):
+                return num_tokens
+    return 0
+
+
 def begin_with_prefix(cache: KVCache, prompt: Any, tenant: str | None) -> tuple[int, int] | None:
     """Take a row with the longest known beginning of `prompt`, without its last token. Locked.
 

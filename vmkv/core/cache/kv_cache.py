@@ -33,10 +33,11 @@ from .device_memory import open_pool
 from .forking import CostModel
 from .fp8 import LayerScales, Scales
 from .geometry import LayerShape, check_positive
+from .host_tier import HostTier
 from .kv_group import KVGroup
 from .layer_group import LayerGroup, stream_getter, torch_device
 from .layers import add_layers, compact, drop_layers
-from .prefix import PrefixIndex, Where
+from .prefix import PrefixIndex
 from .rows import Rows
 from .sequence import Sequence
 from .state_group import StateGroup, StateShape
@@ -61,8 +62,8 @@ class KVCache(AbstractContextManager["KVCache"]):
         max_sequences: How many sequences can be open or parked at once.
         budget_bytes: Limit of physical memory; by default what is free on the device now. Not
             allowed with a pool, which has its own.
-        host_budget_bytes: Limit of host memory for swapped sequences; by default none. Not allowed
-            with a pool.
+        host_budget_bytes: Limit of host memory for swapped sequences and evicted prefixes; by
+            default none. Not allowed with a pool.
         layers_per_group: Layers that share a token row. By default all on a GPU, where decode pays
             2 % for it (8 at worst) and saves calls, and one on the host, where small pages make
             calls cheap and interleaving costs 1.8 x in CPU attention.
@@ -70,6 +71,7 @@ class KVCache(AbstractContextManager["KVCache"]):
 
     Attributes:
         groups: The layer groups.
+        tier: Blocks of evicted prefixes in host memory.
         states: The one of them that keeps layers' states; None without such layers.
         live: The sequence of each live row.
         moving: By row on its way to the host, a function that makes its victim.
@@ -115,7 +117,8 @@ class KVCache(AbstractContextManager["KVCache"]):
         self.prefixes = PrefixIndex()
         self.device = torch_device(backend)
         self.current_stream = stream_getter(backend)
-        self.rows = Rows(max_sequences, self.pool, self.groups, self.prefixes)
+        self.tier = HostTier(self)
+        self.rows = Rows(max_sequences, self.pool, self.groups, self.prefixes, self.tier.keep)
         self.away: MovedPrefixes | None = None
         self.sharing = SharingStats()
         self.cost_model = cost_model or CostModel.of(backend)
@@ -456,9 +459,10 @@ class KVCache(AbstractContextManager["KVCache"]):
         Args:
             num_tokens: Its expected length, for the choice of the parked row to adopt.
             row: Take this row; the sequence starts empty.
-            prompt: Its first token ids. The longest beginning that a live or parked row holds (see
-                `Sequence.record`), short of the last token, is reused; the sequence's `num_tokens`
-                is its length. CPU tensors of 64-bit integers are read fastest.
+            prompt: Its first token ids. The longest beginning that a live or parked row or host
+                memory holds (see `Sequence.record`), short of the last token, is reused; the
+                sequence's `num_tokens` is its length. CPU tensors of 64-bit integers are read
+                fastest.
             tenant: Its owner: prefixes of other tenants are not found, and memory is scrubbed
                 between tenants where the pool says so.
 
@@ -477,11 +481,14 @@ class KVCache(AbstractContextManager["KVCache"]):
             if prompt is not None and row is None:
                 found = forking.begin_with_prefix(self, prompt, tenant)
             if found is not None:
-                row, num_cached_tokens = found
-                return self._restored(row, num_cached_tokens, (), tenant)
-            row = forking.choose_row(self, num_tokens) if row is None else row
-            self.rows.take(row, 0, tenant, self.current_stream())
-            return Sequence(self, row, 0, tenant)
+                begun = self._restored(*found, (), tenant)
+            else:
+                wanted = forking.choose_row(self, num_tokens) if row is None else row
+                self.rows.take(wanted, 0, tenant, self.current_stream())
+                begun = Sequence(self, wanted, 0, tenant)
+        if prompt is not None and row is None:
+            self.tier.extend(begun, prompt)
+        return begun
 
     @uninterrupted
     def fork(self, source: Sequence, num_tokens: int, *, row: int | None = None) -> Sequence:
@@ -518,11 +525,14 @@ class KVCache(AbstractContextManager["KVCache"]):
         Changes nothing. Cost: about 5 ns per token, and a look at each row that holds a beginning.
         """
         with self.pool.lock:
-            for num_tokens, rows in forking.beginnings(self, prompt, tenant):
-                for where in (Where.PARKED, Where.LIVE):
-                    if any(self.keeps(row, num_tokens) for row in rows(where)):
-                        return num_tokens
-        return 0
+            return self.tier.find(prompt, tenant, forking.longest_beginning(self, prompt, tenant))
+
+    def forget_prefixes(self) -> None:
+        """Forget all recorded tokens, here and in host memory; the memory stays with its rows."""
+        with self.pool.lock:
+            for row in tuple(self.prefixes.recorded):
+                self.prefixes.truncate(row)
+            self.tier.forget()
 
     def pages_to_fork(self, sequence: Sequence, num_tokens: int) -> int:
         """Pages that a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing.
@@ -667,6 +677,7 @@ class KVCache(AbstractContextManager["KVCache"]):
         self.is_closing = True  # After a failing driver call another `close` continues from there.
         if self.away is not None:
             self.away.drop()
+        self.tier.close()
         for sequence in self.sequences:
             sequence.is_closed = True
             sequence.drop_host_copy()

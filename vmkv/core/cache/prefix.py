@@ -309,7 +309,7 @@ class PrefixIndex:
 
     def record(self, row: int, token_ids: Sequence[int], tenant: str | None = None) -> None:
         """Record that a live row holds `token_ids` after those recorded before, for a tenant."""
-        tokens = _as_bytes(token_ids)
+        tokens = as_bytes(token_ids)
         if not tokens:
             return
         content = self._contents.get(row)
@@ -385,13 +385,18 @@ class PrefixIndex:
     def holds(self, row: int, token_ids: Sequence[int], start: int, end: int) -> bool:
         """Whether the tokens `[start, end)` of `row` are recorded, and those of `token_ids`."""
         start_bytes, end_bytes = start * _TOKEN_BYTES, end * _TOKEN_BYTES
-        wanted = _as_bytes(token_ids)[start_bytes:end_bytes]
+        wanted = as_bytes(token_ids)[start_bytes:end_bytes]
         return self._held(self._contents[row], start_bytes, end_bytes) == wanted
 
     def token_ids(self, row: int) -> list[int]:
         """The recorded tokens of `row`."""
         content = self._contents.get(row)
         return [] if content is None else array("q", self._held(content)).tolist()
+
+    def hashes(self, row: int) -> Sequence[bytes]:
+        """The hashes of the whole blocks of recorded tokens of `row`. Cost: 1 µs per new one."""
+        content = self._contents.get(row)
+        return () if content is None else self._hashed(content)
 
     def _hashed(self, content: Path) -> list[bytes]:
         known = content.hashes
@@ -425,7 +430,7 @@ class PrefixIndex:
         Changes to rows between two matches are seen. Cost: about 5 ns per token, and a comparison
         for each place where rows part.
         """
-        whose, tokens = _tenant_bytes(tenant), _as_bytes(token_ids)
+        whose, tokens = _tenant_bytes(tenant), as_bytes(token_ids)
         num_bytes = len(tokens) if max_tokens is None else max_tokens * _TOKEN_BYTES
         while num_bytes:
             for node, end_bytes in reversed(self._tree.find(whose, tokens, num_bytes)):
@@ -460,7 +465,7 @@ class PrefixIndex:
 
 def block_hashes(token_ids: Sequence[int], tenant: str | None = None) -> Iterator[bytes]:
     """Yield the hashes of the whole blocks of `token_ids`, in every process the same."""
-    return _chain(_as_bytes(token_ids), _first_parent(_tenant_bytes(tenant)))
+    return _chain(as_bytes(token_ids), _first_parent(_tenant_bytes(tenant)))
 
 
 def _chain(tokens: bytes, parent: bytes) -> Iterator[bytes]:
@@ -488,7 +493,7 @@ def _tenant_bytes(tenant: str | None) -> bytes:
     return b"" if tenant is None else b"." + tenant.encode(errors="surrogatepass")
 
 
-def _as_bytes(token_ids: Any) -> bytes:
+def as_bytes(token_ids: Any) -> bytes:
     """Convert token ids to native 64-bit integers; contiguous memory is used as it is."""
     try:
         if isinstance(token_ids, array):

@@ -81,6 +81,8 @@ def victim_of(
 class Rows:
     """The rows of a cache with `groups`. Guarded by the pool's lock.
 
+    `keep` is called before a parked row loses what is recorded after a number of tokens.
+
     Attributes:
         parked: The tick at which each parked row was parked, or last forked from; least recent
             first.
@@ -92,12 +94,14 @@ class Rows:
         pool: ExtentPool,
         groups: Sequence[LayerGroup],
         prefixes: PrefixIndex,
+        keep: Callable[[int, int], None],
     ):
         self.num_rows = num_rows
         self.parked: dict[int, int] = {}
         self._pool = pool
         self._groups = groups
         self._prefixes = prefixes
+        self._keep = keep
         self._empty = list(range(num_rows))  # Sorted: low rows first, so views stay narrow.
         # Tick of the last known work on each row; for live rows only the reads by their forks.
         self._idle_since: dict[int, int] = {}
@@ -114,6 +118,10 @@ class Rows:
             if row in self.parked:
                 del self.parked[row]
                 self.parked[row] = now
+
+    def note_read(self, row: int) -> None:
+        """Note that reads of a parked `row` were submitted; it was not used, so it ages on."""
+        self._idle_since[row] = self._pool.pressure.tick()
 
     # ---- choice ---------------------------------------------------------------------------
 
@@ -159,6 +167,7 @@ class Rows:
         """Make a free row live with its first `num_tokens` tokens, and scrub the rest of it."""
         is_parked = row in self.parked
         if is_parked:
+            self._keep(row, num_tokens)
             # Another stream may still read memory that this one will overwrite.
             self._pool.backend.join_streams(stream)
         elif row not in self._empty:
@@ -232,6 +241,7 @@ class Rows:
 
     def retire_parked(self, row: int, num_tokens: int = 0) -> None:
         """Retire a parked row's extents after its first `num_tokens` tokens."""
+        self._keep(row, num_tokens)
         # Work submitted after `idle_since` does not read the row.
         fence = self._pool.reclaimer.fence_since(self.idle_since(row))
         for group in self._groups:

@@ -26,8 +26,10 @@ class SharingStats:
         aliased_bytes: Extents mapped a second time by forks and reorderings.
         copied_bytes: Tails, and extents that the cost model preferred to copy.
         copied_on_write_bytes: Shared extents copied because they had to be written.
-        swapped_out_bytes: Copied to host memory.
+        swapped_out_bytes: Sequences copied to host memory.
         swapped_in_bytes: Copied back.
+        offloaded_bytes: Blocks of prefixes copied to host memory.
+        loaded_bytes: Copied back.
     """
 
     num_forks: int = 0
@@ -36,6 +38,8 @@ class SharingStats:
     copied_on_write_bytes: int = 0
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
+    offloaded_bytes: int = 0
+    loaded_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class CacheStats:
         used_bytes: Memory that the tokens of live sequences need.
         parked_bytes: The part of `resident_bytes` that only parked rows and checkpoints hold.
         shared_bytes: Saved by sharing: bytes mapped in excess of the physical memory behind them.
-        host_bytes: Host memory of the pool that holds swapped sequences.
+        host_bytes: Host memory of the pool that holds swapped sequences and evicted prefixes.
         free_bytes: Physical memory of the pool that is mapped nowhere.
         retired_bytes: Physical memory of the pool that waits for fences.
         budget_bytes: The pool's limit.

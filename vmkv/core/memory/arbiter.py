@@ -95,6 +95,10 @@ class Borrower:
             self._num_stuck = 0
             self.arbiter.num_submitted += 1
 
+    def note_given_up(self) -> None:
+        """Be patient again: a request was failed, so the next one may find memory."""
+        self._num_stuck = 0
+
     def withdraw(self) -> None:
         """Drop the claim, if there is one."""
         self._claim = None

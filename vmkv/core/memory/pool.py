@@ -125,7 +125,7 @@ class ExtentPool:
 
     Attributes:
         lock: Guards all but free lists and reference counts; also which rows of caches are parked.
-        pressure: The eviction sources.
+        pressure, host_pressure: The eviction sources of device and host memory.
         arbiter: Preemption between engines over this pool.
         reclaimer: Unmaps retired mappings, and closes objects that were dropped without `close`.
         submitted: The writes of submitted steps, if checks are on; else None.
@@ -177,6 +177,7 @@ class ExtentPool:
         self._imported: list[Extent] = []
         self.page_tables: list[PageTable] = []
         self.pressure = Pressure()
+        self.host_pressure = Pressure()
         self.arbiter = Arbiter(self.lock)
         self.reclaimer = Reclaimer(backend, self.lock, self._recycle, self.pressure.tick)
         checks = os.environ.get("VMKV_CHECKS") == "1" if checks is None else checks
@@ -236,10 +237,10 @@ class ExtentPool:
     def acquire_or_evict(
         self, size_classes: Sequence[int], location: MemoryLocation = _DEVICE
     ) -> list[Extent]:
-        """`acquire`; if memory is short, wait for retired extents and then evict parked rows.
+        """`acquire`; if memory is short, wait for retired extents and then evict.
 
-        Only device memory is evicted for. After an OutOfPagesError an immediate retry fails too;
-        parked rows may have lost memory.
+        On the device parked rows are evicted, on the host blocks of prefixes. After an
+        OutOfPagesError an immediate retry fails too; both may have lost memory.
         """
         self.check_process()
         if location is _DEVICE:
@@ -254,9 +255,17 @@ class ExtentPool:
                 missing_bytes = error.needed_bytes - error.free_bytes
                 # A shared device may have less than it reported.
                 missing_bytes = missing_bytes if missing_bytes > 0 else error.needed_bytes
-                is_device = location is _DEVICE
-                if not (self.make_room(missing_bytes) if is_device else self.reclaimer.wait()):
+                if location is _DEVICE:
+                    has_made_room = self.make_room(missing_bytes)
+                else:
+                    waited = bool(self.reclaimer.wait())
+                    has_made_room = waited or self._evict_on_host(missing_bytes)
+                if not has_made_room:
                     raise
+
+    def _evict_on_host(self, num_bytes: int) -> bool:
+        with self.lock:
+            return self.host_pressure.evict(num_bytes) > 0
 
     def asking_broker(self, map_all: Callable[[], Result]) -> Result:
         """Call a function that maps all or nothing; ask the broker, if any, for what is lacking.
@@ -415,6 +424,11 @@ class ExtentPool:
         """Device memory that `acquire` could supply within the budget, free extents included."""
         with self.lock:  # Without it, extents popped by the lock's holder would be missed.
             return self._device.available_bytes
+
+    @property
+    def host_budget_bytes(self) -> int:
+        """Upper bound on the host memory that the pool creates."""
+        return self._host.budget_bytes
 
     def stats(self, location: MemoryLocation = _DEVICE) -> PoolStats:
         """Count the memory of one location. Cost: proportional to what waits for fences."""

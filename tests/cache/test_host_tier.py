@@ -1,0 +1,284 @@
+"""Evicted prefixes go to host memory, block by block, and come back with the prompt.
+
+Engines at random are played in tests/machines and tests/serve; here each case is on its own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+import pytest
+import torch
+from helpers.stamps import append, assert_holds
+
+from vmkv import DriverError, HostBackend, KVCache, OutOfPagesError, Sequence
+from vmkv.core.backend import MemoryLocation
+from vmkv.core.cache import StateShape
+from vmkv.testing import FaultInjectingBackend
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+MakeCache = Callable[..., KVCache]
+
+
+def _say(cache: KVCache, tokens: Iterable[int], tenant: str | None = None) -> None:
+    """A conversation with these tokens, which has ended."""
+    wanted = list(tokens)
+    sequence = cache.open(prompt=[*wanted, 0], tenant=tenant)
+    append(sequence, wanted[sequence.num_tokens :])
+    sequence.record(wanted[sequence.num_recorded :])
+    sequence.close()
+
+
+def _back(cache: KVCache, tokens: Iterable[int], tenant: str | None = None) -> Sequence:
+    """Begin with these tokens, and check all that is there already."""
+    wanted = list(tokens)
+    found = cache.find_prefix([*wanted, 0], tenant)
+    sequence = cache.open(prompt=[*wanted, 0], tenant=tenant)
+    assert sequence.num_tokens <= found  # Less if memory is short.
+    assert_holds(sequence, wanted[: sequence.num_tokens])
+    return sequence
+
+
+def _fill(cache: KVCache) -> None:
+    """Evict every parked row."""
+    cache.trim()
+    assert not cache.stats().parked_bytes
+
+
+def _num_copied(cache: KVCache) -> int:
+    return cache.sharing.offloaded_bytes // (cache.groups[0].bytes_for(16))
+
+
+def test_an_evicted_prefix_comes_back(make_cache: MakeCache) -> None:
+    """Whole blocks of it; they are copied once, and again from the row that they came back to."""
+    cache = make_cache(host_budget_bytes=256 * PAGE)
+    _say(cache, range(1, 101))
+    _fill(cache)
+    assert 6 == _num_copied(cache)
+    back = _back(cache, range(1, 101))
+    assert 96 == back.num_tokens == back.num_cached_tokens == back.num_recorded
+    back.close()
+    _fill(cache)
+    assert 6 == _num_copied(cache)
+    assert (1, 96) == (cache.prefixes.num_hits, cache.prefixes.num_hit_tokens)
+
+
+def test_the_next_turn_adds_its_own_blocks(make_cache: MakeCache) -> None:
+    """The row of a conversation's next turn shares the blocks of the turn before."""
+    cache = make_cache(host_budget_bytes=256 * PAGE)
+    _say(cache, range(1, 65))
+    _fill(cache)
+    _say(cache, range(1, 129))
+    _fill(cache)
+    assert 8 == _num_copied(cache)
+    assert 128 == _back(cache, range(1, 129)).num_tokens
+
+
+def test_rows_that_share_a_beginning_share_its_blocks(make_cache: MakeCache) -> None:
+    cache = make_cache(host_budget_bytes=256 * PAGE)
+    for at in (1000, 2000):
+        _say(cache, [*range(1, 65), *range(at, at + 64)])
+    _fill(cache)
+    assert 4 + 2 * 4 == _num_copied(cache)
+    for at in (1000, 2000):
+        assert 128 == _back(cache, [*range(1, 65), *range(at, at + 64)]).num_tokens
+
+
+def test_a_prefix_partly_on_the_device_is_completed(make_cache: MakeCache) -> None:
+    """The last extents of the row were evicted; the rest is read where it is."""
+    cache = make_cache(budget_bytes=40 * PAGE, host_budget_bytes=256 * PAGE)
+    _say(cache, range(1, 125))
+    live = cache.open(row=3)
+    append(live, range(3000, 3000 + 4 * 16))
+    live.close()
+    loaded_bytes = cache.sharing.loaded_bytes
+    row = cache.prefixes.num_recorded(0)
+    assert 0 < row < 124
+    assert 112 == _back(cache, range(1, 125)).num_tokens
+    assert cache.sharing.loaded_bytes - loaded_bytes < cache.groups[0].bytes_for(112)
+
+
+def test_an_adopted_rows_tokens_are_kept(make_cache: MakeCache) -> None:
+    """A prompt that parts from a row takes the row over, and loses its later tokens."""
+    cache = make_cache(max_sequences=1, host_budget_bytes=256 * PAGE)
+    _say(cache, range(1, 97))
+    _say(cache, [*range(1, 65), *range(500, 532)])
+    assert 96 == _back(cache, range(1, 97)).num_tokens
+
+
+@pytest.mark.parametrize("there", [0, 64])
+@pytest.mark.parametrize("windows", [(24,), (24, 200), (2,)])
+def test_windows_need_only_what_they_see(
+    make_cache: MakeCache, windows: tuple[int, ...], there: int
+) -> None:
+    """Rows of 300 tokens keep their windows alone, so only their whole length comes back."""
+    cache = make_cache(windows=windows, host_budget_bytes=1024 * PAGE)
+    if there:
+        _say(cache, range(1, there + 1))
+    sequence = cache.open(prompt=[*range(1, 305), 0])
+    for end in (*range(16, 304, 16), 304):
+        if end > sequence.num_tokens:
+            append(sequence, range(sequence.num_tokens + 1, end + 1))
+    sequence.record(range(sequence.num_recorded + 1, 305))
+    sequence.close()
+    _fill(cache)
+    back = _back(cache, range(1, 305))
+    assert 304 == back.num_tokens
+    append(back, range(305, 340))
+    assert_holds(back, range(1, 340))
+
+
+def test_tenants_have_blocks_of_their_own(make_cache: MakeCache) -> None:
+    cache = make_cache(host_budget_bytes=256 * PAGE)
+    _say(cache, range(1, 65), tenant="a")
+    _fill(cache)
+    assert 0 == _back(cache, range(1, 65), tenant="b").num_tokens
+    assert 64 == _back(cache, range(1, 65), tenant="a").num_tokens
+
+
+def test_the_least_recently_used_blocks_give_way(make_cache: MakeCache) -> None:
+    """From the end of a conversation on; what came back was used."""
+    cache = make_cache(host_budget_bytes=64 * PAGE)  # 16 blocks.
+    said = [range(1000 * at, 1000 * at + 80) for at in range(1, 5)]
+    for each in said[:3]:
+        _say(cache, each)
+        _fill(cache)
+    _back(cache, said[0]).close()
+    _fill(cache)
+    _say(cache, said[3])
+    _fill(cache)
+    assert [80, 16, 80, 80] == [cache.find_prefix([*each, 0], None) for each in said]
+
+
+def test_groups_take_memory_from_each_other(make_cache: MakeCache) -> None:
+    """A window's blocks fill host memory; then the other group needs as much."""
+    cache = make_cache(windows=(48,), host_budget_bytes=64 * PAGE)
+    for at in range(1, 9):
+        _say(cache, range(1000 * at, 1000 * at + 96))
+        _fill(cache)
+    assert 96 == _back(cache, range(8000, 8096)).num_tokens
+
+
+def test_a_swapped_sequence_takes_the_memory_of_blocks(make_cache: MakeCache) -> None:
+    cache = make_cache(host_budget_bytes=32 * PAGE)
+    _say(cache, range(1, 129))
+    _fill(cache)
+    assert 32 * PAGE == cache.pool.stats(MemoryLocation.HOST).resident_bytes
+    live = cache.open()
+    append(live, range(2000, 2080))
+    live.swap_out()
+    live.swap_in()
+    assert_holds(live, range(2000, 2080))
+    assert cache.find_prefix([*range(1, 129), 0], None) < 128
+    append(live, range(2080, 2220))
+    with pytest.raises(OutOfPagesError):
+        live.swap_out()
+
+
+def test_without_room_the_rest_is_computed(make_cache: MakeCache) -> None:
+    """A sequence that does not fit beside live ones begins with what rows hold."""
+    cache = make_cache(budget_bytes=32 * PAGE, host_budget_bytes=256 * PAGE)
+    _say(cache, range(1, 129))
+    _fill(cache)
+    live = cache.open(row=3)
+    append(live, range(3000, 3000 + 4 * 20))
+    assert 0 == cache.open(prompt=[*range(1, 129), 0]).num_tokens
+    live.close()
+    assert 128 == _back(cache, range(1, 129)).num_tokens
+
+
+@pytest.mark.parametrize("fail_at", range(1, 25))
+def test_a_failing_call_loses_blocks_at_most(make_cache: MakeCache, fail_at: int) -> None:
+    """The eviction goes on, and no block with other contents is ever found."""
+    backend = FaultInjectingBackend(HostBackend(PAGE))
+    cache = make_cache(backend, budget_bytes=400 * PAGE, host_budget_bytes=64 * PAGE)
+    said = [range(1000 * at, 1000 * at + 64) for at in range(1, 4)]
+    for each in said:
+        _say(cache, each)
+    backend.arm(fail_at)
+    with suppress(DriverError):  # Giving memory back may fail as ever.
+        cache.trim()
+    assert backend.failed_call
+    backend.arm(0)
+    cache.check()
+    for each in said:
+        _back(cache, each).close()
+
+
+def test_states_come_back_after_whole_blocks(make_cache: MakeCache) -> None:
+    """A checkpoint after 48 tokens is the longest state at the end of a block."""
+    cache = make_cache(host_budget_bytes=256 * PAGE)
+    states = cache.add_states({9: [StateShape((8,), torch.float32)]})
+    sequence = cache.open()
+    for end in (48, 70):
+        append(sequence, range(sequence.num_tokens + 1, end + 1))
+        states.tensors(9)[0][sequence.row] = float(end)
+        sequence.checkpoint()
+    sequence.record(range(1, 71))
+    sequence.close()
+    _fill(cache)
+    back = _back(cache, range(1, 71))
+    assert 48 == back.num_tokens
+    assert [48.0] * 8 == states.tensors(9)[0][back.row].tolist()
+
+
+def test_forgotten_blocks_do_not_come_back(make_cache: MakeCache) -> None:
+    cache = make_cache(host_budget_bytes=256 * PAGE)
+    _say(cache, range(1, 65))
+    _fill(cache)
+    with cache.pool.lock:
+        cache.tier.forget()
+    assert 0 == _back(cache, range(1, 65)).num_tokens
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_conversations_hold_what_was_said(make_cache: MakeCache, seed: int) -> None:
+    """Over little device and host memory, with shared beginnings, windows and swaps."""
+    draw = random.Random(seed)
+    windows = draw.choice([(), (), (24,), (16, 64)])
+    cache = make_cache(
+        windows=windows,
+        max_sequences=5,
+        budget_bytes=draw.choice([120, 240]) * PAGE * (1 + len(windows)),
+        host_budget_bytes=draw.choice([16, 64, 512]) * PAGE,
+    )
+    live: list[tuple[Sequence, list[int]]] = []
+    num_found = 0
+    for _ in range(250):
+        what = draw.random()
+        if what < 0.4 and len(live) < 3:
+            tokens = [draw.randrange(1, 4)] * 16
+            for _ in range(draw.randrange(12)):
+                tokens += [draw.randrange(1, 4)] * 16
+            sequence = _back(cache, tokens)
+            num_found += sequence.num_tokens
+            live.append((sequence, tokens[: sequence.num_tokens]))
+            rest = tokens[sequence.num_tokens :]
+            for start in range(0, len(rest), 16):
+                try:
+                    append(sequence, rest[start : start + 16])
+                except OutOfPagesError:
+                    break
+                live[-1][1].extend(rest[start : start + 16])
+        elif what < 0.6 and live:
+            sequence, tokens = live.pop(draw.randrange(len(live)))
+            assert_holds(sequence, tokens)
+            sequence.record(tokens[sequence.num_recorded :])
+            sequence.close()
+        elif what < 0.7 and live:
+            sequence, tokens = draw.choice(live)
+            try:
+                sequence.swap_out()
+                sequence.swap_in()
+            except OutOfPagesError:
+                live = [each for each in live if each[0] is not sequence]
+                sequence.close()
+            else:
+                assert_holds(sequence, tokens)
+        elif what < 0.8:
+            cache.trim(draw.choice([None, 8 * PAGE]))
+        cache.check()
+    assert num_found > 0

@@ -1,0 +1,395 @@
+"""The tier below device memory: blocks of cached prefixes in host memory.
+
+    parked row --keep--> blocks in host memory --extend--> the row of a new sequence
+
+When a parked row loses memory, the blocks that it loses are copied to host memory first, each once:
+a block is named by the hash of all tokens up to its end (`prefix.py`), so rows that share a
+beginning, and the later turns of a conversation, share its blocks. A sequence that begins with a
+prompt gets the blocks that follow what rows on the device hold. Of sliding windows only the blocks
+that the window still sees exist and are needed; of states (linear attention) only those that were
+kept after a whole number of blocks.
+
+Host memory comes in slabs of one extent, each for the blocks of one layer group; the least recently
+used block gives way, and with it its slab if another group needs the memory. Sequences that are
+swapped out have precedence: they take slabs away. Both directions run on the cache's side stream,
+so each copy is behind those submitted before.
+
+See DESIGN.md, Note [Evicted prefixes go to host memory].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...errors import CapacityError, DriverError
+from ...units import Address, MiB
+from ..backend import CopyOp, MemoryLocation
+from ..memory import PageTable, Victim
+from . import growing
+from .layer_group import LayerGroup
+from .prefix import BLOCK_TOKENS, as_bytes, block_hashes
+from .swap import side_stream
+
+if TYPE_CHECKING:
+    from . import sequence
+    from .kv_cache import KVCache
+
+_HOST = MemoryLocation.HOST
+#: Slabs of a full budget, at least, so that groups find their shares.
+_NUM_SLABS_MIN = 16
+#: Memory is short below this part of the budget; then each step copies so much ahead of need.
+_SHORT_DIVISOR, _AHEAD_BYTES = 4, 64 * MiB
+#: Prompts whose hashes are remembered.
+_NUM_PROMPTS_HASHED = 16
+
+
+class _Slot(NamedTuple):
+    """A place for a block: its slab, which is a row of the table, and its address."""
+
+    slab: int
+    address: Address
+
+
+class HostTier:
+    """Blocks of a cache's prefixes in the host memory of its pool; none without such a budget.
+
+    Guarded by the pool's lock.
+    """
+
+    def __init__(self, cache: KVCache):
+        self._cache = cache
+        #: The slot of each block by group and hash, least recently used first.
+        self._blocks: dict[tuple[LayerGroup, bytes], _Slot] = {}
+        self._free: dict[LayerGroup, list[_Slot]] = {}
+        #: Rows whose blocks are all here, and the ticks at which they were parked.
+        self._kept_at: dict[int, int] = {}
+        #: The group of each slab in use.
+        self._slabs: dict[int, LayerGroup] = {}
+        self._table: PageTable | None = None
+        self._size_class = 0
+        # Requests are looked up in each step until they begin.
+        self._hashes_of = lru_cache(_NUM_PROMPTS_HASHED)(_hashes_of)
+        cache.pool.host_pressure.add_source(self.victims)
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that it holds."""
+        return 0 if self._table is None else len(self._slabs) * self._table.row_bytes
+
+    # ---- keeping --------------------------------------------------------------------------
+
+    def keep(self, row: int, num_tokens: int = 0, most_bytes: int | None = None) -> None:
+        """Copy blocks of a parked row behind its first `num_tokens` tokens, unless they are here.
+
+        With `most_bytes` only so many, the last ones first. Cannot fail: blocks that find no room,
+        and the blocks behind them, are lost. Cost: 1 µs for each block of the row, and an
+        asynchronous copy for each run of blocks.
+        """
+        cache = self._cache
+        if not cache.pool.host_budget_bytes or cache.is_closing:
+            return
+        tick, hashes = cache.rows.parked[row], cache.prefixes.hashes(row)
+        ops: list[CopyOp] = []
+        made: list[tuple[LayerGroup, bytes]] = []
+        with suppress(CapacityError, DriverError):
+            is_all = True
+            for group in cache.groups:
+                # From the last block to the first one, which is then the last to give way.
+                for end, source in self._kept_blocks(group, row, len(hashes)):
+                    if end * BLOCK_TOKENS <= num_tokens:
+                        break
+                    key = (group, hashes[end - 1])
+                    slot = self._blocks.pop(key, None)
+                    if slot is None:
+                        size = _block_bytes(group)
+                        if most_bytes is not None and (most_bytes := most_bytes - size) < 0:
+                            is_all = False
+                            break
+                        slot = self._take_slot(group)
+                        if slot is None:
+                            break
+                        made.append(key)
+                        _add(ops, CopyOp(slot.address, source, size))
+                    self._blocks[key] = slot
+            if ops:
+                cache.note_stream()
+                side = side_stream(cache)
+                cache.pool.backend.join_streams(side)
+                try:
+                    cache.pool.backend.copy_many(ops, side)
+                finally:
+                    cache.rows.note_read(row)
+                cache.sharing.offloaded_bytes += sum(op.num_bytes for op in ops)
+                made.clear()
+            if is_all and not num_tokens:
+                self._kept_at[row] = tick
+        for key in made:  # Their copies were not submitted.
+            if key in self._blocks:
+                self._drop(key)
+
+    def keep_ahead(self) -> None:
+        """While memory is short, keep some of the row that is evicted next and not here yet.
+
+        An eviction then has nothing left to copy. Call it while the device works.
+        """
+        pool, rows = self._cache.pool, self._cache.rows
+        if pool.host_budget_bytes and pool.available_bytes < pool.budget_bytes // _SHORT_DIVISOR:
+            with pool.lock:
+                for row, tick in rows.parked.items():
+                    if self._kept_at.get(row) != tick:
+                        self.keep(row, most_bytes=_AHEAD_BYTES)
+                        break
+
+    def _kept_blocks(
+        self, group: LayerGroup, row: int, num_blocks: int
+    ) -> Iterator[tuple[int, Address]]:
+        """Yield `(end, address)` of the blocks of a parked row that hold its tokens, last first."""
+        address = group.table.page_address
+        if group.is_fixed:
+            at_rest = self._cache.states.at_rest(row) if self._cache.states is not None else {}
+            for num_tokens, at in sorted(at_rest.items(), reverse=True):
+                is_whole = not num_tokens % BLOCK_TOKENS
+                is_whole &= 0 < num_tokens <= num_blocks * BLOCK_TOKENS
+                if is_whole and group.table.rows[at].mappings:
+                    yield num_tokens // BLOCK_TOKENS, address(at, 0)
+            return
+        num_tokens = min(num_blocks * BLOCK_TOKENS, group.resident_tokens(row))
+        first = group.first_readable_token(row, num_tokens)
+        start, size = address(row, 0), _block_bytes(group)
+        for at in range(num_tokens // BLOCK_TOKENS - 1, -(-first // BLOCK_TOKENS) - 1, -1):
+            yield at + 1, Address(start + at * size)
+
+    def forget(self) -> None:
+        """Forget all blocks; their memory stays for others. Locked."""
+        self._kept_at.clear()
+        for key in tuple(self._blocks):
+            self._drop(key)
+
+    # ---- loading --------------------------------------------------------------------------
+
+    def find(self, prompt: Any, tenant: str | None, num_there: int) -> int:
+        """Return how many tokens of `prompt` a sequence can begin with, if rows hold `num_there`.
+
+        Whole blocks, without the prompt's last token. Changes nothing. Locked.
+        """
+        if not self._blocks:
+            return num_there
+        most = max(0, len(prompt) - 1) // BLOCK_TOKENS
+        there = num_there // BLOCK_TOKENS
+        hashes = self._hashes(prompt, tenant)
+        whole = [each for each in self._cache.groups if self._sees_all(each)]
+        end = there
+        while end < most and all((group, hashes[end]) in self._blocks for group in whole):
+            end += 1
+        for num_blocks in range(end, there, -1):
+            if all(
+                (group, hashes[at]) in self._blocks
+                for group in self._cache.groups
+                for at in self._needed(group, there, num_blocks)
+            ):
+                return num_blocks * BLOCK_TOKENS
+        return num_there
+
+    def _hashes(self, prompt: Any, tenant: str | None) -> Sequence[bytes]:
+        return self._hashes_of(as_bytes(prompt), tenant)
+
+    @staticmethod
+    def _sees_all(group: LayerGroup) -> bool:
+        return not group.is_fixed and group.window_tokens is None
+
+    def _needed(self, group: LayerGroup, there: int, num_blocks: int) -> range:
+        """The blocks from `there` on that a query after `num_blocks` blocks sees, as indices."""
+        if group.is_fixed:
+            return range(num_blocks - 1, num_blocks)
+        first = 0
+        if group.window_tokens is not None:
+            first = max(0, num_blocks * BLOCK_TOKENS - group.window_tokens + 1) // BLOCK_TOKENS
+        return range(max(first, there), num_blocks)
+
+    def extend(self, beginning: sequence.Sequence, prompt: Any) -> None:
+        """Add the tokens of `prompt` that are here to a sequence that begins with those before.
+
+        The current stream waits for the copies, the caller does not. Where memory is short the
+        sequence stays as it is. Raises `DriverError` if copies fail; then it is closed.
+        """
+        cache, row, tenant = self._cache, beginning.row, beginning.tenant
+        there = beginning.num_tokens
+        with cache.pool.lock:
+            wanted = self.find(prompt, tenant, there)
+        if wanted <= there:
+            return
+        try:
+            growing.unshare_from(cache, beginning, there - there % BLOCK_TOKENS)
+            past = there or wanted  # Of a window only what the next query sees.
+            target = growing.Target(row, wanted, past, tenant)
+            cache.pool.asking_broker(partial(growing.map_rows, cache, [target]))
+        except CapacityError:
+            return
+        with cache.pool.lock:
+            # Making room may have taken some of the blocks.
+            num_tokens = self.find(prompt, tenant, there)
+            has_windows = any(group.window_tokens is not None for group in cache.groups)
+            if num_tokens < wanted and not there and has_windows:
+                # What is mapped of a window is what a query after `wanted` tokens sees.
+                cache.rows.begin_anew(row, cache.pool.pressure.tick())
+                num_tokens = 0
+            if num_tokens <= there:
+                return
+            try:
+                self._load(row, self._hashes(prompt, tenant), there, num_tokens)
+            except BaseException:
+                cache.prefixes.truncate(row)  # States may be overwritten.
+                beginning.close()
+                raise
+            beginning.num_tokens = beginning.num_cached_tokens = num_tokens
+            cache.prefixes.record(row, prompt[there:num_tokens], tenant)
+            cache.prefixes.num_hit_tokens += num_tokens - there
+            if not there:
+                cache.prefixes.num_hits += 1
+                cache.prefixes.num_misses -= 1
+
+    def _load(self, row: int, hashes: Sequence[bytes], there: int, num_tokens: int) -> None:
+        cache, backend = self._cache, self._cache.pool.backend
+        side, current = side_stream(cache), cache.current_stream()
+        ops: list[CopyOp] = []
+        for group in cache.groups:
+            size, start = _block_bytes(group), group.table.page_address(row, 0)
+            needed = self._needed(group, there // BLOCK_TOKENS, num_tokens // BLOCK_TOKENS)
+            for at in reversed(needed):
+                key = group, hashes[at]
+                slot = self._blocks[key] = self._blocks.pop(key)
+                target = start if group.is_fixed else Address(start + at * size)
+                _add(ops, CopyOp(target, slot.address, size))
+            if group.window_tokens is not None and needed.start * BLOCK_TOKENS > there:
+                # A kernel may fetch unused tokens before the window, which must not be NaN.
+                first = needed.start * BLOCK_TOKENS
+                pages = group.table.rows[row]
+                unused = group.table.page_address(row, pages.first_page)
+                unused = max(unused, Address(start + group.bytes_for(there)))
+                num_bytes = start + group.bytes_for(first) - unused
+                if pages.mappings and num_bytes > 0:
+                    backend.fill(unused, num_bytes, 0, current)
+                group.begin_row(row, first)
+        backend.join_streams(side)
+        try:
+            backend.copy_many(ops, side)
+        finally:
+            cache.rows.touch(row)
+        backend.stream_wait(current, side)
+        cache.sharing.loaded_bytes += sum(op.num_bytes for op in ops)
+
+    # ---- memory ---------------------------------------------------------------------------
+
+    def _take_slot(self, group: LayerGroup) -> _Slot | None:
+        """Return a free slot for a block of `group`; None if there is no memory for it."""
+        free = self._free.setdefault(group, [])
+        while not free:
+            slab = self._new_slab(_block_bytes(group))
+            if slab is None:
+                if not self._blocks:
+                    return None
+                victim = next(iter(self._blocks))
+                if victim[0] is group:
+                    self._drop(victim)
+                    continue
+                slab = self._blocks[victim].slab
+                self._empty(slab)
+            self._divide(slab, group)
+            if not free:
+                return None  # A block is larger than a slab.
+        return free.pop()
+
+    def _new_slab(self, block_bytes: int) -> int | None:
+        pool = self._cache.pool
+        if self._table is None:
+            budget_pages = pool.host_budget_bytes // pool.page_bytes
+            slab_pages = max(1, budget_pages // _NUM_SLABS_MIN, -(-block_bytes // pool.page_bytes))
+            self._size_class = min(pool.largest_class, slab_pages.bit_length() - 1)
+            if pool.page_bytes << self._size_class < block_bytes < budget_pages * pool.page_bytes:
+                self._size_class = min(pool.largest_class, self._size_class + 1)
+            num_slabs = max(1, budget_pages >> self._size_class)
+            self._table = PageTable(pool, num_slabs, 1 << self._size_class)
+        table = self._table
+        is_in_use = pool.reclaimer.has_retired_in
+        for slab in range(table.num_rows):
+            address = table.page_address(slab, 0)
+            if slab not in self._slabs and not is_in_use(
+                [(address, Address(address + table.row_bytes))]
+            ):
+                try:
+                    extents = pool.acquire([self._size_class], _HOST)
+                except CapacityError:
+                    return None
+                try:
+                    table.map(slab, 0, extents)
+                finally:
+                    pool.disown(extents)
+                return slab
+        return None
+
+    def _divide(self, slab: int, group: LayerGroup) -> None:
+        """Make slots of a mapped slab for blocks of `group`; the lowest is taken last."""
+        assert self._table is not None
+        self._slabs[slab] = group
+        start, size = self._table.page_address(slab, 0), _block_bytes(group)
+        num_slots = self._table.row_bytes // size
+        self._free[group] += [_Slot(slab, Address(start + at * size)) for at in range(num_slots)]
+
+    def _empty(self, slab: int) -> None:
+        """Forget the blocks and the free slots of a slab."""
+        for key in [key for key, slot in self._blocks.items() if slot.slab == slab]:
+            del self._blocks[key]
+        group = self._slabs.pop(slab)
+        self._free[group] = [each for each in self._free[group] if each.slab != slab]
+
+    def _drop(self, key: tuple[LayerGroup, bytes]) -> None:
+        self._free[key[0]].append(self._blocks.pop(key))
+
+    def victims(self) -> Iterator[Victim]:
+        """Yield its memory as a victim of sequences that need host memory."""
+        yield Victim(last_used=0, freeable_bytes=self.num_bytes, evict=self._give)
+
+    def _give(self, num_bytes: int) -> int:
+        given_bytes = 0
+        while self._table is not None and self._slabs and given_bytes < num_bytes:
+            used = {slot.slab: None for slot in self._blocks.values()}
+            slab = next((each for each in self._slabs if each not in used), None)
+            slab = next(iter(used)) if slab is None else slab
+            self._table.retire_back(slab, 0, self._cache.pool.reclaimer.new_fence())
+            self._empty(slab)
+            given_bytes += self._table.row_bytes
+        return given_bytes
+
+    def close(self) -> None:
+        """Give its memory back, once the copies submitted so far are complete. Cannot fail."""
+        self._cache.pool.host_pressure.remove_source(self.victims)
+        self._blocks.clear()
+        self._slabs.clear()
+        self._free.clear()
+        if self._table is not None:
+            self._cache.pool.reclaimer.close_soon(self._table.close_behind)
+            self._table = None
+
+
+def _block_bytes(group: LayerGroup) -> int:
+    return group.bytes_for(BLOCK_TOKENS)
+
+
+def _hashes_of(tokens: bytes, tenant: str | None) -> Sequence[bytes]:
+    return [*block_hashes(memoryview(tokens).cast("q"), tenant)]
+
+
+def _add(ops: list[CopyOp], op: CopyOp) -> None:
+    """Append a copy, or lengthen the last one to the front if both ranges are contiguous."""
+    if ops:
+        last = ops[-1]
+        if (
+            op.destination + op.num_bytes == last.destination
+            and op.source + op.num_bytes == last.source
+        ):
+            ops[-1] = CopyOp(op.destination, op.source, op.num_bytes + last.num_bytes)
+            return
+    ops.append(op)
