@@ -25,6 +25,7 @@ from vmkv import (
 )
 from vmkv.core.backend import MemoryLocation
 from vmkv.core.cache import StateShape, begun_checkpoint
+from vmkv.core.cache.forking import longest_beginning, pages_to_fork
 from vmkv.core.cache.swap import move_prefixes
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB, MiB, align_up
@@ -350,7 +351,8 @@ def test_memory_is_taken_from_the_longest_state_first(cache: KVCache) -> None:
     assert 10 * PAGE + 2 * STATE_BYTES == cache.stats().parked_bytes
     for kept_pages, found in ((13, 16), (8, 16), (7, 16), (6, 0)):
         cache.trim(cache.stats().parked_bytes - kept_pages * PAGE)
-        assert found == cache.find_prefix(_tokens(39), None)
+        with cache.pool.lock:
+            assert found == longest_beginning(cache, _tokens(39), None)
         cache.check()
     cache.trim()
     assert 0 == cache.stats().resident_bytes
@@ -411,7 +413,7 @@ def test_checkpoints_are_evicted_by_another_thread(
     for _ in range(40):
         sequence = _with_checkpoints(cache, 4, 8, end=10)
         with contextlib.suppress(ConfigError):
-            cache.pages_to_fork(sequence, 4)
+            pages_to_fork(sequence, 4)
             sequence.fork(4).close()
         for length in (8, 4):
             try:

@@ -20,6 +20,7 @@ from ..core.cache import (
     begun_checkpoint,
     close_idle,
 )
+from ..core.cache.forking import pages_to_fork
 from ..core.cache.growing import retire_surplus, surplus_bytes
 from ..core.cache.layer_group import UNDERREAD_TOKENS
 from ..core.cache.prefix import BLOCK_TOKENS
@@ -275,7 +276,7 @@ class MemoryView:
             return False
         host = self.cache.pool.stats(MemoryLocation.HOST)
         free_bytes = host.budget_bytes - host.resident_bytes - host.retired_bytes
-        free_bytes += self.cache.tier.num_bytes  # Its blocks give way.
+        free_bytes += self.cache.host_blocks.num_bytes  # Its blocks give way.
         return self.held_pages(request) * self.page_bytes <= free_bytes
 
     def is_swapped(self, request: Request) -> bool:
@@ -298,7 +299,7 @@ class MemoryView:
 
     def offload_ahead(self) -> None:
         """While memory is short, copy what is evicted next to host memory."""
-        self.cache.tier.keep_ahead()
+        self.cache.host_blocks.keep_ahead()
 
     def pages_to_resume(self, request: Request) -> int:
         """Pages that swapping a request in takes; its shared pages have stayed mapped."""
@@ -356,7 +357,7 @@ class MemoryView:
             if leader is not None:
                 num_shared = len(request.prompt_token_ids) - 1
                 pages -= self.peak_pages(num_shared)
-                pages += self.cache.pages_to_fork(leader, num_shared)
+                pages += pages_to_fork(leader, num_shared)
         return pages
 
     def lacking(self, wanted: abc.Sequence[tuple[Request, int]]) -> dict[Request, int]:

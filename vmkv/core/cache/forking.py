@@ -227,6 +227,18 @@ def plan_fork(
     return _Plan(changes, aliased_bytes, reads, copies)
 
 
+def pages_to_fork(sequence: Sequence, num_tokens: int) -> int:
+    """Pages that a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing.
+
+    Raises `ConfigError` if it cannot be forked there.
+    """
+    cache, rows = sequence.cache, (sequence.row, -1)
+    with cache.pool.lock:
+        cache.check_keeps(sequence.row, num_tokens, "fork at")
+        changes = plan_fork(cache, cache, rows, num_tokens, None).changes
+    return sum(1 << size_class for each in changes for size_class in each.classes)
+
+
 def _aliased(
     cache: KVCache, source: LayerGroup, row: int, first_page: int, num_tokens: int
 ) -> list[PageMapping]:

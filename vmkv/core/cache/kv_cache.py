@@ -33,7 +33,7 @@ from .device_memory import open_pool
 from .forking import CostModel
 from .fp8 import LayerScales, Scales
 from .geometry import LayerShape, check_positive
-from .host_tier import HostTier
+from .host_blocks import HostBlocks
 from .kv_group import KVGroup
 from .layer_group import LayerGroup, stream_getter, torch_device
 from .layers import add_layers, compact, drop_layers
@@ -71,7 +71,7 @@ class KVCache(AbstractContextManager["KVCache"]):
 
     Attributes:
         groups: The layer groups.
-        tier: Blocks of evicted prefixes in host memory.
+        host_blocks: Blocks of evicted prefixes in host memory.
         states: The one of them that keeps layers' states; None without such layers.
         live: The sequence of each live row.
         moving: By row on its way to the host, a function that makes its victim.
@@ -117,8 +117,8 @@ class KVCache(AbstractContextManager["KVCache"]):
         self.prefixes = PrefixIndex()
         self.device = torch_device(backend)
         self.current_stream = stream_getter(backend)
-        self.tier = HostTier(self)
-        self.rows = Rows(max_sequences, self.pool, self.groups, self.prefixes, self.tier.keep)
+        self.host_blocks = below = HostBlocks(self)
+        self.rows = Rows(max_sequences, self.pool, self.groups, self.prefixes, below.keep)
         self.away: MovedPrefixes | None = None
         self.sharing = SharingStats()
         self.cost_model = cost_model or CostModel.of(backend)
@@ -487,7 +487,7 @@ class KVCache(AbstractContextManager["KVCache"]):
                 self.rows.take(wanted, 0, tenant, self.current_stream())
                 begun = Sequence(self, wanted, 0, tenant)
         if prompt is not None and row is None:
-            self.tier.extend(begun, prompt)
+            self.host_blocks.extend(begun, prompt)
         return begun
 
     @uninterrupted
@@ -525,24 +525,15 @@ class KVCache(AbstractContextManager["KVCache"]):
         Changes nothing. Cost: about 5 ns per token, and a look at each row that holds a beginning.
         """
         with self.pool.lock:
-            return self.tier.find(prompt, tenant, forking.longest_beginning(self, prompt, tenant))
+            there = forking.longest_beginning(self, prompt, tenant)
+            return self.host_blocks.find(prompt, tenant, there)
 
     def forget_prefixes(self) -> None:
         """Forget all recorded tokens, here and in host memory; the memory stays with its rows."""
         with self.pool.lock:
             for row in tuple(self.prefixes.recorded):
                 self.prefixes.truncate(row)
-            self.tier.forget()
-
-    def pages_to_fork(self, sequence: Sequence, num_tokens: int) -> int:
-        """Pages that a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing.
-
-        Raises `ConfigError` if it cannot be forked there.
-        """
-        with self.pool.lock:
-            self.check_keeps(sequence.row, num_tokens, "fork at")
-            changes = forking.plan_fork(self, self, (sequence.row, -1), num_tokens, None).changes
-        return sum(1 << size_class for each in changes for size_class in each.classes)
+            self.host_blocks.forget()
 
     def _restored(
         self, row: int, num_tokens: int, token_ids: abc.Sequence[int], tenant: str | None
@@ -677,7 +668,7 @@ class KVCache(AbstractContextManager["KVCache"]):
         self.is_closing = True  # After a failing driver call another `close` continues from there.
         if self.away is not None:
             self.away.drop()
-        self.tier.close()
+        self.host_blocks.close()
         for sequence in self.sequences:
             sequence.is_closed = True
             sequence.drop_host_copy()

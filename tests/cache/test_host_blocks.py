@@ -230,7 +230,7 @@ def test_forgotten_blocks_do_not_come_back(make_cache: MakeCache) -> None:
     _say(cache, range(1, 65))
     _fill(cache)
     with cache.pool.lock:
-        cache.tier.forget()
+        cache.host_blocks.forget()
     assert 0 == _back(cache, range(1, 65)).num_tokens
 
 

@@ -1,4 +1,4 @@
-"""The tier below device memory: blocks of cached prefixes in host memory.
+"""Blocks of evicted prefixes in host memory, below the rows on the device.
 
     parked row --keep--> blocks in host memory --extend--> the row of a new sequence
 
@@ -46,14 +46,14 @@ _SHORT_DIVISOR, _AHEAD_BYTES = 4, 64 * MiB
 _NUM_PROMPTS_HASHED = 16
 
 
-class _Slot(NamedTuple):
+class _Place(NamedTuple):
     """A place for a block: its slab, which is a row of the table, and its address."""
 
     slab: int
     address: Address
 
 
-class HostTier:
+class HostBlocks:
     """Blocks of a cache's prefixes in the host memory of its pool; none without such a budget.
 
     Guarded by the pool's lock.
@@ -61,9 +61,9 @@ class HostTier:
 
     def __init__(self, cache: KVCache):
         self._cache = cache
-        #: The slot of each block by group and hash, least recently used first.
-        self._blocks: dict[tuple[LayerGroup, bytes], _Slot] = {}
-        self._free: dict[LayerGroup, list[_Slot]] = {}
+        #: The place of each block by group and hash, least recently used first.
+        self._blocks: dict[tuple[LayerGroup, bytes], _Place] = {}
+        self._free: dict[LayerGroup, list[_Place]] = {}
         #: Rows whose blocks are all here, and the ticks at which they were parked.
         self._kept_at: dict[int, int] = {}
         #: The group of each slab in use.
@@ -102,18 +102,18 @@ class HostTier:
                     if end * BLOCK_TOKENS <= num_tokens:
                         break
                     key = (group, hashes[end - 1])
-                    slot = self._blocks.pop(key, None)
-                    if slot is None:
+                    place = self._blocks.pop(key, None)
+                    if place is None:
                         size = _block_bytes(group)
                         if most_bytes is not None and (most_bytes := most_bytes - size) < 0:
                             is_all = False
                             break
-                        slot = self._take_slot(group)
-                        if slot is None:
+                        place = self._take_place(group)
+                        if place is None:
                             break
                         made.append(key)
-                        _add(ops, CopyOp(slot.address, source, size))
-                    self._blocks[key] = slot
+                        _add(ops, CopyOp(place.address, source, size))
+                    self._blocks[key] = place
             if ops:
                 cache.note_stream()
                 side = side_stream(cache)
@@ -260,9 +260,9 @@ class HostTier:
             needed = self._needed(group, there // BLOCK_TOKENS, num_tokens // BLOCK_TOKENS)
             for at in reversed(needed):
                 key = group, hashes[at]
-                slot = self._blocks[key] = self._blocks.pop(key)
+                place = self._blocks[key] = self._blocks.pop(key)
                 target = start if group.is_fixed else Address(start + at * size)
-                _add(ops, CopyOp(target, slot.address, size))
+                _add(ops, CopyOp(target, place.address, size))
             if group.window_tokens is not None and needed.start * BLOCK_TOKENS > there:
                 # A kernel may fetch unused tokens before the window, which must not be NaN.
                 first = needed.start * BLOCK_TOKENS
@@ -283,8 +283,8 @@ class HostTier:
 
     # ---- memory ---------------------------------------------------------------------------
 
-    def _take_slot(self, group: LayerGroup) -> _Slot | None:
-        """Return a free slot for a block of `group`; None if there is no memory for it."""
+    def _take_place(self, group: LayerGroup) -> _Place | None:
+        """Return a free place for a block of `group`; None if there is no memory for it."""
         free = self._free.setdefault(group, [])
         while not free:
             slab = self._new_slab(_block_bytes(group))
@@ -331,16 +331,16 @@ class HostTier:
         return None
 
     def _divide(self, slab: int, group: LayerGroup) -> None:
-        """Make slots of a mapped slab for blocks of `group`; the lowest is taken last."""
+        """Make places of a mapped slab for blocks of `group`; the lowest is taken last."""
         assert self._table is not None
         self._slabs[slab] = group
         start, size = self._table.page_address(slab, 0), _block_bytes(group)
-        num_slots = self._table.row_bytes // size
-        self._free[group] += [_Slot(slab, Address(start + at * size)) for at in range(num_slots)]
+        num_places = self._table.row_bytes // size
+        self._free[group] += [_Place(slab, Address(start + at * size)) for at in range(num_places)]
 
     def _empty(self, slab: int) -> None:
-        """Forget the blocks and the free slots of a slab."""
-        for key in [key for key, slot in self._blocks.items() if slot.slab == slab]:
+        """Forget the blocks and the free places of a slab."""
+        for key in [key for key, place in self._blocks.items() if place.slab == slab]:
             del self._blocks[key]
         group = self._slabs.pop(slab)
         self._free[group] = [each for each in self._free[group] if each.slab != slab]
@@ -355,7 +355,7 @@ class HostTier:
     def _give(self, num_bytes: int) -> int:
         given_bytes = 0
         while self._table is not None and self._slabs and given_bytes < num_bytes:
-            used = {slot.slab: None for slot in self._blocks.values()}
+            used = {place.slab: None for place in self._blocks.values()}
             slab = next((each for each in self._slabs if each not in used), None)
             slab = next(iter(used)) if slab is None else slab
             self._table.retire_back(slab, 0, self._cache.pool.reclaimer.new_fence())
