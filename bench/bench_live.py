@@ -226,6 +226,7 @@ def running(
         process = subprocess.Popen(
             command,
             env=environment,
+            cwd=log.parent,  # Python's -m looks here first, before a checkout that is named.
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # vLLM has processes of its own, which must end with it.
