@@ -365,13 +365,15 @@ class HostBlocks:
 
     def close(self) -> None:
         """Give its memory back, once the copies submitted so far are complete. Cannot fail."""
-        self._cache.pool.host_pressure.remove_source(self.victims)
-        self._blocks.clear()
-        self._slabs.clear()
-        self._free.clear()
-        if self._table is not None:
-            self._cache.pool.reclaimer.close_soon(self._table.close_behind)
-            self._table = None
+        pool = self._cache.pool
+        with pool.lock:
+            pool.host_pressure.remove_source(self.victims)
+            self._blocks.clear()
+            self._slabs.clear()
+            self._free.clear()
+            table, self._table = self._table, None
+        if table is not None:
+            pool.reclaimer.close_soon(table.close_behind)
 
 
 def _block_bytes(group: LayerGroup) -> int:
