@@ -369,8 +369,9 @@ def serve_alone(engine: Engine, load: Load) -> list[Timing]:
 def engine_rows(server: str, folder: Path, loads: Iterable[Load], *, smoke: bool) -> Iterator[Row]:
     """The engine that `vmkv serve` would make: its latencies and its steps."""
     from vmkv.cli.main import make_parser
-    from vmkv.cli.serve import make_engine
+    from vmkv.cli.serve import chosen
     from vmkv.hf.compat import load_model
+    from vmkv.serve.options import EngineOptions
 
     command = command_of(VMKV, folder, 0, smoke=smoke)[3:]  # Without `python -m vmkv.cli`.
     if server == QUARTER and not smoke:
@@ -378,7 +379,7 @@ def engine_rows(server: str, folder: Path, loads: Iterable[Load], *, smoke: bool
     arguments = make_parser().parse_args(command)
     device = "cuda" if HAS_GPU and not smoke else "cpu"
     model, steps, pauses = load_model(str(folder), device=device, dtype=None), Steps(), Pauses()
-    with make_engine(arguments, model, steps) as engine:
+    with Engine(model, observer=steps, **chosen(EngineOptions, arguments)) as engine:
         gc.collect()
         gc.freeze()
         gc.callbacks.append(pauses)

@@ -345,17 +345,18 @@ async def test_a_driver_error_during_release_does_not_end_the_thread(
 # ---- the command ------------------------------------------------------------------------------
 
 
-def test_watermark_is_an_option_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watermark_is_an_option_in_gib() -> None:
     """By default all memory is kept."""
     import argparse
 
     from vmkv.cli import serve
+    from vmkv.serve.options import EngineOptions
 
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(engine_module, "Engine", lambda model, **options: made.append(options))
     parser = argparse.ArgumentParser()
     commands: Commands = parser.add_subparsers()
     serve.add_parser(commands)
     for options in ([], ["--watermark", "1.5"], ["--watermark", "0"]):
-        serve.make_engine(parser.parse_args(["serve", "model", *options]), None, None)
+        arguments = parser.parse_args(["serve", "model", *options])
+        made.append(serve.chosen(EngineOptions, arguments))
     assert [None, 3 * GiB // 2, 0] == [each["watermark_bytes"] for each in made]

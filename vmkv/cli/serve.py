@@ -158,7 +158,8 @@ def _add_all(add: Callable[..., object], options: type, flags_of: Flags) -> None
         add(*flags, dest=dest, default=shown, help=text, **given)
 
 
-def _chosen(options: type, arguments: Namespace) -> dict[str, Any]:
+def chosen(options: type, arguments: Namespace) -> dict[str, Any]:
+    """Return the fields of `options` that were parsed, by name."""
     names = [each.name for each in fields(options)]
     return {each: getattr(arguments, each) for each in names if each in arguments}
 
@@ -382,7 +383,7 @@ def _check_combination(arguments: Namespace) -> None:
             f"--tensor-parallel takes the first GPUs, not {arguments.device}; choose them with "
             "CUDA_VISIBLE_DEVICES"
         )
-    can_sleep = EngineOptions(**_chosen(EngineOptions, arguments)).can_sleep
+    can_sleep = EngineOptions(**chosen(EngineOptions, arguments)).can_sleep
     if arguments.sleep_keeps_prefixes and not (can_sleep and arguments.host_budget_bytes):
         raise ConfigError(
             "--sleep-keeps-prefixes needs --sleep-after or --enable-sleep-mode, and --swap memory"
@@ -438,7 +439,7 @@ def _check_engine(arguments: Namespace) -> int:
     check_servable(arguments.model, config)
     longest = longest_request(config, arguments.max_tokens)
     _check_memory(arguments, config)
-    make_store(config, EngineOptions(**_chosen(EngineOptions, arguments)))
+    make_store(config, EngineOptions(**chosen(EngineOptions, arguments)))
     Scheduler(arguments.max_num_seqs, arguments.max_num_batched_tokens)  # Checks its bounds.
     device = _device(arguments.device)
     if not (arguments.replicas and "RAY_ADDRESS" in os.environ):  # Else devices are remote.
@@ -447,7 +448,7 @@ def _check_engine(arguments: Namespace) -> int:
         from ..serve.parallel.engine import checked_options
         from ..serve.parallel.localise import check_config
 
-        checked_options(_chosen(EngineOptions, arguments))
+        checked_options(chosen(EngineOptions, arguments))
         check_config(config, arguments.tensor_parallel)
         if device == "cuda":
             check_device(f"cuda:{arguments.tensor_parallel - 1}")
@@ -499,7 +500,7 @@ def _engine(arguments: Namespace, observer: EngineObserver) -> Iterator[Engine]:
                 device_type=device,
                 observer=observer,
                 tokenizer=loading.result(),
-                **_chosen(EngineOptions, arguments),
+                **chosen(EngineOptions, arguments),
             )
             engine = stack.enter_context(parallel_engine)
         else:
@@ -508,7 +509,7 @@ def _engine(arguments: Namespace, observer: EngineObserver) -> Iterator[Engine]:
                 source = types.source_of(arguments)
                 model = load_model(arguments.model, device=device, dtype=arguments.dtype, **source)
             try:
-                its = {"tokenizer": loading.result(), **_chosen(EngineOptions, arguments)}
+                its = {"tokenizer": loading.result(), **chosen(EngineOptions, arguments)}
                 engine = stack.enter_context(Engine(model, observer=observer, **its))
             except RuntimeError as error:
                 if not is_out_of_memory(error):
@@ -555,14 +556,14 @@ def server_options(arguments: Namespace) -> functools.partial[ServerOptions]:
     return functools.partial(
         ServerOptions,
         arguments.served_model_name or arguments.model,
-        limits=Limits(**_chosen(Limits, arguments)),
+        limits=Limits(**chosen(Limits, arguments)),
         api_keys=[*arguments.api_key, *from_file],
         protects_everything=arguments.protect_all,
         cors_origins=arguments.cors_origin,
         chat_template=read_template(file) if file else None,
         response_template=read_response_template(name) if name else None,
         share_prefixes=arguments.share_prefixes,
-        can_sleep=EngineOptions(**_chosen(EngineOptions, arguments)).can_sleep,
+        can_sleep=EngineOptions(**chosen(EngineOptions, arguments)).can_sleep,
     )
 
 
