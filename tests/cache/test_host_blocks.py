@@ -282,3 +282,22 @@ def test_random_conversations_hold_what_was_said(make_cache: MakeCache, seed: in
             cache.trim(draw.choice([None, 8 * PAGE]))
         cache.check()
     assert num_found > 0
+
+
+@pytest.mark.parametrize("fail_at", range(1, 9))
+def test_a_failing_call_leaves_no_sequence_open(make_cache: MakeCache, fail_at: int) -> None:
+    """A sequence begins without the blocks, or not at all."""
+    backend = FaultInjectingBackend(HostBackend(PAGE))
+    cache = make_cache(backend, budget_bytes=400 * PAGE, host_budget_bytes=64 * PAGE)
+    _say(cache, range(1, 97))
+    _fill(cache)
+    backend.arm(fail_at)
+    begun = None
+    with suppress(DriverError):
+        begun = cache.open(prompt=[*range(1, 97), 0])
+    backend.arm(0)
+    assert len(cache.sequences) == (begun is not None)
+    cache.check()
+    for sequence in cache.sequences:
+        sequence.close()
+    assert_holds(back := _back(cache, range(1, 97)), range(1, 1 + back.num_tokens))

@@ -212,8 +212,9 @@ class HostBlocks:
     def extend(self, beginning: sequence.Sequence, prompt: Any) -> None:
         """Add the tokens of `prompt` that are here to a sequence that begins with those before.
 
-        The current stream waits for the copies, the caller does not. Where memory is short the
-        sequence stays as it is. Raises `DriverError` if copies fail; then it is closed.
+        The current stream waits for the copies, the caller does not. Where memory is short, or
+        the driver maps none, the sequence stays as it is. Raises `DriverError` if copies fail; then
+        it is closed.
         """
         cache, row, tenant = self._cache, beginning.row, beginning.tenant
         there = beginning.num_tokens
@@ -226,8 +227,8 @@ class HostBlocks:
             past = there or wanted  # Of a window only what the next query sees.
             target = growing.Target(row, wanted, past, tenant)
             cache.pool.asking_broker(partial(growing.map_rows, cache, [target]))
-        except CapacityError:
-            return
+        except (CapacityError, DriverError):
+            return  # Nothing was mapped.
         with cache.pool.lock:
             # Making room may have taken some of the blocks.
             num_tokens = self.find(prompt, tenant, there)
