@@ -20,7 +20,7 @@ from vmkv import phases
 from vmkv.cli import progress
 from vmkv.cli.main import make_parser
 from vmkv.cli.models import load_config
-from vmkv.cli.serve import _chosen, server_options
+from vmkv.cli.serve import chosen, server_options
 from vmkv.hf.compat import load_model
 from vmkv.serve.options import EngineOptions
 
@@ -72,11 +72,11 @@ def test_vllms_names_of_options_mean_ours(theirs: str, ours: str) -> None:
 def test_options_that_vllm_has_reach_the_engine() -> None:
     line = "--gpu-memory-utilization 0.5 --seed 7 --max-num-seqs 9 --no-enable-prefix-caching"
     line += " --logprobs-mode processed_logprobs"
-    chosen = EngineOptions(**_chosen(EngineOptions, parsed(*line.split())))
-    assert (0.5, 7, 9) == (chosen.memory_fraction, chosen.seed, chosen.max_num_seqs)
-    assert not chosen.prefix_caching
-    assert "processed_logprobs" == chosen.logprobs_mode
-    assert EngineOptions(**_chosen(EngineOptions, parsed())).prefix_caching
+    given = EngineOptions(**chosen(EngineOptions, parsed(*line.split())))
+    assert (0.5, 7, 9) == (given.memory_fraction, given.seed, given.max_num_seqs)
+    assert not given.prefix_caching
+    assert "processed_logprobs" == given.logprobs_mode
+    assert EngineOptions(**chosen(EngineOptions, parsed())).prefix_caching
 
 
 def test_keys_may_stand_on_the_command_line(tmp_path: Path) -> None:
