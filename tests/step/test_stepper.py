@@ -27,7 +27,6 @@ from vmkv.hf.proof import prove
 from vmkv.hf.store import CacheOptions, Store
 from vmkv.step import Piece, Stepper
 from vmkv.step.graphs import GraphSpace
-from vmkv.step.model_guard import PACKED, attending_through
 from vmkv.step.piece import packing_order
 from vmkv.step.warm_up import warm_up
 
@@ -76,17 +75,19 @@ def make() -> Iterator[Callable[..., Place]]:
         ) -> Place:
             model = tiny_model(name) if compile_with is None else copy.deepcopy(tiny_model(name))
             options = CacheOptions(max_tokens=300, max_batch_size=num_rows)
-            signatures = prove(model).signatures
+            signatures, calls, _ = prove(model)
             memory = stack.enter_context(
                 contextlib.closing(Store(model.config, options, layer_windows(model.config)))
             )
-            memory.bind_all(signatures)
+            memory.bind_all(signatures, calls)
             (cache,) = memory.cores
-            if compile_with is None:
-                stack.enter_context(attending_through(model, PACKED))
             stepper = stack.enter_context(
-                contextlib.closing(Stepper(model, [cache], SLOTS, compile_with=compile_with))
+                contextlib.closing(
+                    Stepper(model, [cache], SLOTS, compile_with=compile_with, calls=calls)
+                )
             )
+            if compile_with is None:
+                stack.enter_context(stepper.attending())
             if padded_tokens:
                 stepper.make_graphs(VOCABULARY, torch.float32, padded_tokens)
             return Place(model, cache, stepper)

@@ -243,6 +243,7 @@ class AttentionSpec:
         left_pad: Whether rows may begin with tokens that are not attended to.
         kv_dtype: Type of the rows: `float8_e4m3fn`, or None for `dtype`.
         max_tokens: Longest sequence of float8 rows, which some kernels limit; None if unknown.
+        is_latent: Whether values are the first Dv numbers of each key (latent attention).
 
     Raises:
         ConfigError: Heads do not divide, a number is out of range, or `kv_dtype` is unsupported.
@@ -260,6 +261,7 @@ class AttentionSpec:
     left_pad: bool = False
     kv_dtype: torch.dtype | None = None
     max_tokens: int | None = None
+    is_latent: bool = False
 
     def __post_init__(self) -> None:
         for field in ("num_query_heads", "num_kv_heads", "k_dim", "v_dim"):
@@ -433,6 +435,12 @@ class Call:
             self.batch.left_pad is None,
         )
 
+    @property
+    def is_latent(self) -> bool:
+        """As in `AttentionSpec`."""
+        keys, values = self.keys, self.values
+        return keys.shape[3] > values.shape[3] and keys.data_ptr() == values.data_ptr()
+
     def spec(self, max_tokens: int | None = None) -> AttentionSpec:
         """Describe the layer of the call; `max_tokens` as in `AttentionSpec`."""
         return AttentionSpec(
@@ -448,6 +456,7 @@ class Call:
             left_pad=self.batch.left_pad is not None,
             kv_dtype=self.keys.dtype,
             max_tokens=max_tokens,
+            is_latent=self.is_latent,
         )
 
 

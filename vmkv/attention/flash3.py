@@ -98,13 +98,16 @@ class Flash3Backend(FlashBackend):
 
     def overread_tokens(self, spec: AttentionSpec) -> int:
         """Return one key tile, e.g. 176 tokens at head size 128 (`KEY_TILES`, `FP8_KEY_TILES`)."""
+        k_dim = spec.k_dim - spec.v_dim if spec.is_latent else spec.k_dim
         for limit, tile in FP8_KEY_TILES if spec.is_fp8 else KEY_TILES:
-            if spec.k_dim <= limit:
+            if k_dim <= limit:
                 return tile
         raise ConfigError(f"FlashAttention-3 serves head sizes up to 256, not {spec.k_dim}")
 
     def why_not(self, spec: AttentionSpec) -> str | None:
         """Check for Hopper, a packaging, and the limits of FlashAttention-3."""
+        if spec.is_latent:
+            return _why_not_latent(spec)
         limit = why_not_flash(spec, 3)
         if limit is not None:
             return limit
@@ -122,7 +125,11 @@ class Flash3Backend(FlashBackend):
         if decode.serves(call):
             return decode.decode(call)
         query, keys, values, batch = call.query, call.keys, call.values, call.batch
-        is_fp8 = keys.dtype == FP8
+        is_fp8, options = keys.dtype == FP8, dict[str, torch.Tensor]()
+        if call.is_latent:  # The kernel takes scores of both parts of keys, and values once.
+            rank = values.shape[3]
+            (absorbed, query), keys = query.tensor_split((rank,), 2), keys[..., rank:]
+            options["q_v"] = absorbed
         kernel = flash_common.usable(
             "flash3", _load_for_fp8(batch.max_num_tokens) if is_fp8 else _load()
         )
@@ -131,19 +138,20 @@ class Flash3Backend(FlashBackend):
             query = encoded(query)
         uniform = batch.is_uniform(query.shape[0])
         if uniform:
-            query = query.view(batch.batch_size, batch.max_query_tokens, *query.shape[1:])
+            by_sequence = batch.batch_size, batch.max_query_tokens, query.shape[1]
+            query = query.view(*by_sequence, -1)
+            options = {name: each.view(*by_sequence, -1) for name, each in options.items()}
         longest = batch.max_num_tokens
         # Permission to split costs a pass that joins the parts even if nothing is split (H200,
         # 2,048 queries in tiles: 45 us, 32 without); not worth it if queries fill the device.
         num_blocks = query.numel() // (query.shape[-1] * _QUERY_BLOCK)
         is_busy = num_blocks >= _num_processors(query.device)
-        options: dict[str, torch.Tensor] = {}
         if call.scales is not None:  # `[B, H]` each, the same for every sequence.
             k_scale, v_scale = (each.expand(batch.batch_size, -1) for each in call.scales[:2])
-            options = {"k_descale": k_scale, "v_descale": v_scale}
+            options |= {"k_descale": k_scale, "v_descale": v_scale}
         if kernel is library_kernel():
             if not is_busy:
-                options |= _plan(call, query, uniform)
+                options |= _plan(call, query, keys, uniform)
             # The kernel's output for float8 inputs is bfloat16.
             if call.out is not None and call.out.dtype == (torch.bfloat16 if is_fp8 else dtype):
                 options["out"] = call.out.view(*query.shape[:-1], call.out.shape[-1])
@@ -186,7 +194,24 @@ class Flash3Backend(FlashBackend):
         return with_sinks(call, out, logsumexp)
 
 
-def _plan(call: Call, query: torch.Tensor, uniform: bool) -> dict[str, torch.Tensor]:
+def _why_not_latent(spec: AttentionSpec) -> str | None:
+    """Return why the kernel cannot read latents, whose scores have a part of their own (`q_v`)."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return "its kernels are for Hopper (compute capability 9.0)"
+    if spec.dtype not in flash_common.DTYPES or spec.is_fp8:
+        return f"it reads latents in float16 and bfloat16, not in {spec.kv_dtype or spec.dtype}"
+    if (spec.v_dim, spec.k_dim - spec.v_dim) != (512, 64):
+        return f"latents are 512 and 64 wide, not {spec.v_dim} and {spec.k_dim - spec.v_dim}"
+    if spec.window is not None or spec.softcap:
+        return "it attends to latents without windows and soft caps"
+    if _load() is library_kernel() and "q_v" not in _arguments():
+        return "this _vllm_fa3_C lacks the argument q_v"
+    return flash_common.reason(_load())
+
+
+def _plan(
+    call: Call, query: torch.Tensor, keys: torch.Tensor, uniform: bool
+) -> dict[str, torch.Tensor]:
     """Return the batch's schedule over the device; the first layer of each kind computes it."""
     planner = _planner()
     if planner is None:
@@ -195,7 +220,7 @@ def _plan(call: Call, query: torch.Tensor, uniform: bool) -> dict[str, torch.Ten
     kind = {
         "num_heads": query.shape[-2],
         "num_heads_k": call.keys.shape[2],
-        "headdim": call.keys.shape[3],
+        "headdim": keys.shape[3],
         "headdim_v": call.values.shape[3],
         "qkv_dtype": query.dtype,
         "window_size_left": window[0],
@@ -305,6 +330,7 @@ def _as_kernel(function: Callable[..., Any], **returns: bool) -> Kernel:
         "seqused_k": "cache_seqlens",
         "kv_batch_idx": "cache_batch_idx",
         "leftpad_k": "cache_leftpad",
+        "q_v": "qv",
         "scale": "softmax_scale",
         "window": "window_size",
     }

@@ -163,10 +163,12 @@ def _trial(name: str, spec: AttentionSpec) -> str | None:
 
     kv_dtype = spec.kv_dtype or spec.dtype
     batch = AttentionBatch.build([0], [1], [1], row_tokens=row_tokens, num_rows=1, device=device)
+    keys = zeros(1, row_tokens, spec.num_kv_heads, spec.k_dim, dtype=kv_dtype)
+    values = zeros(1, row_tokens, spec.num_kv_heads, spec.v_dim, dtype=kv_dtype)
     call = Call(
         zeros(1, spec.num_query_heads, spec.k_dim),
-        zeros(1, row_tokens, spec.num_kv_heads, spec.k_dim, dtype=kv_dtype),
-        zeros(1, row_tokens, spec.num_kv_heads, spec.v_dim, dtype=kv_dtype),
+        keys,
+        keys[..., : spec.v_dim] if spec.is_latent else values,
         batch,
         scale=1.0,
         window=spec.window,

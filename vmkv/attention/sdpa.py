@@ -45,6 +45,13 @@ class SdpaBackend(AttentionBackend):
         """Attend sequence by sequence, over views cut to the visible keys."""
         if call.query.is_cuda and call.sinks is None and decode.serves(call):
             return decode.decode(call)[0]
+        return self._by_sequence(call)
+
+    def attend_new(self, call: Call) -> torch.Tensor:
+        """Attend sequence by sequence to the new keys and values."""
+        return self._by_sequence(call)
+
+    def _by_sequence(self, call: Call) -> torch.Tensor:
         is_fp8 = call.keys.dtype == fp8.FP8
         query, window, scales = call.query, call.window, call.scales
         attend = _plain if call.softcap or call.sinks is not None else _sdpa
@@ -58,7 +65,10 @@ class SdpaBackend(AttentionBackend):
             out[start : start + blind] = 0
             start += blind
             if start < end:
-                k, v = call.keys[row, first:num_tokens], call.values[row, first:num_tokens]
+                if call.new is not None:
+                    k, v = (each[start:end] for each in call.new)
+                else:
+                    k, v = call.keys[row, first:num_tokens], call.values[row, first:num_tokens]
                 if is_fp8:
                     k = fp8.decode(k, scales and scales.keys, query.dtype)
                     v = fp8.decode(v, scales and scales.values, query.dtype)

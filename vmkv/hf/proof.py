@@ -18,6 +18,7 @@ See Note [A model proves itself] in DESIGN.md.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
 from collections import abc
@@ -28,8 +29,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.cache import Sequence, StateShape
-from ..errors import VMKVError
+from ..errors import ConfigError, VMKVError, one_line
 from ..step import Piece, Stepper, attending_through
+from ..step.latents import Latent, handing_latents, latent_of
 from ..step.model_guard import PACKED, chosen_attention, eval_mode, hooks_of, refusing_waits
 from ..step.piece import cut_at_chunks, packing_order
 from ..step.row_attention import AttentionCalls, LayerCall, PackedPass, autocast_dtype, passing
@@ -39,6 +41,7 @@ from .attention import attend_to_tensors
 from .configuration import UnservableError, layer_chunks, layer_windows
 from .store import CacheOptions, Signature, Store
 
+_LOG = logging.getLogger(__name__)
 #: Tokens of each sequence: more than the windows of models that are made for tests.
 _NUM_TOKENS = 16
 _NUM_SEQUENCES = 7
@@ -136,19 +139,49 @@ def _made_of(model: Any, windows: Mapping[int, int | None]) -> tuple[object, ...
 
 
 def _checked(model: Any, windows: Mapping[int, int | None], attention_backend: str | None) -> Proof:
-    """Compare packed passes with a plain one; refuse if they differ for all tokens tried."""
+    """Compare packed passes with a plain one; refuse if they differ for all tokens tried.
+
+    Latent attention is tried over latents first, and if that fails, over expanded keys and values.
+    """
     few = _token_ids(model, 0)[0, :2]
     states = _states_of(model, few)
-    differences: list[_Difference] = []
-    layers: Proof | None = None
     with splitting(model, states):
-        for attempt in range(_NUM_ATTEMPTS):
-            plain = _plain_pass(model, _token_ids(model, attempt), has_states=bool(states))
-            layers = layers or _layers_of(model, windows, states, few)
-            proof, differences = _packed_passes(model, windows, layers, attention_backend, plain)
-            if not differences:
-                _check_windows(model, windows, proof, few)
-                return proof
+        plain = _plain_pass(model, _token_ids(model, 0), has_states=bool(states))
+        layers = _layers_of(model, windows, states, few)
+        if layers.calls.latents:
+            try:
+                return _compared(model, windows, _over_latents(layers), attention_backend, plain)
+            except ConfigError as error:
+                _LOG.warning("latent attention attends to expanded keys: %s", one_line(error))
+        calls = layers.calls._replace(latents={})
+        return _compared(model, windows, layers._replace(calls=calls), attention_backend, plain)
+
+
+def _over_latents(layers: Proof) -> Proof:
+    """Return layers with the signatures of what rows of latents hold."""
+    signatures = dict(layers.signatures)
+    for layer, its in layers.calls.latents.items():
+        shapes = (1, its.rank), (1, its.rope_dim)
+        signatures[layer] = Signature(*shapes, *signatures[layer][2:])
+    return layers._replace(signatures=signatures)
+
+
+def _compared(
+    model: Any,
+    windows: Mapping[int, int | None],
+    layers: Proof,
+    attention_backend: str | None,
+    plain: _PlainPass,
+) -> Proof:
+    differences: list[_Difference] = []
+    has_states = bool(layers.calls.states)
+    for attempt in range(_NUM_ATTEMPTS):
+        if attempt:
+            plain = _plain_pass(model, _token_ids(model, attempt), has_states=has_states)
+        proof, differences = _packed_passes(model, windows, layers, attention_backend, plain)
+        if not differences:
+            _check_windows(model, windows, proof, _token_ids(model, 0)[0, :2])
+            return proof
     raise UnservableError(_why_different(model, max(differences)))
 
 
@@ -229,6 +262,7 @@ def _packed_passes(
     with (
         contextlib.closing(Store(model.config, options, windows)) as memory,
         attending_through(model, PACKED),
+        handing_latents(model, layers.calls.latents),
     ):
         memory.bind_all(layers.signatures, layers.calls)
         rows = [[core.open(row=at) for at in range(_NUM_SEQUENCES)] for core in memory.cores]
@@ -501,6 +535,7 @@ def _layers_by(
     sources: dict[int, int] = {}
     handed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     regrouped: dict[int, list[list[int]]] = {}
+    latents: dict[int, Latent] = {}
     named = _Named(model.config)
 
     def hear(module: torch.nn.Module, asked: LayerCall) -> torch.Tensor:
@@ -522,6 +557,9 @@ def _layers_by(
             if index not in regrouped:
                 signatures[index] = Signature.of(asked.key, asked.value)
                 handed[index] = asked.key, asked.value
+                its = None if is_named else latent_of(module, asked.key, asked.value)
+                if its is not None:
+                    latents[index] = its
         else:
             of = [at for at, (k, v) in handed.items() if k is asked.key and v is asked.value]
             if not of:
@@ -549,7 +587,8 @@ def _layers_by(
         raise UnservableError(
             f"its layers {sorted(missing)} do not attend through transformers' attention interface"
         )
-    calls = AttentionCalls((), sources, layer_chunks(model.config), states, is_named, regrouped)
+    options: dict[str, Any] = {"is_named": is_named, "regrouped": regrouped, "latents": latents}
+    calls = AttentionCalls((), sources, layer_chunks(model.config), states, **options)
     return Proof(signatures, calls, never_waits=False)
 
 

@@ -30,7 +30,7 @@ import torch
 
 from ..attention import AttentionBackend, AttentionBatch, Call, append, select
 from ..attention.append import append_rotated, can_rotate
-from ..attention.registry import select_for_new, why_not
+from ..attention.registry import get, select_for_new, why_not
 from ..core.cache import KVCache
 from ..core.cache.fp8 import Scales
 from ..errors import ConfigError, InternalError
@@ -38,6 +38,7 @@ from .graph_passes import turned
 from .model_guard import attending_through, numbered_layers, register_attention
 
 if TYPE_CHECKING:
+    from .latents import Expansion, Latent
     from .state_rules import PackedRules
     from .states import PackedStates, StateLayer, StateProbe
 
@@ -91,7 +92,8 @@ class AttentionCalls(NamedTuple):
     Modules of some models do not tell which layer they are, because layers share them: with
     `is_named`, a call is of the layer that the model has named to its cache last. `regrouped` has
     layers that attend several times to their keys: for each time, the head of the layer's values
-    that a head of keys goes with.
+    that a head of keys goes with. `latents` has layers with latent attention, whose rows hold
+    latents instead of keys, and the rotated parts that heads share instead of values.
     """
 
     layers: tuple[int, ...]
@@ -100,6 +102,7 @@ class AttentionCalls(NamedTuple):
     states: Mapping[int, StateLayer] = {}
     is_named: bool = False
     regrouped: Mapping[int, Sequence[Sequence[int]]] = {}
+    latents: Mapping[int, Latent] = {}
 
     def add_rows(self, cache: KVCache) -> None:
         """Add rows for layers that keep something else than keys, before any sequence begins."""
@@ -210,7 +213,8 @@ class RowAttention:
     """Appends to and attends from the rows of caches, for every layer of a model.
 
     `caches` has one entry per device; layers are numbered as in the model, and `calls` tells which
-    of them have no rows or attend in chunks. Layers use the backend
+    of them have no rows or attend in chunks. `expansions` are of the layers that `calls.latents`
+    has. Layers use the backend
     `attention_backend`; if None, `preferred` where it can serve, else the choice of `select`, which
     avoids flash3 for its over-read. With many sequences of different lengths flash3 pays (one H200,
     8B Llama shape: a decode step of 64 at 128 to 4,096 tokens takes 8.6 ms, with flash2 9.6).
@@ -222,6 +226,7 @@ class RowAttention:
         attention_backend: str | None = None,
         preferred: str | None = None,
         calls: AttentionCalls | None = None,
+        expansions: Mapping[int, Expansion] | None = None,
     ):
         self._name = attention_backend
         self._preferred = preferred
@@ -240,7 +245,10 @@ class RowAttention:
         # The last step by device and tokens of a chunk, and the same as layers with chunks see it.
         self._in_chunks: dict[tuple[torch.device, int], tuple[StepParts, StepParts]] = {}
         self._layers.update((layer, self._layers[its]) for layer, its in calls.sources.items())
+        self._expansions = dict(expansions or {})
+        self.keeps_latents = bool(self._expansions)  #: Whether layers have rows of latents.
         self._kernels: dict[tuple[object, ...], _Kernels] = {}
+        self._kernels_for_new: dict[tuple[object, ...], AttentionBackend] = {}
         self._side: torch.cuda.Stream | None = None
         # The next forward pass's step by device; None between steps.
         self.steps: Mapping[torch.device, StepParts] | None = None
@@ -263,7 +271,7 @@ class RowAttention:
         heads = self._calls.regrouped[layer][self.called.count(layer)]
         step = self._step_of(layer, its.cache.device)
         if layer not in self.called:
-            append(_call(its, asked, step), _packed(*in_autocast(*past.new)))
+            append(_call(its, asked, step.everything), _packed(*in_autocast(*past.new)))
         self.called.append(layer)
         group, outputs = asked.query.shape[1] // len(heads), []
         for _, run in itertools.groupby(enumerate(heads), lambda pair: pair[1] - pair[0]):
@@ -282,6 +290,8 @@ class RowAttention:
         self.called.append(layer)
         its = self._layers[layer]
         step = self._step_of(layer, its.cache.device)
+        if layer in self._expansions:
+            return self._attend_latents(its, self._expansions[layer], asked, step)
         return self._attend(its, asked, step, appends=layer not in self._calls.sources)
 
     def _attend(
@@ -289,7 +299,7 @@ class RowAttention:
     ) -> torch.Tensor:
         capacity = its.keys.shape[1]
         new = _packed(asked.key, asked.value)
-        call = _call(its, asked, step)
+        call = _call(its, asked, step.everything)
         rows, for_new, mixes = self._kernels_for(its.cache, call)
         is_whole = step.is_decode is None and step.num_decode_tokens == call.query.shape[0]
         # Attention kernels that append neither rotate by angles nor append two parts of one row.
@@ -311,6 +321,60 @@ class RowAttention:
         if step.is_decode is not None:
             return self._attend_tiled(rows, call, step.is_decode, step)[None]
         return _attend_in_parts(rows, for_new, call, (key, new[1]), step)[None]
+
+    def _attend_latents(
+        self, its: _Layer, expansion: Expansion, asked: LayerCall, step: StepParts
+    ) -> torch.Tensor:
+        """Append latents and attend to those in rows; whole prompts to their expanded ones."""
+        query, new = asked.query[0].transpose(0, 1), _packed(asked.key, asked.value)
+        append(_call(its, asked._replace(query=asked.key), step.everything), new)
+        if step.is_decode is not None or step.num_decode_tokens == query.shape[0]:
+            return self._attend_absorbed(its, expansion, asked, query, step.everything, step)[None]
+        out = query.new_empty((*query.shape[:2], expansion.its.v_dim))
+        begin, end = step.num_decode_tokens, step.num_decode_tokens + step.num_beginning_tokens
+        for part, batches in (slice(begin), step.decode), (slice(end, None), step.continued):
+            if batches:
+                self._attend_absorbed(its, expansion, asked, query[part], batches, step, out[part])
+        if step.beginnings:
+            key, value = expansion.expanded(*[each[begin:end] for each in new])
+            batch = replace(step.beginnings[its.keys.shape[1]], row_tokens=end - begin)
+            rows = its._replace(keys=key[None], values=value[None])
+            whole = asked._replace(query=asked.query[:, :, begin:end])
+            call = replace(_call(rows, whole, {end - begin: batch}), new=(key, value))
+            out[begin:end] = self._for_new(call).attend_new(call)
+        return out[None]
+
+    def _attend_absorbed(
+        self,
+        its: _Layer,
+        expansion: Expansion,
+        asked: LayerCall,
+        query: torch.Tensor,
+        batches: Batches,
+        step: StepParts,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend from `query [T, Hq, D]` to latents in rows: `[T, Hq, Dv]`."""
+        # In a token row the shared part of keys follows the latent.
+        width = its.keys.shape[3] + its.values.shape[3]
+        joint = its.keys.as_strided((*its.keys.shape[:3], width), its.keys.stride())
+        absorbed = expansion.absorbed(query).transpose(0, 1)[None]
+        rows = its._replace(keys=joint, values=its.keys)
+        call = _call(rows, asked._replace(query=absorbed), batches)
+        kernel, _, mixes = self._kernels_for(its.cache, call)
+        if step.is_decode is not None and not mixes:
+            attended = self._attend_tiled(kernel, call, step.is_decode, step)
+        else:
+            attended = kernel.attend(call)
+        return expansion.values(attended, out)
+
+    def _for_new(self, call: Call) -> AttentionBackend:
+        """Return the kernel for expanded prompts."""
+        kernel = self._kernels_for_new.get(call.kind)
+        if kernel is None:
+            kernel = select_for_new(call.spec()) or get("sdpa")
+            self._kernels_for_new[call.kind] = kernel
+        return kernel
 
     def _step_of(self, layer: int, device: torch.device) -> StepParts:
         """Return the step as a layer's attention sees it; without host work per sequence."""
@@ -372,6 +436,7 @@ class RowAttention:
     def close(self) -> None:
         """Drop the caches' tensors, which keep addresses reserved. Idempotent."""
         self._layers.clear()
+        self._expansions.clear()
         self._in_chunks.clear()
         self.steps = self.past = None
 
@@ -380,12 +445,12 @@ def _packed(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch
     return key[0].transpose(0, 1), value[0].transpose(0, 1)
 
 
-def _call(its: _Layer, asked: LayerCall, step: StepParts) -> Call:
+def _call(its: _Layer, asked: LayerCall, batches: Batches) -> Call:
     return Call(
         asked.query[0].transpose(0, 1),
         its.keys,
         its.values,
-        step.everything[its.keys.shape[1]],
+        batches[its.keys.shape[1]],
         asked.scale,
         its.window if asked.window is None else asked.window,
         asked.softcap,
@@ -467,13 +532,16 @@ IMPLEMENTATION = "vmkv_rows"
 """Name in transformers' registry of attention implementations."""
 
 _PLACE = "_vmkv_place"
+V_DIM = "_vmkv_v_dim"
+"""Attribute of a module that hands over latents: the width of its values."""
 #: Modules that attend through the operator; copies of these do not. Note [State of the process].
 _SERVED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 _LIBRARY: Any = torch.library.Library("vmkv", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "attend_rows(Tensor query, Tensor key, Tensor value, Tensor place, Tensor? sinks, "
-    "float scale, int window, float softcap, Tensor? cos=None, Tensor? sin=None) -> Tensor"
+    "float scale, int window, float softcap, int v_dim=0, Tensor? cos=None, Tensor? sin=None) "
+    "-> Tensor"
 )
 
 
@@ -486,10 +554,14 @@ def _attend_rows(
     scale: float,
     window: int,
     softcap: float,
+    v_dim: int = 0,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Append and attend; declares no mutation, as no tensor that compilers see is a row."""
+    """Append and attend; declares no mutation, as no tensor that compilers see is a row.
+
+    `v_dim` is the width of results where `value` is the shared part of latent keys.
+    """
     rows = running().rows
     if rows is None:
         raise InternalError("attention was asked for outside a step")
@@ -499,9 +571,19 @@ def _attend_rows(
 
 
 def _shape_of_attend_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    place: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    v_dim: int = 0,
+    *_: Any,
+    **__: Any,
 ) -> torch.Tensor:
-    return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+    return query.new_empty((1, query.shape[2], query.shape[1], v_dim or value.shape[3]))
 
 
 for _key in ("CPU", "CUDA"):
@@ -518,7 +600,7 @@ def _rows_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function for transformers; arguments as `vmkv_attention`."""
-    scale = options.get("scaling")
+    scale, v_dim = options.get("scaling"), getattr(module, V_DIM, 0)
     out = torch.ops.vmkv.attend_rows(
         *in_autocast(query, key, value),
         getattr(module, _PLACE),
@@ -526,6 +608,7 @@ def _rows_attention(
         query.shape[-1] ** -0.5 if scale is None else scale,
         options.get("sliding_window") or 0,
         options.get("softcap") or 0.0,
+        *([v_dim] if v_dim else []),
     )
     return out, None
 

@@ -31,6 +31,7 @@ from . import row_attention
 from .cache_argument import cache_argument
 from .compiled_layers import CompiledLayers
 from .graphs import DecodeGraphs, GraphSpace, Scratch
+from .latents import expansions, handing_latents
 from .mixed_graphs import MixedGraphs
 from .model_guard import PACKED, ModelGuard, attending_through, has_users, hooks_of
 from .piece import HeadInParts, Piece, StepLogits, cut_at_chunks, pack, packing_order
@@ -104,7 +105,11 @@ class Stepper:
         self.calls: tuple[int, ...] | None = calls.layers
         self.chunk_sizes = {*calls.chunks.values()}  #: Of layers that attend in chunks, in tokens.
         self._past_argument = cache_argument(model) if self.chunk_sizes or calls.is_named else ""
-        self.attention = RowAttention(caches, attention_backend, preferred_backend, calls)
+        self._latents = calls.latents
+        self.attention = RowAttention(
+            *(caches, attention_backend, preferred_backend, calls),
+            expansions=expansions(model, calls.latents),
+        )
         self._states: PackedStates | None = None
         if calls.states:
             if len(caches) > 1 or caches[0].states is None:
@@ -155,15 +160,18 @@ class Stepper:
         if self._shared is None:
             its = self._states
             split = contextlib.nullcontext() if its is None else splitting(self.model, its.layers)
-            with attending_through(self.model, PACKED, in_all_threads=in_all_threads), split:
+            attending = attending_through(self.model, PACKED, in_all_threads=in_all_threads)
+            with attending, split, handing_latents(self.model, self._latents):
                 yield
         else:
-            with row_attention.attending(self.model), self._shared.in_place():
+            attending = row_attention.attending(self.model)
+            with attending, handing_latents(self.model, self._latents), self._shared.in_place():
                 yield
 
     def _attend_by_operator(self) -> None:
         attending = row_attention.attending(self.model, in_all_threads=True)
         self._serving.enter_context(attending)
+        self._serving.enter_context(handing_latents(self.model, self._latents))
         if self._states is not None:
             self._serving.enter_context(self._states.rules.in_place())
 
