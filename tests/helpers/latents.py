@@ -16,6 +16,7 @@ _WIDTHS = {
     "q_lora_rank": 24,
     "qk_rope_head_dim": ROPE_DIM,
     "qk_nope_head_dim": 16,
+    "qk_head_dim": 24,
     "v_head_dim": 12,
 }
 #: Families that hand latents to the cache, and keys and values of their own to attention.
@@ -30,13 +31,11 @@ FAMILIES = tuple(
 
 
 @functools.cache
-def latent_model(name: str) -> Any:
+def latent_model(name: str, **widths: int) -> Any:
     """A tiny model in float32 and eval mode. It is cached: do not change it."""
     config = families.tiny_config(name)
-    for field, value in _WIDTHS.items():
+    for field, value in (_WIDTHS | widths).items():
         if hasattr(config, field):
             setattr(config, field, value)
-    if hasattr(config, "qk_head_dim"):
-        config.qk_head_dim = 16 + ROPE_DIM
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()
