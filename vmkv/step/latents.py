@@ -12,6 +12,8 @@ keys and values, which takes a third of the arithmetic.
 
 A module is recognised by what its method `expand_kv` computes (`latent_of`), and within
 `handing_latents` its packed passes hand latents to attention instead of expanded keys and values.
+
+See DESIGN.md, Note [Latents in rows].
 """
 
 from __future__ import annotations
