@@ -122,7 +122,10 @@ def model_shape(
 
 def _stored(shape: LayerShape, divisor: int, *, is_fp8: bool) -> LayerShape:
     size_bytes = FP8.itemsize if is_fp8 else shape.itemsize_bytes
-    heads = {name: getattr(shape, name) // divisor for name in ("num_k_heads", "num_v_heads")}
+    # Every rank has all latents, which count as one head.
+    heads = {
+        name: max(1, getattr(shape, name) // divisor) for name in ("num_k_heads", "num_v_heads")
+    }
     return replace(shape, itemsize_bytes=size_bytes, **heads)
 
 
