@@ -17,6 +17,9 @@ zeros.
 The schedule over the device depends on the batch alone, so layers of one kind share one (`_plan`):
 32 of 536 kernels of an 8B model's decode step are saved (H200: 50 us and as many gaps).
 
+Latents (`Call.is_latent`) have scores of two parts, of which the kernel takes the wide one as `q_v`
+with the values; its tiles are narrower than those of heads of 64, whose margin rows keep.
+
 Decode batches over float8 rows use `decode.py`. Prompt queries are rounded to float8, and sums
 in fewer bits than float32 lose too much over long rows (DESIGN.md, Note [Eight bits]) unless the
 kernel promotes them. vLLM's library does; the other two do not, and are refused for float8 rows of
