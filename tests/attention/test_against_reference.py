@@ -52,6 +52,7 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     left_pad: bool = False
+    is_latent: bool = False
 
     def spec(self, device: str) -> AttentionSpec:
         """The specification of the case, for `select`."""
@@ -66,6 +67,7 @@ class Case:
             softcap=self.softcap,
             has_sinks=self.sinks,
             left_pad=self.left_pad,
+            is_latent=self.is_latent,
         )
 
     def options(self, generator: torch.Generator, device: str) -> dict[str, Any]:
@@ -96,6 +98,8 @@ def run(case: Case, shape: str, device: str, name: str) -> None:
     dense = DenseRows(
         NUM_ROWS, ROW_TOKENS, case.kv_heads, case.dim, v_dim, dtype=case.dtype, device=device
     )
+    if case.is_latent:
+        dense.values = dense.keys[..., :v_dim]
     dense.fill(batch, backend.overread_tokens(case.spec(device)), generator)
     query = random_query(
         batch, case.heads, case.dim, dtype=case.dtype, device=device, generator=generator
@@ -146,12 +150,16 @@ OPTIONS: list[dict[str, Any]] = [
     {"left_pad": True, "window": 48},
     {"left_pad": True, "sinks": True, "softcap": 5.0},
 ]
+#: Latents of 512 with 64 numbers more for keys, of which heads share one.
+_LATENT = {"kv_heads": 1, "dim": 576, "v_dim": 512, "is_latent": True}
+LATENTS = [{"heads": heads} | _LATENT for heads in (16, 20)] + [{"left_pad": True} | _LATENT]
 CASES = [
     *itertools.product([{"dtype": dtype} for dtype in DTYPES], BATCHES),
     *itertools.product([{"heads": h, "kv_heads": kv, "dim": dim} for h, kv, dim in HEADS], EDGES),
     # Values narrower or wider than keys, as in latent attention.
     *itertools.product([{"dim": 192, "v_dim": 128}, {"dim": 64, "v_dim": 128}], EDGES),
     *itertools.product(OPTIONS, BATCHES),
+    *itertools.product(LATENTS, BATCHES),
 ]
 
 
@@ -296,3 +304,19 @@ def test_masks_of_later_chunks_are_made_for_some_queries_at_a_time(monkeypatch, 
     run(Case(dtype=torch.float32, window=window), "chunk", "cpu", "sdpa")
     assert len(made) > 4
     assert max(made) <= 2000
+
+
+def test_a_prompt_attends_to_its_own_keys() -> None:
+    """SDPA over new keys is SDPA over rows that hold nothing else."""
+    generator = torch.Generator().manual_seed(0)
+    counts = [5, 1, 12]
+    batch = AttentionBatch.build([0, 1, 2], counts, counts, row_tokens=sum(counts), num_rows=3)
+    query, key, value = torch.randn(3, sum(counts), 4, 16, generator=generator)
+    call = Call(query, key[None], value[None, :, :, :12].contiguous(), batch, 0.25)
+    out = get("sdpa").attend_new(replace(call, new=(key, value[..., :12])))
+    for start, count in zip(itertools.accumulate(counts, initial=0), counts, strict=False):
+        one = AttentionBatch.build([0], [count], [count], row_tokens=count)
+        part = slice(start, start + count)
+        views = key[part][None], value[part, :, :12][None].contiguous()
+        alone = get("sdpa").attend(Call(query[part], *views, one, 0.25))
+        torch.testing.assert_close(out[part], alone)
