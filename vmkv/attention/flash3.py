@@ -18,7 +18,8 @@ The schedule over the device depends on the batch alone, so layers of one kind s
 32 of 536 kernels of an 8B model's decode step are saved (H200: 50 us and as many gaps).
 
 Latents (`Call.is_latent`) have scores of two parts, of which the kernel takes the wide one as `q_v`
-with the values; its tiles are narrower than those of heads of 64, whose margin rows keep.
+with the values; its tiles are narrower than those of heads of 64, whose margin rows keep. vLLM's
+library alone is taken for them.
 
 Decode batches over float8 rows use `decode.py`. Prompt queries are rounded to float8, and sums
 in fewer bits than float32 lose too much over long rows (DESIGN.md, Note [Eight bits]) unless the
@@ -129,13 +130,16 @@ class Flash3Backend(FlashBackend):
             return decode.decode(call)
         query, keys, values, batch = call.query, call.keys, call.values, call.batch
         is_fp8, options = keys.dtype == FP8, dict[str, torch.Tensor]()
-        if call.is_latent:  # The kernel takes scores of both parts of keys, and values once.
+        is_latent = call.is_latent
+        if is_latent:  # The kernel takes scores of both parts of keys, and values once.
             rank = values.shape[3]
             (absorbed, query), keys = query.tensor_split((rank,), 2), keys[..., rank:]
             options["q_v"] = absorbed
-        kernel = flash_common.usable(
-            "flash3", _load_for_fp8(batch.max_num_tokens) if is_fp8 else _load()
-        )
+        if is_latent:
+            found = library_kernel()
+        else:
+            found = _load_for_fp8(batch.max_num_tokens) if is_fp8 else _load()
+        kernel = flash_common.usable("flash3", found)
         dtype = query.dtype
         if is_fp8:
             query = encoded(query)
@@ -207,9 +211,9 @@ def _why_not_latent(spec: AttentionSpec) -> str | None:
         return f"latents are 512 and 64 wide, not {spec.v_dim} and {spec.k_dim - spec.v_dim}"
     if spec.window is not None or spec.softcap:
         return "it attends to latents without windows and soft caps"
-    if _load() is library_kernel() and "q_v" not in _arguments():
-        return "this _vllm_fa3_C lacks the argument q_v"
-    return flash_common.reason(_load())
+    if "q_v" not in _arguments():
+        return flash_common.reason(library_kernel()) or "this _vllm_fa3_C lacks the argument q_v"
+    return flash_common.reason(library_kernel())
 
 
 def _plan(
@@ -333,7 +337,6 @@ def _as_kernel(function: Callable[..., Any], **returns: bool) -> Kernel:
         "seqused_k": "cache_seqlens",
         "kv_batch_idx": "cache_batch_idx",
         "leftpad_k": "cache_leftpad",
-        "q_v": "qv",
         "scale": "softmax_scale",
         "window": "window_size",
     }
