@@ -23,6 +23,7 @@ import torch.distributed as dist
 import vmkv
 from helpers import tiny_models
 from helpers.hybrids import hybrid
+from helpers.latents import latent_model
 from helpers.limited_device import UNLIMITED_BYTES, LimitedDevice
 from helpers.members import pool_of
 from helpers.requests import finish_all
@@ -41,6 +42,7 @@ from vmkv import (
 from vmkv.core.backend import MemoryLocation
 from vmkv.core.memory import Broker, shares
 from vmkv.hf import VMKVCache
+from vmkv.hf.proof import prove
 from vmkv.serve.parallel import Ranks, TensorParallel, localise, lockstep, one_shot
 from vmkv.serve.parallel.collectives import all_reduce
 from vmkv.serve.parallel.engine import ParallelEngine
@@ -227,6 +229,15 @@ def serves_states(name: str, runner: str, group: TensorParallel) -> None:
     prompts, params = [*TRAFFIC[2:], [7]], [PARAMS[0], PARAMS[1], GREEDY, GREEDY]
     options = {**ROOMY, "budget_bytes": 32 * MiB, **(PADDED if runner == "graphs" else EAGER)}
     speaks(group, copy.deepcopy(hybrid(name)), prompts, params, whole=hybrid(name), **options)
+
+
+def serves_latents(runner: str, group: TensorParallel) -> None:
+    """Each rank has all latents and a part of the heads."""
+    whole = latent_model("deepseek_v3")
+    options = {**ROOMY, **(PADDED if runner == "graphs" else EAGER)}
+    model = copy.deepcopy(whole)
+    speaks(group, model, TRAFFIC, PARAMS, whole=whole, **options)
+    assert prove(model).calls.latents
 
 
 def scores_prompts(name: str, runner: str, group: TensorParallel) -> None:

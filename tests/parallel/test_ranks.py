@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import rank_cases as cases
 from helpers.hybrids import HYBRIDS
+from helpers.latents import FAMILIES as LATENTS
 from helpers.tiny_models import VERSION, tiny_model
 
 from vmkv import ConfigError
@@ -40,6 +41,11 @@ CASES = [
         partial(cases.serves_states, name, runner)
         for name, runner in (("qwen3_next", "graphs"), ("granitemoehybrid", "eager"))
         if name in HYBRIDS
+    ),
+    *(
+        partial(cases.serves_latents, kind)
+        for kind in ("eager", "graphs")
+        if "deepseek_v3" in LATENTS
     ),
     partial(cases.scores_prompts, "llama", "eager"),
     partial(cases.scores_prompts, "mixtral", "graphs"),
