@@ -26,7 +26,7 @@ import torch
 
 from ..errors import ConfigError
 from ..phases import part
-from . import graph_passes, joined_layers
+from . import experts, graph_passes, joined_layers
 from .row_attention import autocast_dtype
 
 _Compiled = Callable[..., Any]
@@ -57,6 +57,7 @@ class CompiledLayers:
         self._paused: list[tuple[Any, Any, dict[str, Any]]] = []
         self._autocast = autocast_dtype(next(model.parameters()).device)
         joined_layers.join(model, self._autocast)
+        experts.fuse(model)
         tuning = {"coordinate_descent_tuning": True, **_KEEPS_TUNED}
         self._one = _compiler(backend, {**_IN_PROCESS, **tuning})
         self._many = _compiler(backend, _IN_PROCESS)
@@ -93,6 +94,7 @@ class CompiledLayers:
     def pause(self) -> None:
         """Let all modules be the model's own until `resume`; weights stay joined in memory."""
         self.stand_aside()
+        experts.restore(self._model.modules())
         self._drop_classes(self._model.modules())
 
     def _drop_classes(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -117,6 +119,7 @@ class CompiledLayers:
         """Undo `pause` and `drop_copies`, of a model with the same modules; renew the copies."""
         self._have_classes()
         joined_layers.join(self._model, self._autocast)
+        experts.fuse(self._model)
         self._step_in()
 
     def _have_classes(self) -> list[Any]:
@@ -147,6 +150,7 @@ class CompiledLayers:
     def close(self) -> None:
         """Restore the model's own layers. Idempotent."""
         self.stand_aside()
+        experts.restore(self._model.modules())
         modules = self._have_classes() if self._paused else list(self._model.modules())
         joined_layers.separate(self._model, modules)
 
@@ -198,6 +202,7 @@ def _compiler(backend: str, patches: dict[str, Any]) -> Callable[..., Any]:
         graph_passes.take_out_rotary(module)
         graph_passes.take_in_sums(module)
         graph_passes.skip_reshapes(module)
+        graph_passes.choose_by_kernel(module)
         if backend == "inductor":
             from torch._inductor.compile_fx import compile_fx
 

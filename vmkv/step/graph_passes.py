@@ -1,4 +1,4 @@
-"""Graph passes over traced layers: rotary embeddings, ranks' sums with norms, and reshapes.
+"""Graph passes over traced layers: rotary embeddings, ranks' sums with norms, choices, reshapes.
 
 Rotary embeddings move into the append kernel. Most models rotate queries and keys by the same
 lines, just before attention:
@@ -35,6 +35,7 @@ GROUP = "_vmkv_group"
 
 _ATTEND = "attend_rows"
 _SUM = "vmkv.all_reduce_"
+_EXPERTS = "vmkv.experts"
 _Order = dict[torch.fx.Node, int]
 
 # ---- forms ---------------------------------------------------------------------------------------
@@ -169,6 +170,44 @@ def _skip(node: torch.fx.Node) -> bool:
     if before.target != "reshape" or {each.target for each in before.users} - {"reshape", "size"}:
         return False  # Others may write to it.
     node.args = (before.args[0], *node.args[1:])
+    return True
+
+
+# ---- choice of experts ---------------------------------------------------------------------------
+
+_TOP_K_NAMES = ("input", "k", "dim", "largest", "sorted")
+_MOST_CHOSEN = 16
+_MOST_EXPERTS = 1024
+
+
+def choose_by_kernel(module: torch.fx.GraphModule) -> int:
+    """Let routers of traced mixtures choose experts by one kernel; return the number of choices."""
+    has_fused = any(str(each.target).startswith(_EXPERTS) for each in module.graph.nodes)
+    return _rewrite(module, _choose) if has_fused else 0
+
+
+def _choose(node: torch.fx.Node) -> bool:
+    if node.target not in (torch.topk, "topk"):
+        return False
+    arguments: Any = node.args
+    options: Any = dict(zip(_TOP_K_NAMES, arguments, strict=False)) | node.kwargs
+    x, k = options["input"], options["k"]
+    shape: Any = getattr(_value(x), "shape", ())
+    if {*options} - {*_TOP_K_NAMES} or not options.get("largest", True):
+        return False
+    if options.get("dim", -1) not in (-1, 1):
+        return False
+    if len(shape) != 2 or type(shape[1]) is not int or shape[1] > _MOST_EXPERTS:
+        return False
+    if type(k) is not int or k > min(_MOST_CHOSEN, shape[1]):
+        return False
+    if any(each.target is not operator.getitem for each in node.users):
+        return False
+    with node.graph.inserting_before(node):
+        chosen = node.graph.call_function(torch.ops.vmkv.top_k.default, (x, k))
+    chosen.meta = {**node.meta, "example_value": tuple(node.meta["example_value"])}
+    node.replace_all_uses_with(chosen)
+    node.graph.erase_node(node)
     return True
 
 

@@ -15,6 +15,8 @@ in a fixed order.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ import triton
 import triton.language as tl
 
 from ..units import div_ceil
-from .experts import Form
+from .expert_forms import Form
 
 
 class Tile(NamedTuple):
@@ -38,6 +40,40 @@ class Tile(NamedTuple):
     is_swapped: bool
     num_warps: int
     num_stages: int
+
+
+DOES_NOT_FIT = triton.runtime.errors.OutOfResources
+"""Raised by a launch whose tiles need more memory than a multiprocessor of this device has."""
+
+#: By `block_m`: `block_n`, `block_k`, `is_swapped`, warps and stages of tiles worth timing (H200).
+_TILES = {
+    16: [(32, 64, True, 4, 5), (32, 128, True, 4, 4), (64, 64, True, 4, 5), (64, 128, True, 4, 3)],
+    32: [(64, 64, True, 4, 5), (64, 128, True, 4, 3), (128, 64, True, 8, 4)],
+    64: [(64, 64, False, 4, 4), (128, 64, False, 4, 3), (128, 64, True, 8, 3)],
+    128: [
+        (64, 64, False, 4, 3),
+        (128, 64, False, 8, 3),
+        (128, 64, False, 8, 4),
+        (256, 64, False, 8, 3),
+    ],
+}
+#: Of `block_m` pairs: the mean numbers of pairs of an expert between which they are timed.
+_PAIRS = {16: (0, 10), 32: (4, 40), 64: (12, 100), 128: (40, math.inf)}
+_MOST_DIRECT = 16
+
+
+def candidates(num_tokens: int, pairs_per_expert: float, *, is_gated: bool) -> list[Tile]:
+    """Return the tiles to choose from for a product of `num_tokens`."""
+    kinds = [(True, 16)] if num_tokens <= _MOST_DIRECT else []
+    if num_tokens > _MOST_DIRECT // 4:
+        kinds += [(False, m) for m, (low, high) in _PAIRS.items() if low < pairs_per_expert <= high]
+    narrowest, widest = (32, 128) if is_gated else (64, 256)
+    return [
+        Tile(is_direct, block_m, *its)
+        for is_direct, block_m in kinds
+        for its in _TILES[block_m]
+        if narrowest <= its[0] <= widest
+    ]
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -64,7 +100,9 @@ def _sort_pairs(ids, order, starts, num_pairs, NUM_EXPERTS: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def _activate(gate, up, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+def _activate(
+    gate, up, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr
+):
     if LIMIT > 0:  # NaN stays.
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -126,7 +164,9 @@ def _product(
         expert = tl.sum(is_before.to(tl.int32))
         if expert >= NUM_EXPERTS:
             return
-        start = tl.load(starts + expert) + BLOCK_M * (block - tl.sum(tl.where(is_before, blocks, 0)))
+        start = tl.load(starts + expert) + BLOCK_M * (
+            block - tl.sum(tl.where(is_before, blocks, 0))
+        )
         place = start + tl.arange(0, BLOCK_M)
         is_row = place < tl.load(starts + expert + 1)
         pair = tl.load(order + place, mask=is_row, other=0)
@@ -155,24 +195,21 @@ def _product(
         weight_at = weight_at + k[:, None] * COLUMNS + column[None, :]
     else:
         weight_at = weight_at + k[:, None] + column[None, :] * K
-    x_mask = is_row[:, None]
-    if N % BLOCK_N:
-        weight_mask = (local < N)[None, :]
-    else:
-        weight_mask = tl.full((1, WIDTH), 1, tl.int1)
+    is_column = local < N
     if SWAPPED:
         sums = tl.zeros((WIDTH, BLOCK_M), tl.float32)
     else:
         sums = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     for first in range(0, K, BLOCK_K):
         if K % BLOCK_K:
-            left = tl.load(x_at, mask=x_mask & (first + k < K)[None, :], other=0.0)
-            right = tl.load(weight_at, mask=weight_mask & (first + k < K)[:, None], other=0.0)
+            left = tl.load(x_at, mask=is_row[:, None] & (first + k < K)[None, :], other=0.0)
+            is_weight = is_column[None, :] & (first + k < K)[:, None]
+            right = tl.load(weight_at, mask=is_weight, other=0.0)
         elif N % BLOCK_N:
-            left = tl.load(x_at, mask=x_mask, other=0.0)
-            right = tl.load(weight_at, mask=weight_mask, other=0.0)
+            left = tl.load(x_at, mask=is_row[:, None], other=0.0)
+            right = tl.load(weight_at, mask=is_column[None, :], other=0.0)
         else:
-            left = tl.load(x_at, mask=x_mask, other=0.0)
+            left = tl.load(x_at, mask=is_row[:, None], other=0.0)
             right = tl.load(weight_at)
         if SWAPPED:
             sums = tl.dot(tl.trans(right), tl.trans(left), sums)
@@ -183,7 +220,7 @@ def _product(
     if SWAPPED:
         sums = tl.trans(sums)
     if bias is not None:
-        added = tl.load(bias + expert * COLUMNS + column, mask=local < N, other=0.0)
+        added = tl.load(bias + expert * COLUMNS + column, mask=is_column, other=0.0)
         sums += added.to(tl.float32)[None, :]
     if GATED:
         if IN_TURN:
@@ -299,17 +336,19 @@ def top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(
-    hidden: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_bias: torch.Tensor | None,
+    inputs: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor | None],
     form: Form,
-    tiles: tuple[Tile, Tile],
+    tiles: Sequence[Tile],
 ) -> torch.Tensor:
-    """Compute the experts of `hidden [T, H]` with given tiles: `[T, H]`."""
+    """Compute the experts of tokens with given tiles: `[T, H]`.
+
+    `inputs` are tokens `[T, H]`, their experts `[T, k]` and weights; `tensors` gate and up, their
+    bias, down, and its bias.
+    """
+    (hidden, ids, weights), (gate_up, gate_up_bias, down, down_bias) = inputs, tensors
+    assert gate_up is not None
+    assert down is not None
     placed: Any = (None, None)
     if not all(each.is_direct for each in tiles):
         placed = sort_pairs(ids, gate_up.shape[0])
