@@ -110,6 +110,116 @@ def _activate(
     return gate * tl.sigmoid(inner) * (up + OFFSET)
 
 
+@triton.jit
+def _direct_rows(
+    ids, num_tokens, block, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, ALL_PAIRS: tl.constexpr
+):
+    """Return a block's expert, pairs, tokens, which are rows, and whether the block is used."""
+    expert = tl.load(ids + block).to(tl.int64)
+    earlier = tl.arange(0, ALL_PAIRS)
+    same = tl.load(ids + earlier, mask=earlier < block, other=-1) == expert
+    token = tl.arange(0, BLOCK_M)
+    slot = tl.full((BLOCK_M,), -1, tl.int32)
+    for each in tl.static_range(TOP_K):
+        its = tl.load(ids + token * TOP_K + each, mask=token < num_tokens, other=-1)
+        slot = tl.where(its == expert, each, slot)
+    return expert, token * TOP_K + slot, token, slot >= 0, tl.sum(same.to(tl.int32)) == 0
+
+
+@triton.jit
+def _sorted_rows(
+    order,
+    starts,
+    block,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ALL_EXPERTS: tl.constexpr,
+):
+    """Return the same as `_direct_rows`, of sorted pairs."""
+    expert = tl.arange(0, ALL_EXPERTS)
+    start = tl.load(starts + expert, mask=expert < NUM_EXPERTS, other=0)
+    end = tl.load(starts + expert + 1, mask=expert < NUM_EXPERTS, other=0)
+    blocks = (end - start + BLOCK_M - 1) // BLOCK_M
+    is_before = tl.cumsum(blocks) <= block
+    found = tl.sum(is_before.to(tl.int32))
+    is_used = found < NUM_EXPERTS
+    expert = tl.minimum(found, NUM_EXPERTS - 1)
+    place = tl.load(starts + expert) + tl.arange(0, BLOCK_M)
+    place += BLOCK_M * (block - tl.sum(tl.where(is_before, blocks, 0)))
+    is_row = place < tl.load(starts + expert + 1)
+    pair = tl.load(order + place, mask=is_row & is_used, other=0)
+    return expert.to(tl.int64), pair, pair // TOP_K, is_row, is_used
+
+
+@triton.jit
+def _columns(
+    tile,
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    IN_TURN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Return the columns that a tile computes of `out`, and of the weights for each of these."""
+    column = tl.arange(0, WIDTH)
+    if GATED and INTERLEAVED:
+        column += tile * WIDTH
+        local = column // 2
+    elif GATED:
+        part = column % 2 if IN_TURN else column // BLOCK_N
+        local = tile * BLOCK_N + (column // 2 if IN_TURN else column % BLOCK_N)
+        column = local + N * part
+    else:
+        column += tile * BLOCK_N
+        local = column
+    return local, column
+
+
+@triton.jit
+def _multiply(
+    x_at,
+    weight_at,
+    is_row,
+    is_column,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STEP: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Return the product `[BLOCK_M, WIDTH]` over K; `STEP` weights lie between blocks of K."""
+    k = tl.arange(0, BLOCK_K)
+    if SWAPPED:
+        sums = tl.zeros((WIDTH, BLOCK_M), tl.float32)
+    else:
+        sums = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    for first in range(0, K, BLOCK_K):
+        if K % BLOCK_K:
+            left = tl.load(x_at, mask=is_row[:, None] & (first + k < K)[None, :], other=0.0)
+            is_weight = is_column[None, :] & (first + k < K)[:, None]
+            right = tl.load(weight_at, mask=is_weight, other=0.0)
+        elif N % BLOCK_N:
+            left = tl.load(x_at, mask=is_row[:, None], other=0.0)
+            right = tl.load(weight_at, mask=is_column[None, :], other=0.0)
+        else:
+            left = tl.load(x_at, mask=is_row[:, None], other=0.0)
+            right = tl.load(weight_at)
+        if SWAPPED:
+            sums = tl.dot(tl.trans(right), tl.trans(left), sums)
+        else:
+            sums = tl.dot(left, right, sums)
+        x_at += BLOCK_K
+        weight_at += STEP
+    if SWAPPED:
+        sums = tl.trans(sums)
+    return sums
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _product(
     x,  # [tokens, K] if GATED, else [pairs, K]
@@ -141,52 +251,21 @@ def _product(
 ):
     tile = tl.program_id(0)
     block = tl.program_id(1)
-    # Rows: pairs of one expert, and whether each row is one.
     if DIRECT:
-        expert = tl.load(ids + block).to(tl.int64)
-        earlier = tl.arange(0, ALL_PAIRS)
-        same = tl.load(ids + earlier, mask=earlier < block, other=-1) == expert
-        if tl.sum(same.to(tl.int32)) > 0:
-            return
-        token = tl.arange(0, BLOCK_M)
-        slot = tl.full((BLOCK_M,), -1, tl.int32)
-        for each in tl.static_range(TOP_K):
-            its = tl.load(ids + token * TOP_K + each, mask=token < num_tokens, other=-1)
-            slot = tl.where(its == expert, each, slot)
-        is_row = slot >= 0
-        pair = token * TOP_K + slot
-    else:
-        expert = tl.arange(0, ALL_EXPERTS)
-        start = tl.load(starts + expert, mask=expert < NUM_EXPERTS, other=0)
-        end = tl.load(starts + expert + 1, mask=expert < NUM_EXPERTS, other=0)
-        blocks = (end - start + BLOCK_M - 1) // BLOCK_M
-        is_before = tl.cumsum(blocks) <= block
-        expert = tl.sum(is_before.to(tl.int32))
-        if expert >= NUM_EXPERTS:
-            return
-        start = tl.load(starts + expert) + BLOCK_M * (
-            block - tl.sum(tl.where(is_before, blocks, 0))
+        expert, pair, token, is_row, is_used = _direct_rows(
+            ids, num_tokens, block, TOP_K, BLOCK_M, ALL_PAIRS
         )
-        place = start + tl.arange(0, BLOCK_M)
-        is_row = place < tl.load(starts + expert + 1)
-        pair = tl.load(order + place, mask=is_row, other=0)
-        token = pair // TOP_K
-        expert = expert.to(tl.int64)
+    else:
+        expert, pair, token, is_row, is_used = _sorted_rows(
+            order, starts, block, NUM_EXPERTS, TOP_K, BLOCK_M, ALL_EXPERTS
+        )
+    if not is_used:
+        return
     # Columns of the tile; with gates, twice as many: gate and up in turn, or all gates first.
     COLUMNS: tl.constexpr = 2 * N if GATED else N
     WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     IN_TURN: tl.constexpr = INTERLEAVED or not TRANSPOSED
-    column = tl.arange(0, WIDTH)
-    if GATED and INTERLEAVED:
-        column += tile * WIDTH
-        local = column // 2
-    elif GATED:
-        part = column % 2 if IN_TURN else column // BLOCK_N
-        local = tile * BLOCK_N + (column // 2 if IN_TURN else column % BLOCK_N)
-        column = local + N * part
-    else:
-        column += tile * BLOCK_N
-        local = column
+    local, column = _columns(tile, N, GATED, INTERLEAVED, IN_TURN, BLOCK_N, WIDTH)
     k = tl.arange(0, BLOCK_K)
     row = token if GATED else pair
     x_at = x + row.to(tl.int64)[:, None] * K + k[None, :]
@@ -196,29 +275,10 @@ def _product(
     else:
         weight_at = weight_at + k[:, None] + column[None, :] * K
     is_column = local < N
-    if SWAPPED:
-        sums = tl.zeros((WIDTH, BLOCK_M), tl.float32)
-    else:
-        sums = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    for first in range(0, K, BLOCK_K):
-        if K % BLOCK_K:
-            left = tl.load(x_at, mask=is_row[:, None] & (first + k < K)[None, :], other=0.0)
-            is_weight = is_column[None, :] & (first + k < K)[:, None]
-            right = tl.load(weight_at, mask=is_weight, other=0.0)
-        elif N % BLOCK_N:
-            left = tl.load(x_at, mask=is_row[:, None], other=0.0)
-            right = tl.load(weight_at, mask=is_column[None, :], other=0.0)
-        else:
-            left = tl.load(x_at, mask=is_row[:, None], other=0.0)
-            right = tl.load(weight_at)
-        if SWAPPED:
-            sums = tl.dot(tl.trans(right), tl.trans(left), sums)
-        else:
-            sums = tl.dot(left, right, sums)
-        x_at += BLOCK_K
-        weight_at += BLOCK_K * COLUMNS if TRANSPOSED else BLOCK_K
-    if SWAPPED:
-        sums = tl.trans(sums)
+    STEP: tl.constexpr = BLOCK_K * COLUMNS if TRANSPOSED else BLOCK_K
+    sums = _multiply(
+        x_at, weight_at, is_row, is_column, N, K, STEP, SWAPPED, BLOCK_M, BLOCK_N, BLOCK_K, WIDTH
+    )
     if bias is not None:
         added = tl.load(bias + expert * COLUMNS + column, mask=is_column, other=0.0)
         sums += added.to(tl.float32)[None, :]
