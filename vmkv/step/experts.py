@@ -14,6 +14,7 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import compile_cache
+from ..errors import one_line
 from ..phases import part
 from .expert_forms import Form, form_of, top_k_of
 from .graph_passes import GROUP
@@ -77,7 +79,7 @@ def fuse(model: torch.nn.Module) -> int:
         key = kind, shape
         if key not in decided:
             with part("choosing tiles of experts"):
-                decided[key] = _choose(shape, module).is_faster and _is_same(module, shape)
+                decided[key] = _is_worthwhile(module, shape)
         if decided[key]:
             module.__class__ = fused_class(kind, shape.form, shape.top_k)
             count += 1
@@ -143,6 +145,19 @@ def _tensors_of(module: Any) -> Sequence[torch.Tensor | None]:
     """Return gate and up, their bias, down, and its bias."""
     its = module._parameters
     return [its.get(f"{each}_proj{bias}") for each in ("gate_up", "down") for bias in ("", "_bias")]
+
+
+def _is_worthwhile(module: Any, shape: Shape) -> bool:
+    """Whether our kernels are faster than a module's own code, and give the same."""
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    directory = triton_cache_dir(shape.device)
+    os.environ.setdefault("TRITON_CACHE_DIR", directory)  # As the compiler of layers sets it.
+    try:
+        return _choose(shape, module).is_faster and _is_same(module, shape)
+    except Exception as error:  # No C compiler, no memory, …
+        _LOG.warning("experts run as they are: %s", one_line(error))
+        return False
 
 
 def _is_same(module: Any, shape: Shape) -> bool:
