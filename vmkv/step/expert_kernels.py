@@ -16,6 +16,7 @@ in a fixed order.
 from __future__ import annotations
 
 import math
+import subprocess
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -44,6 +45,9 @@ class Tile(NamedTuple):
 
 DOES_NOT_FIT = triton.runtime.errors.OutOfResources
 """Raised by a launch whose tiles need more memory than a multiprocessor of this device has."""
+
+FAILURES = (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError)
+"""Raised where kernels cannot be compiled or run."""
 
 #: By `block_m`: `block_n`, `block_k`, `is_swapped`, warps and stages of tiles worth timing (H200).
 _TILES = {

@@ -151,11 +151,13 @@ def _is_worthwhile(module: Any, shape: Shape) -> bool:
     """Whether our kernels are faster than a module's own code, and give the same."""
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
+    from .expert_kernels import FAILURES
+
     directory = triton_cache_dir(shape.device)
     os.environ.setdefault("TRITON_CACHE_DIR", directory)  # As the compiler of layers sets it.
     try:
         return _choose(shape, module).is_faster and _is_same(module, shape)
-    except Exception as error:  # No C compiler, no memory, …
+    except FAILURES as error:  # No C compiler, no memory, …
         _LOG.warning("experts run as they are: %s", one_line(error))
         return False
 
