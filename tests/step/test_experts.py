@@ -146,6 +146,22 @@ def test_nothing_is_fused_on_the_host() -> None:
     assert not any(hasattr(each, experts._FORM) for each in model.modules())
 
 
+def test_adapted_and_shared_experts_run_as_before() -> None:
+    """Those that peft wraps, and those of ranks that share a model; and none is fused twice."""
+    model = Qwen3MoeForCausalLM(_small_config()).to(torch.bfloat16)
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    assert experts._qualifying(model) == [(first, SILU), (second, SILU)]
+    wrapper = torch.nn.Module()
+    wrapper.base_layer = first
+    model.model.layers[0].mlp.experts = wrapper
+    assert experts._qualifying(model) == [(second, SILU)]
+    second.__class__ = experts.fused_class(type(second), SILU, 2)
+    assert experts._qualifying(model) == []
+    experts.restore(model.modules())
+    setattr(model, graph_passes.GROUP, "ranks")
+    assert experts._qualifying(model) == []
+
+
 def _small_config() -> Any:
     return _config(
         num_hidden_layers=2, num_attention_heads=2, head_dim=32, num_key_value_heads=1,

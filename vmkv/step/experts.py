@@ -65,22 +65,17 @@ def fuse(model: torch.nn.Module) -> int:
     Experts with adapters, and those that ranks share, run as before. The first call for a shape
     and device compiles and times kernels, for up to a minute.
     """
-    if find_spec("triton") is None or GROUP in vars(model):
-        return 0
-    adapted = {id(getattr(each, "base_layer", None)) for each in model.modules()}
     decided: dict[tuple[Any, Shape], bool] = {}
     count = 0
-    for module in tuple(model.modules()):
-        form = None if id(module) in adapted or hasattr(module, _FORM) else form_of(module)
-        shape = None if form is None else _shape_of(module, form)
+    for module, form in _qualifying(model) if find_spec("triton") else ():
+        kind: Any = type(module)
+        shape = _shape_of(module, form)
         if shape is None:
             continue
-        kind: Any = type(module)
-        key = kind, shape
-        if key not in decided:
+        if (kind, shape) not in decided:
             with part("choosing tiles of experts"):
-                decided[key] = _is_worthwhile(module, shape)
-        if decided[key]:
+                decided[kind, shape] = _is_worthwhile(module, shape)
+        if decided[kind, shape]:
             module.__class__ = fused_class(kind, shape.form, shape.top_k)
             count += 1
     return count
@@ -91,6 +86,16 @@ def restore(modules: Iterable[torch.nn.Module]) -> None:
     for module in modules:
         if hasattr(module, _FORM):
             module.__class__ = type(module).__mro__[1]
+
+
+def _qualifying(model: torch.nn.Module) -> list[tuple[Any, Form]]:
+    """Return experts that could be fused, and are not."""
+    if GROUP in vars(model):
+        return []
+    adapted = {id(getattr(each, "base_layer", None)) for each in model.modules()}
+    found = [each for each in model.modules() if not hasattr(each, _FORM)]
+    forms = [(each, form_of(each)) for each in found if id(each) not in adapted]
+    return [(module, form) for module, form in forms if form is not None]
 
 
 # ---- modules -------------------------------------------------------------------------------------
