@@ -340,7 +340,7 @@ def sort_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch
     """Return pairs in order of their experts, and where each expert's begin: `[E + 1]`, int32."""
     order = ids.new_empty(ids.numel(), dtype=torch.int32)
     starts = ids.new_empty(num_experts + 1, dtype=torch.int32)
-    block = max(32, min(4096, triton.next_power_of_2(ids.numel())))
+    block = 1024 if ids.numel() <= 1024 else 4096  # Two kernels, which can be loaded in advance.
     _sort_pairs[(num_experts,)](
         ids, order, starts, ids.numel(), num_experts, block, num_warps=8 if block > 1024 else 4
     )
