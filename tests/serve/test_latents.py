@@ -6,6 +6,7 @@ prefixes, after preemption, swaps and evictions to host memory, and for samples 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -19,6 +20,7 @@ from helpers.ragged import alone, check_generate, random_prompts
 from helpers.runners import PADDED, TRACED
 
 import vmkv
+from vmkv.hf.compat import cache_argument
 from vmkv.hf.proof import prove
 from vmkv.serve.engine import Engine
 from vmkv.serve.params import SamplingParams
@@ -34,6 +36,8 @@ NUM_TOKENS = 8
 LONG = 70
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 PROMPTS = random_prompts(40, 1, 13, 25, 2, 9)
+#: Without layers that keep states, which captured steps of transformers' loop do not take.
+ALL_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "axk1", "youtu")
 #: With a latent layer only, and beside layers that keep states.
 NAMES = [name for name in ("deepseek_v3", "kimi_linear") if name in FAMILIES]
 
@@ -71,6 +75,26 @@ def test_rows_hold_latents(make_engine: MakeEngine, name: str) -> None:
 def test_a_batch_without_an_engine(name: str) -> None:
     """Prompts of `vmkv.generate`, two of which begin alike."""
     check_generate(latent_model(name), [*PROMPTS, [*PROMPTS[0][:30], 3, 4]])
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in ALL_LATENT])
+def test_captured_steps_of_transformers_own_loop(name: str) -> None:
+    """Left-padded prompts over a `VMKVCache`: it holds latents, to which steps attend."""
+    model, prompts = copy.deepcopy(latent_model(name)), PROMPTS[:4]
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(each)) + each for each in prompts])
+    mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in prompts])
+    options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": None}
+    with (
+        contextlib.closing(vmkv.capture_decoding(model)) as capture,
+        contextlib.closing(vmkv.VMKVCache(model.config, budget_bytes=16 * MiB)) as cache,
+    ):
+        its: dict[str, Any] = {cache_argument(model): cache}
+        rows = model.generate(ids, attention_mask=mask, **its, **options).tolist()
+        assert capture.num_steps == NUM_TOKENS - 1, capture.refusals
+    for prompt, row in zip(prompts, rows, strict=True):
+        expected = alone(latent_model(name), prompt, **options)
+        assert expected == row[longest - len(prompt) :]
 
 
 @pytest.mark.parametrize("options", [PADDED, TRACED], ids=["padded", "compiled"])
