@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -298,6 +300,22 @@ CASES = {
     "oss": lambda: (_oss(32, 4, 96, 80), 4),
     "few": lambda: (_qwen(num_experts=3, hidden_size=72, moe_intermediate_size=40), 2),
 }
+
+
+def test_choices_are_kept(kernels: Any) -> None:
+    """As JSON: the next start reads what the first one has timed."""
+    tiles = [kernels.candidates(size, size / 4, is_gated=True)[:2] for size in (1, 64, 4096)]
+    choice = experts._Choice(tiles, is_faster=True)
+    assert experts._parsed_choice(json.dumps(choice).encode()) == choice
+
+
+def test_any_number_of_tokens_has_candidates(kernels: Any) -> None:
+    """Of both products, and none that takes more tokens than it has rows."""
+    for size, mean in itertools.product(experts._SIZES, (0.01, 3, 11, 40, 99, 101, 4096)):
+        for is_gated in (True, False):
+            found = kernels.candidates(size, mean, is_gated=is_gated)
+            assert found
+            assert all(size <= each.block_m for each in found if each.is_direct)
 
 
 @pytest.mark.gpu

@@ -205,7 +205,9 @@ def _multiply(
     for first in range(0, K, BLOCK_K):
         if K % BLOCK_K:
             left = tl.load(x_at, mask=is_row[:, None] & (first + k < K)[None, :], other=0.0)
-            is_weight = is_column[None, :] & (first + k < K)[:, None]
+            is_weight = (first + k < K)[:, None]
+            if N % BLOCK_N:
+                is_weight = is_weight & is_column[None, :]
             right = tl.load(weight_at, mask=is_weight, other=0.0)
         elif N % BLOCK_N:
             left = tl.load(x_at, mask=is_row[:, None], other=0.0)

@@ -263,20 +263,23 @@ _CHOICES: dict[Shape, _Choice] = {}
 
 def _choose(shape: Shape, module: Any) -> _Choice:
     """Choose tiles by timing, or read what an earlier start has chosen."""
-    from .expert_kernels import Tile
-
     if shape not in _CHOICES:
         machine = torch.cuda.get_device_name(shape.device), torch.version.cuda
         name = compile_cache.name_of("experts", machine, *shape[1:])
         kept = compile_cache.read(name)
         if kept is None:
             with torch.no_grad(), torch.cuda.device(shape.device):
-                tiles, is_faster = _timed(shape, module)
-            compile_cache.write(name, json.dumps([tiles, is_faster]).encode())
-        else:
-            tiles, is_faster = json.loads(kept)
-        _CHOICES[shape] = _Choice([[Tile(*each) for each in its] for its in tiles], is_faster)
+                kept = json.dumps(_timed(shape, module)).encode()
+            compile_cache.write(name, kept)
+        _CHOICES[shape] = _parsed_choice(kept)
     return _CHOICES[shape]
+
+
+def _parsed_choice(kept: bytes) -> _Choice:
+    from .expert_kernels import Tile
+
+    tiles, is_faster = json.loads(kept)
+    return _Choice([[Tile(*each) for each in its] for its in tiles], is_faster)
 
 
 def _timed(shape: Shape, module: Any) -> _Choice:
