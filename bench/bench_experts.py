@@ -3,10 +3,11 @@
 Question. For the experts of Qwen3-30B-A3B and of gpt-oss-20b, from one token to 8,192: how long do
 vmkv's kernels take, transformers' `grouped_mm` compiled, and vLLM's kernels?
 
-Prediction. Few tokens are bound by reading the experts that they chose: 1.15 x of that time from 8
-to 256 tokens, more for one, whose four launches take 6 us of 18. Thousands of tokens are bound by
-products, at two thirds of the 790 TFLOP/s that the largest products reach. `grouped_mm` takes twice
-as long, since gathers, activation and weighted sums are launches of their own.
+Prediction. Written after a first sweep of tiles: few tokens are bound by reading the experts that
+they chose: 1.15 x of that time from 8 to 256 tokens, more for one, whose three launches take 6 us
+of 18. Thousands of tokens are bound by products, at two thirds of the 790 TFLOP/s that the largest
+products reach. `grouped_mm` takes twice as long, since gathers, activation and weighted sums are
+launches of their own.
 
 Method. One layer of random weights, bfloat16, a uniform random choice of experts. Each time is that
 of a captured graph of calls with different tokens and choices, by their number, the least of five
