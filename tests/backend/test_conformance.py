@@ -151,8 +151,8 @@ class _CopiesOneByteTooMany(HostBackend):
 
 
 class _FencesNeverPass(HostBackend):
-    def record_fence(self) -> object:
-        fence = super().record_fence()
+    def record_fence(self, stream: int | None = None) -> object:
+        fence = super().record_fence(stream)
         fence.has_passed = lambda: False
         return fence
 

@@ -134,9 +134,10 @@ class Device(HostBackend):
     def note_stream(self, stream: int) -> None:
         self._noted.add(stream)
 
-    def record_fence(self) -> Fence:
+    def record_fence(self, stream: int | None = None) -> Fence:
         self.calls["record_fence"] += 1
-        return QueueFence(self, [self._end_of(stream) for stream in sorted(self._noted)])
+        streams = sorted(self._noted) if stream is None else [stream]
+        return QueueFence(self, [self._end_of(each) for each in streams])
 
     def join_streams(self, stream: int) -> None:
         for other in sorted(self._noted - {stream}):

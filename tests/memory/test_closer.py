@@ -20,8 +20,8 @@ from vmkv.testing import FaultInjectingBackend
 class _BusyDevice(HostBackend):
     """A device whose fences never pass."""
 
-    def record_fence(self) -> Fence:
-        super().record_fence()
+    def record_fence(self, stream: int | None = None) -> Fence:
+        super().record_fence(stream)
         return _Never()
 
 

@@ -7,7 +7,9 @@ the context: access before it was granted, after an unmap, and writes with read 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +26,7 @@ from ..core.backend import (
     UnmapOp,
 )
 from ..errors import DriverError, OutOfAddressSpaceError, VMKVError
-from ..units import is_power_of_two
+from ..units import Address, is_power_of_two
 from .pages import RW, Pages, expect, write_bytes
 
 _DEVICE, _HOST = MemoryLocation.DEVICE, MemoryLocation.HOST
@@ -394,6 +396,30 @@ def fill(pages: Pages) -> None:
     pages.holds(b"\xff" + bytes(pages.page_bytes - 1), "copies and fills of one stream")
 
 
+@_row(1)
+def pinned_memory(pages: Pages) -> None:
+    """Pinned memory of the process is copied both ways, and unpinned once."""
+    backend, size = pages.backend, pages.page_bytes
+    pages.mapped(0)
+    with mmap.mmap(-1, size) as memory:
+        view = ctypes.c_char.from_buffer(memory)
+        address = Address(ctypes.addressof(view))
+        del view
+        memory[:] = b"\x3c" * size
+        backend.pin(address, size)
+        expect(size, backend.usage().pinned_bytes, "pinned bytes")
+        backend.copy(pages.at(0), address, size, _STREAM)
+        pages.holds(b"\x3c" * size, "a copy of pinned memory")
+        memory[:] = bytes(size)
+        backend.copy(address, pages.at(0), size, _STREAM)
+        backend.note_stream(_STREAM)
+        backend.record_fence(_STREAM).wait()
+        expect(b"\x3c" * size, memory[:], "a copy to pinned memory")
+        backend.unpin(address)
+        pages.refuses("unpin", "memory that is not pinned", address)
+    expect(0, backend.usage().pinned_bytes, "pinned bytes at the end")
+
+
 @_row(3)
 def streams(pages: Pages) -> None:
     """Streams are made, wait for each other, are covered by fences, and are destroyed once."""
@@ -427,9 +453,10 @@ def fences(pages: Pages) -> None:
     backend = pages.backend
     backend.note_stream(_STREAM)
     backend.note_stream(_STREAM)
-    recorded = [backend.record_fence() for _ in range(3)]
+    recorded = [backend.record_fence(stream) for stream in (None, _STREAM, None, _STREAM)]
+    recorded[3].wait()
     recorded[2].wait()
-    expect([True] * 3, [fence.has_passed() for fence in recorded], "passed")
+    expect([True] * 4, [fence.has_passed() for fence in recorded], "passed")
     for fence in recorded:
         fence.wait()
         assert fence.has_passed(), "a fence that was waited for twice has not passed"

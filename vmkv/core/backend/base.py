@@ -109,6 +109,7 @@ class BackendUsage:
         num_reservations: Reserved address ranges.
         reserved_bytes: Their total size.
         num_streams: Streams of `new_stream` that were not destroyed.
+        pinned_bytes: Memory of this process that is pinned.
     """
 
     num_handles: int = 0
@@ -120,10 +121,11 @@ class BackendUsage:
     num_reservations: int = 0
     reserved_bytes: int = 0
     num_streams: int = 0
+    pinned_bytes: int = 0
 
 
 class Fence(abc.ABC):
-    """A point in the device's work, recorded after everything submitted so far.
+    """A point in the device's work, recorded after what was submitted so far.
 
     Its user may set `time`, the tick of a clock before it was recorded.
     """
@@ -225,6 +227,18 @@ class Backend(abc.ABC):
             DriverError: `fd` is no export of a backend of this kind, or not of `num_bytes`.
         """
 
+    @abc.abstractmethod
+    def pin(self, address: Address, num_bytes: int) -> None:
+        """Let the device copy to and from memory of this process, which exists until `unpin`.
+
+        Cost on an H200: 1.7 ms for 64 MiB that were written before, in pages of 2 MiB. Raises
+        `DriverError`.
+        """
+
+    @abc.abstractmethod
+    def unpin(self, address: Address) -> None:
+        """Undo `pin`, once no copy uses the memory; raises `DriverError`."""
+
     # ---- mappings -------------------------------------------------------------------------
 
     def execute(self, ops: Sequence[Op]) -> None:
@@ -288,8 +302,8 @@ class Backend(abc.ABC):
         """Include `stream` in all later fences. Cost: a set lookup."""
 
     @abc.abstractmethod
-    def record_fence(self) -> Fence:
-        """Record a fence after all work submitted so far to every noted stream."""
+    def record_fence(self, stream: int | None = None) -> Fence:
+        """Record a fence after all work submitted so far to every noted stream, or to one."""
 
     @abc.abstractmethod
     def join_streams(self, stream: int) -> None:

@@ -62,6 +62,7 @@ class Books:
         self._mapping_starts: list[int] = []
         self.allocations: dict[Handle, Allocation] = {}
         self.streams: set[int] = set()
+        self.pinned: dict[Address, int] = {}
 
     # ---- address ranges -------------------------------------------------------------------
 
@@ -203,6 +204,7 @@ class Books:
             num_reservations=len(self._reservations),
             reserved_bytes=sum(size for _, size in self._reservations),
             num_streams=len(self.streams),
+            pinned_bytes=sum(self.pinned.values()),
         )
 
 
@@ -383,6 +385,22 @@ class BookedBackend(Backend):
 
     # ---- data -----------------------------------------------------------------------------
 
+    def pin(self, address: Address, num_bytes: int) -> None:
+        """Pin memory of this process."""
+        self.calls["pin"] += 1
+        self._pin(address, num_bytes)
+        with self._lock:
+            self._books.pinned[address] = num_bytes
+
+    def unpin(self, address: Address) -> None:
+        """Unpin memory; what the driver refuses stays pinned."""
+        self.calls["unpin"] += 1
+        with self._lock:
+            if address not in self._books.pinned:
+                raise self._refusal("unpin", f"{address:#x} is not pinned")
+            self._unpin(address)
+            del self._books.pinned[address]
+
     def copy(self, destination: Address, source: Address, num_bytes: int, stream: int) -> None:
         """Submit one copy; see `copy_many`."""
         self.copy_many([CopyOp(destination, source, num_bytes)], stream)
@@ -469,6 +487,14 @@ class BookedBackend(Backend):
     def _in_context(self) -> contextlib.AbstractContextManager[None]:
         """Context manager that the driver needs around copies."""
         return contextlib.nullcontext()
+
+    @abc.abstractmethod
+    def _pin(self, address: Address, num_bytes: int) -> None:
+        """Pin memory of this process with the driver."""
+
+    @abc.abstractmethod
+    def _unpin(self, address: Address) -> None:
+        """Unpin memory with the driver. Locked."""
 
     @abc.abstractmethod
     def _new_stream(self) -> int:

@@ -41,6 +41,8 @@ class ForwardingBackend(Backend):
     mem_release = forwarded("mem_release")
     mem_export = forwarded("mem_export")
     mem_import = forwarded("mem_import")
+    pin = forwarded("pin")
+    unpin = forwarded("unpin")
     record_fence = forwarded("record_fence")
     join_streams = forwarded("join_streams")
     new_stream = forwarded("new_stream")

@@ -216,7 +216,7 @@ class HostBackend(BookedBackend):
     def note_stream(self, stream: int) -> None:
         """Do nothing: the host works synchronously."""
 
-    def record_fence(self) -> Fence:
+    def record_fence(self, stream: int | None = None) -> Fence:
         """Record a fence, which passes at once unless `hold_fences` is in force."""
         self.calls["record_fence"] += 1
         self._last_fence += 1
@@ -235,6 +235,12 @@ class HostBackend(BookedBackend):
 
     def join_streams(self, stream: int) -> None:
         """Do nothing: the host works synchronously."""
+
+    def _pin(self, address: Address, num_bytes: int) -> None:
+        pass
+
+    def _unpin(self, address: Address) -> None:
+        pass
 
     def _new_stream(self) -> int:
         return next(self._stream_numbers)

@@ -88,6 +88,8 @@ def check_pool(pool: ExtentPool) -> None:
     _equal("I8", "imported bytes", usage.imported_bytes, imported_bytes)
     _equal("I7", "mappings, retired ones included", usage.num_mappings, mappings.total())
     _equal("I8", "mapped bytes", usage.mapped_bytes, len(occupied) * page_bytes)
+    if usage.pinned_bytes > pool.lent_host_bytes:  # Slabs are lent before they are pinned.
+        raise InternalError(f"I8: {usage.pinned_bytes} pinned bytes > {pool.lent_host_bytes} lent")
     if pool.submitted is not None:
         pool.submitted.check(pool.page_tables)
 

@@ -267,6 +267,21 @@ class ExtentPool:
         with self.lock:
             return self.host_pressure.evict(num_bytes) > 0
 
+    def lend_host(self, num_bytes: int) -> bool:
+        """Lend a part of the host budget until `return_host`; returns whether one was left."""
+        with self.lock:
+            return self._host.lend(num_bytes)
+
+    def return_host(self, num_bytes: int) -> None:
+        """Return a part of the host budget that was lent."""
+        with self.lock:
+            self._host.lent_bytes -= num_bytes
+
+    @property
+    def lent_host_bytes(self) -> int:
+        """The part of the host budget that is lent."""
+        return self._host.lent_bytes
+
     def asking_broker(self, map_all: Callable[[], Result]) -> Result:
         """Call a function that maps all or nothing; ask the broker, if any, for what is lacking.
 

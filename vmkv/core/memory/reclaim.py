@@ -87,13 +87,19 @@ class Reclaimer:
     def fence_since(self, time: int) -> Fence:
         """Return the first fence recorded after `time`, a `Pressure.tick`, or record a new one."""
         with self._lock:
-            known = self._recorded
-            while len(known) > 1 and known[1].has_passed():
-                known.popleft()
-            for fence in known:
+            self.has_passed(time)
+            for fence in self._recorded:
                 if fence.time > time:
                     return fence
             return self.new_fence()
+
+    def has_passed(self, time: int) -> bool:
+        """Whether the work submitted before `time`, a `Pressure.tick`, is known to be complete."""
+        with self._lock:
+            known = self._recorded
+            while len(known) > 1 and known[1].has_passed():
+                known.popleft()
+            return bool(known) and known[0].time > time and known[0].has_passed()
 
     def retire(self, mappings: Sequence[RetiredMapping], fence: Fence) -> None:
         """Stop using `mappings` now; unmap them once `fence` has passed. Cannot fail."""

@@ -52,6 +52,7 @@ class Shelf:
     is_shareable: bool = False
     on_pressure: Callable[[], None] | None = None
     created_bytes: int = field(default=0, init=False)
+    lent_bytes: int = field(default=0, init=False)  # Of the budget, for memory that others create.
     _extents: list[Extent | None] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +89,7 @@ class Shelf:
             if released:
                 self.release(released)
             for size_class in missing:
-                created.append(self._create(size_class))
+                created.append(self.create(size_class))
         except BaseException as error:
             self.put_back(filter(None, taken))
             self.release(created)
@@ -111,7 +112,7 @@ class Shelf:
     @property
     def uncreated_bytes(self) -> int:
         """Memory that the budget still allows to create."""
-        return self.budget_bytes - self.created_bytes
+        return self.budget_bytes - self.created_bytes - self.lent_bytes
 
     @property
     def available_bytes(self) -> int:
@@ -129,7 +130,8 @@ class Shelf:
     def _num_bytes(self, size_classes: Iterable[int]) -> int:
         return sum([self.page_bytes << size_class for size_class in size_classes])
 
-    def _create(self, size_class: int) -> Extent:
+    def create(self, size_class: int) -> Extent:
+        """Create an extent, not listed; raises `DriverError`, `OutOfPagesError`."""
         num_bytes = self.page_bytes << size_class
         create = partial(
             self.backend.mem_create, num_bytes, self.location, shareable=self.is_shareable
@@ -199,6 +201,15 @@ class Shelf:
                 popped.append(self._extents[found[0]])  # type: ignore[arg-type]
                 num_bytes -= popped[-1].num_bytes
         return popped
+
+    def lend(self, num_bytes: int) -> bool:
+        """Lend a part of the budget, for which free memory is released; whether there was one."""
+        claimed = self._claim(num_bytes - self.uncreated_bytes)
+        if claimed is None:
+            return False
+        self.release(claimed)
+        self.lent_bytes += num_bytes
+        return True
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget and release free memory above it; ConfigError if more is in use."""

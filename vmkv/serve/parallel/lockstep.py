@@ -111,9 +111,9 @@ class AgreedBackend(ForwardingBackend):
         """Return the smallest share of free host memory; ranks of one machine divide it."""
         return self._group.min(self.upstream.free_host_memory_bytes() // self._group.size)
 
-    def record_fence(self) -> Fence:
+    def record_fence(self, stream: int | None = None) -> Fence:
         """Record a fence that passes when all submitted steps were read."""
-        return _StepFence(super().record_fence(), self)
+        return _StepFence(super().record_fence(stream), self)
 
     def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
         """Run operations; a failure ends all ranks."""
