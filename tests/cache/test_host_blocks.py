@@ -14,8 +14,8 @@ import torch
 from helpers.stamps import append, assert_holds
 
 from vmkv import DriverError, HostBackend, KVCache, OutOfPagesError, Sequence
-from vmkv.core.backend import MemoryLocation
 from vmkv.core.cache import StateShape
+from vmkv.core.cache.forking import find_beginning
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
 
@@ -166,7 +166,7 @@ def test_a_swapped_sequence_takes_the_memory_of_blocks(make_cache: MakeCache) ->
     cache = make_cache(host_budget_bytes=32 * PAGE)
     _say(cache, range(1, 129))
     _fill(cache)
-    assert 32 * PAGE == cache.pool.stats(MemoryLocation.HOST).resident_bytes
+    assert 32 * PAGE == cache.pool.lent_host_bytes
     live = cache.open()
     append(live, range(2000, 2080))
     live.swap_out()
@@ -301,3 +301,53 @@ def test_a_failing_call_leaves_no_sequence_open(make_cache: MakeCache, fail_at: 
     for sequence in cache.sequences:
         sequence.close()
     assert_holds(back := _back(cache, range(1, 97)), range(1, 1 + back.num_tokens))
+
+
+def test_a_prefix_is_loaded_beside_other_work(make_cache: MakeCache) -> None:
+    """It is in a parked row at once; nothing but the copies has to end before it is used."""
+    host = HostBackend(PAGE)
+    cache = make_cache(host, budget_bytes=1024 * PAGE, host_budget_bytes=256 * PAGE)
+    tokens = [*range(1, 97), 0]
+    _say(cache, tokens[:96])
+    _fill(cache)
+    host.hold_fences()
+    loading = cache.host_blocks.load(tokens, None)
+    assert loading is not None
+    assert loading.row in cache.rows.parked
+    assert not cache.host_blocks.has_loaded(loading)
+    assert (96, 0) == find_beginning(cache, tokens, None)
+    assert 0 == cache.prefixes.num_hit_tokens, "no sequence has begun with it"
+    loading.fence.wait()
+    assert cache.host_blocks.has_loaded(loading)
+    assert 0 == cache.rows.idle_since(loading.row)
+    host.pass_fences()
+    back = _back(cache, tokens[:96])
+    assert (loading.row, 96) == (back.row, back.num_tokens)
+    assert 1 == cache.prefixes.num_hits
+
+
+def test_blocks_that_rows_hold_give_way_first(make_cache: MakeCache) -> None:
+    """Rows and host memory hold different prefixes, and so more than one of them alone."""
+    cache = make_cache(host_budget_bytes=64 * PAGE)
+    said: list[range] = []
+    while not said or 96 == cache.find_prefix([*said[0], 0], None):
+        said.append(range(1000 * len(said), 1000 * len(said) + 96))
+        _say(cache, said[-1])
+        _fill(cache)
+    back = _back(cache, said[1])
+    assert 96 == back.num_tokens
+    _say(cache, range(90_000, 90_096))
+    cache.make_room(cache.pool.budget_bytes)
+    for whole in said[2:]:
+        assert 96 == cache.find_prefix([*whole, 0], None)
+
+
+def test_without_memory_nothing_is_loaded(make_cache: MakeCache) -> None:
+    cache = make_cache(host_budget_bytes=256 * PAGE, budget_bytes=32 * PAGE)
+    _say(cache, range(1, 97))
+    _fill(cache)
+    live = cache.open()
+    append(live, range(5000, 5000 + 120))
+    loading = cache.host_blocks.load([*range(1, 97), 0], None)
+    assert loading is None or not find_beginning(cache, [*range(1, 97), 0], None)[0]
+    cache.check()

@@ -79,10 +79,10 @@ class _FencelessBackend(HostBackend):
 
     is_out_of_events = False
 
-    def record_fence(self) -> HostFence:
+    def record_fence(self, stream: int | None = None) -> HostFence:
         if self.is_out_of_events:
             raise DriverError("record_fence", -1, "OUT_OF_EVENTS", "no fence can be recorded")
-        return super().record_fence()
+        return super().record_fence(stream)
 
 
 def test_a_sequence_comes_back_while_no_fence_can_be_recorded(make_cache: MakeCache) -> None:

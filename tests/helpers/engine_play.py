@@ -458,8 +458,9 @@ class EnginePlay(PoolPlay):
     ) -> None:
         """Check the recorded content of a row that is parked or that `sequence` uses.
 
-        Evicted parts are left out: an eviction need not wait for this check.
+        Evicted parts are left out, and rows that are used again: neither need wait for this check.
         """
+        parked_at = self.cache.rows.parked.get(row)
         if self.cache.states is not None:
             self._check_states_at_rest(row, tokens, stream)
         groups = [group for group in self.cache.groups if not group.is_fixed]
@@ -470,6 +471,8 @@ class EnginePlay(PoolPlay):
         def compare() -> None:
             if sequence is not None and not sequence.is_closed:
                 self.rows.compare("a prefix", row, History(tokens), firsts)
+                return
+            if sequence is None and self.cache.rows.parked.get(row) != parked_at:
                 return
             now = [set(map(id, pages.mappings)) for pages in tables]
             ends, starts = [len(tokens)], [0]

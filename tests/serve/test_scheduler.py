@@ -42,6 +42,8 @@ class ModelView:
         self.resident: dict[int, int] = {}
         self.swapped: dict[int, int] = {}
         self.prefixes: dict[int, int] = {}
+        self.offloaded: dict[int, int] = {}
+        self.loading: set[Request] = set()
 
     def pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
@@ -57,6 +59,8 @@ class ModelView:
         return free_pages - self.free_pages() - self.evictable_pages(free_pages)
 
     def is_ready(self, request: Request) -> bool:
+        if request in self.loading:
+            return False
         leader = request.leader
         if leader is None or leader.output_token_ids or leader.state is RequestState.FINISHED:
             return True
@@ -76,8 +80,16 @@ class ModelView:
     def held_pages(self, request: Request) -> int:
         return self.resident[request.request_id]
 
-    def cached_tokens(self, request: Request) -> int:
-        return self.prefixes.get(request.request_id, 0)
+    def cached_tokens(self, request: Request) -> tuple[int, int]:
+        num_to_load = self.offloaded.get(request.request_id, 0)
+        return self.prefixes.get(request.request_id, 0), num_to_load
+
+    @property
+    def can_load(self) -> bool:
+        return bool(self.offloaded)
+
+    def must_load(self, request: Request) -> bool:
+        return request.num_to_load > 0 and request.request_id in self.offloaded
 
     def pages_to_resume(self, request: Request) -> int:
         return self.swapped[request.request_id]
@@ -86,6 +98,9 @@ class ModelView:
         return sum(self.swapped.values()) + self.resident[request.request_id] <= self.host_pages
 
     def carry_out(self, plan: StepPlan) -> None:
+        for request in self.loading:
+            self.prefixes[request.request_id] = self.offloaded.pop(request.request_id)
+        self.loading = set(plan.loading)
         for request, method in plan.preempted:
             pages = self.resident.pop(request.request_id)
             if method is PreemptionMethod.SWAP:
@@ -107,6 +122,7 @@ class ModelView:
     def forget(self, request_id: int) -> None:
         self.resident.pop(request_id, None)
         self.swapped.pop(request_id, None)
+        self.loading = {each for each in self.loading if each.request_id != request_id}
 
 
 def request_of(
@@ -131,6 +147,7 @@ class Arrival:
     stops_after: int  # Number of output tokens before a stop token.
     priority: int
     cancelled_at: int | None
+    num_offloaded_tokens: int = 0
 
 
 @dataclass
@@ -175,6 +192,8 @@ class Trace:
             leader=leader,
         )
         self.scheduler.add(request)
+        if arrival.num_offloaded_tokens:
+            self.view.offloaded[request_id] = arrival.num_offloaded_tokens
         self.lives[request_id] = Life(arrival, tokens=arrival.num_prompt_tokens)
         arrival.max_new_tokens = total - arrival.num_prompt_tokens
 
@@ -191,7 +210,7 @@ class Trace:
         assert most_mixed_tokens is None or plan.num_tokens <= most_mixed_tokens
         if fails:
             self.give_up(plan)
-            plan = StepPlan([], [], [], [])
+            plan = StepPlan([], [], [], [], [])
         else:
             self.check(plan)
             self.view.carry_out(plan)
@@ -221,7 +240,7 @@ class Trace:
         """Undo a plan as the engine does when a growth fails: preempted requests stay preempted."""
         for request, method in plan.preempted:
             self.note_preempted(request.request_id, method)
-        self.view.carry_out(StepPlan(plan.preempted, [], [], []))
+        self.view.carry_out(StepPlan(plan.preempted, [], [], [], []))
         self.scheduler.undo(plan.chunks)
         for request in plan.admitted:
             self.scheduler.requeue(request, PreemptionMethod.RECOMPUTE)
@@ -242,7 +261,7 @@ class Trace:
         assert not set(begun) & {request for request, _ in plan.preempted}
         for request in plan.admitted:
             life = self.lives[request.request_id]
-            life.computed = min(self.view.cached_tokens(request), life.tokens - 1)
+            life.computed = min(sum(self.view.cached_tokens(request)), life.tokens - 1)
             if life.first_step is None:
                 life.first_step = self.num_steps
         assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
@@ -293,6 +312,7 @@ ARRIVALS = st.lists(
         stops_after=st.integers(1, 30),
         priority=st.integers(-2, 2),
         cancelled_at=st.none() | st.integers(0, 40),
+        num_offloaded_tokens=st.integers(0, 40),
     ),
     min_size=1,
     max_size=12,

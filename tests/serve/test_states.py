@@ -19,7 +19,6 @@ from helpers.runners import EAGER, PADDED, TRACED
 from helpers.tiny_models import VERSION
 
 from vmkv import ConfigError, ExtentPool, HostBackend, OutOfPagesError, Sequence
-from vmkv.core.backend import MemoryLocation
 from vmkv.serve import runner
 from vmkv.serve.engine import Engine
 from vmkv.serve.params import SamplingParams
@@ -202,7 +201,7 @@ def test_preempted_requests(make_engine: MakeEngine, name: str, host_bytes: int)
     handles = _check(engine, PROMPTS[1:3] + PROMPTS[4:], name, max_tokens=LONG)
     assert any(handle.requests[0].num_preemptions for handle in handles)
     assert bool(host_bytes) == bool(engine.cache.sharing.swapped_in_bytes)
-    held_bytes = engine.cache.pool.stats(MemoryLocation.HOST).resident_bytes
+    held_bytes = engine.cache.pool.lent_host_bytes
     assert engine.cache.host_blocks.num_bytes == held_bytes
 
 

@@ -20,7 +20,7 @@ from ..core.cache import (
     begun_checkpoint,
     close_idle,
 )
-from ..core.cache.forking import pages_to_fork
+from ..core.cache.forking import find_beginning, pages_to_fork
 from ..core.cache.growing import retire_surplus, surplus_bytes
 from ..core.cache.layer_group import UNDERREAD_TOKENS
 from ..core.cache.prefix import BLOCK_TOKENS
@@ -54,6 +54,8 @@ class MemoryView:
         self._num_steps = 0
         self._submitted_at = (0, 0)  # The last two submissions.
         self._fitting = (0, 0), 0
+        #: Waiting requests whose prefixes are copied from host memory.
+        self.loading: set[Request] = set()
         self._padding: list[Sequence] = []  # Without memory, from `sleep` to the next step.
         self._num_padding = 0  # Sequences that padding writes to.
 
@@ -84,7 +86,7 @@ class MemoryView:
             sequence = self.cache.open(len(tokens) + 1, prompt=prompt, tenant=request.tenant)
         if request.leader is None and not request.num_preemptions:
             request.num_cached_tokens = sequence.num_tokens
-        request.sequence, request.last_step = sequence, None
+        request.sequence, request.last_step, request.loading = sequence, None, None
         request.num_submitted = sequence.num_tokens
         if self.cache.states is not None:
             request.checkpoints = self._checkpoints(request, num_matched)
@@ -171,6 +173,7 @@ class MemoryView:
 
         If the driver fails, `close_ended` closes it later.
         """
+        self.loading.discard(request)
         sequence = request.sequence
         if sequence is None:
             return
@@ -275,8 +278,8 @@ class MemoryView:
         if num_swapped + 1 + self._num_reserved_rows > self.cache.max_sequences:
             return False
         host = self.cache.pool.stats(MemoryLocation.HOST)
+        # Blocks of prefixes give way.
         free_bytes = host.budget_bytes - host.resident_bytes - host.retired_bytes
-        free_bytes += self.cache.host_blocks.num_bytes  # Its blocks give way.
         return self.held_pages(request) * self.page_bytes <= free_bytes
 
     def is_swapped(self, request: Request) -> bool:
@@ -300,6 +303,34 @@ class MemoryView:
     def offload_ahead(self) -> None:
         """While memory is short, copy what is evicted next to host memory."""
         self.cache.host_blocks.keep_ahead()
+
+    @property
+    def can_load(self) -> bool:
+        """Whether host memory holds prefixes."""
+        return self.cache.host_blocks.num_bytes > 0
+
+    def must_load(self, request: Request) -> bool:
+        """Whether a waiting request that was looked up should `load` before it begins."""
+        return request.num_to_load > 0 and request.loading is None
+
+    def load(self, request: Request) -> None:
+        """Begin to copy a waiting request's prefix from host memory to a parked row."""
+        tokens = request.tokens(0, request.num_known)
+        request.loading = self.cache.host_blocks.load(tokens, request.tenant)
+        if request.loading is None:  # `begin` tries again.
+            request.num_to_load = 0
+        else:
+            self.loading.add(request)
+
+    def note_loaded(self, *, waits: bool = False) -> None:
+        """Let requests begin whose prefixes are complete; with `waits`, wait for one."""
+        for request in tuple(self.loading):
+            assert request.loading is not None
+            if waits:
+                request.loading.fence.wait()
+                waits = False
+            if self.cache.host_blocks.has_loaded(request.loading):
+                self.loading.remove(request)
 
     def pages_to_resume(self, request: Request) -> int:
         """Pages that swapping a request in takes; its shared pages have stayed mapped."""
@@ -386,20 +417,29 @@ class MemoryView:
         return sum(its) // self.page_bytes
 
     def is_ready(self, request: Request) -> bool:
-        """Whether the request may begin; false while its leader computes the shared prompt."""
+        """Whether the request may begin; false while its leader computes the shared prompt.
+
+        Or while its prefix is copied from host memory.
+        """
+        if request in self.loading:
+            return False
         leader = request.leader if self._forks else None
         if leader is None or leader.output_token_ids or leader.finish_reason is not None:
             return True
         has_prompt = leader.num_submitted >= len(leader.prompt_token_ids)
         return leader.sequence is not None and has_prompt
 
-    def cached_tokens(self, request: Request) -> int:
-        """Leading tokens that a new sequence would find computed. Costs about 5 ns per token."""
+    def cached_tokens(self, request: Request) -> tuple[int, int]:
+        """Leading tokens that rows hold computed, and those after them that host memory holds.
+
+        Costs about 5 ns per token.
+        """
         if self._leader(request) is not None:
-            return len(request.prompt_token_ids) - 1
+            return len(request.prompt_token_ids) - 1, 0
         if not self._may_hit(request):
-            return 0
-        return self.cache.find_prefix(request.tokens(0, request.num_known), request.tenant)
+            return 0, 0
+        tokens = request.tokens(0, request.num_known)
+        return find_beginning(self.cache, tokens, request.tenant)
 
     def fitting_tokens(self) -> int:
         """Length of the longest request that fits the budget alone, at most a row."""

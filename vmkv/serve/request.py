@@ -7,12 +7,15 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, shown
 from ..hf import compat
 from .detokenize import Detokenizer
 from .params import SamplingParams
+
+if TYPE_CHECKING:
+    from ..core.cache.host_blocks import Loading
 
 # ---- request -------------------------------------------------------------------------------------
 
@@ -174,6 +177,8 @@ class Request:
     last_step: int | None = None
     num_sent: int = 0  # Output tokens that were sent to a client,
     num_prompt_sent: int = 0  # and entries of `prompt_logprobs`.
+    num_to_load: int = 0  # Tokens of its prefix in host memory, when it was looked up.
+    loading: Loading | None = None  # Of its prefix, since it waits.
     checkpoints: Sequence[int] = ()  # Prompt lengths after which layers' states are kept.
 
     @property

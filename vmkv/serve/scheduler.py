@@ -56,11 +56,13 @@ class StepPlan(NamedTuple):
     """Plan of one step, in the order in which it is carried out.
 
     Chunks are in order of rank, and empty if nothing can run; they lack rows and checkpoints.
+    Prefixes of `loading` requests are copied from host memory, while the step runs.
     """
 
     preempted: list[Preemption]
     resumed: list[Request]
     admitted: list[Request]
+    loading: list[Request]
     chunks: list[Piece]
 
     @property
@@ -116,6 +118,8 @@ _HEADROOM_DIVISOR = 100
 _TOKENS_AHEAD = 64
 #: With more running requests than this, surplus pages are counted only every so many steps.
 _LOOK_STEPS = 8
+#: Requests whose prefixes are copied from host memory at a time; the bus is no faster for more.
+_NUM_LOADS_MAX = 4
 
 
 class Scheduler:
@@ -408,7 +412,8 @@ def untake(chunk: Piece) -> None:
 def look_up(request: Request, view: MemoryView) -> None:
     """Look up how many tokens of a waiting request are cached."""
     # The last token must be computed, to sample the next one.
-    request.num_computed = min(view.cached_tokens(request), request.num_tokens - 1)
+    num_there, request.num_to_load = view.cached_tokens(request)
+    request.num_computed = min(num_there + request.num_to_load, request.num_tokens - 1)
 
 
 @dataclass
@@ -449,8 +454,8 @@ class _Planning:
         self._decode_tokens = min(num_tokens, len(wanted) - len(begun))
         self._prompt_tokens = scheduler.prompt_tokens_beside(self._decode_tokens, num_tokens, begun)
         self._is_short = False  # Whether a request must be preempted, or stall.
-        self._unready: list[Request] = []  # Passed over: samples whose prompt is being computed.
-        self._plan = StepPlan([], [], [], [])
+        self._unready: list[Request] = []  # Passed over, until their prefix is there.
+        self._plan = StepPlan([], [], [], [], [])
 
     def plan(self) -> StepPlan:
         try:
@@ -492,6 +497,8 @@ class _Planning:
             if len(scheduler.free_slots) <= len(self._unready):
                 break
             if waiting.state is RequestState.WAITING and not self.view.is_ready(waiting):
+                if waiting in self.view.loading:  # Its memory is not for others.
+                    self._take_pages(self.view.pages_to_begin(waiting, waiting.num_tokens))
                 self._unready.append(scheduler.pop_first())
                 continue
             # A request that does not fit ends admission: none behind it may pass.
@@ -510,8 +517,8 @@ class _Planning:
         view, scheduler = self.view, self.scheduler
         is_swapped = request.state is RequestState.SWAPPED
         # A request preempted in this step has a token that is not known yet. Without tokens left, a
-        # long prompt would be looked up in vain.
-        if request.num_unread or not self._prompt_tokens:
+        # long prompt is looked up only to load its prefix.
+        if request.num_unread or not (self._prompt_tokens or view.can_load):
             return False
         if is_swapped:
             needed = view.pages_to_resume(request)
@@ -523,8 +530,15 @@ class _Planning:
         if num_running:
             kept += div_ceil(view.total_pages, _HEADROOM_DIVISOR) + num_running
         num_new = scheduler.chunk_tokens(request, self._prompt_tokens)
-        if not num_new or not self._take_pages(needed, kept, self.looks_for_surplus):
+        loads = not is_swapped and view.must_load(request)
+        if loads and len(view.loading) + len(self._plan.loading) >= _NUM_LOADS_MAX:
             return False
+        if not (num_new or loads) or not self._take_pages(needed, kept, self.looks_for_surplus):
+            return False
+        if loads:
+            self._plan.loading.append(request)
+            self._unready.append(scheduler.pop_first())
+            return True
         scheduler.run_first()
         (self._plan.resumed if is_swapped else self._plan.admitted).append(request)
         self._prompt_tokens -= num_new

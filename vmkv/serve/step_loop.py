@@ -277,15 +277,23 @@ class StepLoop:
                 raise
         if self._member is not None:
             self._follow(self._member)
+        self._view.note_loaded()
         submitted, plan = self._advance(record)
         has_unread = bool(self._pending)
         if submitted is not None:
             self._pending.append(submitted)
+        for request in plan.loading:
+            self._view.load(request)
+        if submitted is not None:
+            self._view.offload_ahead()
         wait_start_s = time.perf_counter()
         if has_unread:
             self._read(num_left=submitted is not None)
         elif not plan.chunks and not plan.preempted:
-            self._unblock()
+            if self._view.loading:
+                self._view.note_loaded(waits=True)
+            else:
+                self._unblock()
         if not self._requests:
             self._read()  # Only superfluous tokens are left; no later step would read them.
         if self._observer is not None:
@@ -364,9 +372,8 @@ class StepLoop:
             start_s = time.perf_counter()
             submitted = self._submit(plan, record)
             record.submit_s += time.perf_counter() - start_s - record.wait_s
-            self._view.offload_ahead()
             return submitted, plan
-        return None, StepPlan([], [], [], [])
+        return None, StepPlan([], [], [], [], [])
 
     def _carry_out(self, plan: StepPlan) -> None:
         """Preempt, resume, admit and grow as planned; on errors, call `_give_up`."""

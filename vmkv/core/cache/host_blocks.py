@@ -1,6 +1,7 @@
 """Blocks of evicted prefixes in host memory, below the rows on the device.
 
     parked row --keep--> blocks in host memory --extend--> the row of a new sequence
+                                               '--load---> a parked row, which one adopts
 
 When a parked row loses memory, the blocks that it loses are copied to host memory first, each once:
 a block is named by the hash of all tokens up to its end (`prefix.py`), so rows that share a
@@ -9,16 +10,17 @@ prompt gets the blocks that follow what rows on the device hold. Of sliding wind
 that the window still sees exist and are needed; of states (linear attention) only those that were
 kept after a whole number of blocks.
 
-Host memory comes in slabs of one extent, each for the blocks of one layer group; the least recently
-used block gives way, and with it its slab if another group needs the memory. Sequences that are
-swapped out have precedence: they take slabs away. Both directions run on the cache's side stream,
-so each copy is behind those submitted before.
+Host memory comes in slabs, each for the blocks of one layer group. Blocks that rows hold give way
+first, then the least recently used ones, and with a block its slab if another group needs the
+memory. Sequences that are swapped out have precedence: they take slabs away. Both directions run on
+the cache's side stream, so each copy is behind those submitted before.
 
 See DESIGN.md, Note [Evicted prefixes go to host memory].
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -26,8 +28,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import CapacityError, DriverError
 from ...units import Address, MiB
-from ..backend import CopyOp, MemoryLocation
-from ..memory import PageTable, Victim
+from ..backend import CopyOp, Fence, MemoryLocation
+from ..memory import Victim
+from ..memory.host_slabs import HostSlabs
 from . import growing
 from .layer_group import LayerGroup
 from .prefix import BLOCK_TOKENS, as_bytes, block_hashes
@@ -41,16 +44,32 @@ _HOST = MemoryLocation.HOST
 #: Slabs of a full budget, at least, so that groups find their shares.
 _NUM_SLABS_MIN = 16
 #: Memory is short below this part of the budget; then each step copies so much ahead of need.
-_SHORT_DIVISOR, _AHEAD_BYTES = 4, 64 * MiB
+_SHORT_DIVISOR, _AHEAD_BYTES = 4, 256 * MiB
+_SLAB_BYTES = 64 * MiB
 #: Prompts whose hashes are remembered.
 _NUM_PROMPTS_HASHED = 16
 
 
 class _Place(NamedTuple):
-    """A place for a block: its slab, which is a row of the table, and its address."""
+    """A place for a block: its slab, and its address."""
 
     slab: int
     address: Address
+
+
+class _Slab(NamedTuple):
+    """A slab in use: the group of its blocks, and their keys."""
+
+    group: LayerGroup
+    keys: set[tuple[LayerGroup, bytes]]
+
+
+class Loading(NamedTuple):
+    """A parked row that is being filled from host memory; `tick` is when it was parked."""
+
+    row: int
+    tick: int
+    fence: Fence
 
 
 class HostBlocks:
@@ -61,15 +80,13 @@ class HostBlocks:
 
     def __init__(self, cache: KVCache):
         self._cache = cache
-        #: The place of each block by group and hash, least recently used first.
-        self._blocks: dict[tuple[LayerGroup, bytes], _Place] = {}
+        #: The place of each block by group and hash, in the order in which they give way.
+        self._blocks: OrderedDict[tuple[LayerGroup, bytes], _Place] = OrderedDict()
         self._free: dict[LayerGroup, list[_Place]] = {}
         #: Rows whose blocks are all here, and the ticks at which they were parked.
         self._kept_at: dict[int, int] = {}
-        #: The group of each slab in use.
-        self._slabs: dict[int, LayerGroup] = {}
-        self._table: PageTable | None = None
-        self._size_class = 0
+        self._slabs: dict[int, _Slab] = {}
+        self._memory: HostSlabs | None = None
         # Requests are looked up in each step until they begin.
         self._hashes_of = lru_cache(_NUM_PROMPTS_HASHED)(_hashes_of)
         cache.pool.host_pressure.add_source(self.victims)
@@ -77,7 +94,7 @@ class HostBlocks:
     @property
     def num_bytes(self) -> int:
         """Host memory that it holds."""
-        return 0 if self._table is None else len(self._slabs) * self._table.row_bytes
+        return 0 if self._memory is None else self._memory.num_bytes
 
     # ---- keeping --------------------------------------------------------------------------
 
@@ -112,12 +129,13 @@ class HostBlocks:
                         if place is None:
                             break
                         made.append(key)
+                        self._slabs[place.slab].keys.add(key)
                         _add(ops, CopyOp(place.address, source, size))
                     self._blocks[key] = place
             if ops:
                 cache.note_stream()
                 side = side_stream(cache)
-                cache.pool.backend.join_streams(side)
+                cache.rows.wait_for(row, side)
                 try:
                     cache.pool.backend.copy_many(ops, side)
                 finally:
@@ -247,10 +265,33 @@ class HostBlocks:
                 raise
             beginning.num_tokens = beginning.num_cached_tokens = num_tokens
             cache.prefixes.record(row, prompt[there:num_tokens], tenant)
-            cache.prefixes.num_hit_tokens += num_tokens - there
-            if not there:
-                cache.prefixes.num_hits += 1
-                cache.prefixes.num_misses -= 1
+
+    def load(self, prompt: Any, tenant: str | None) -> Loading | None:
+        """Begin to copy the beginning of a prompt to a parked row, where `KVCache.open` finds it.
+
+        No stream waits for the copies. None if there is no memory or no row.
+        """
+        cache = self._cache
+        current, side = cache.current_stream, side_stream(cache)
+        cache.current_stream = lambda: side
+        try:
+            sequence = cache.begin(len(prompt), None, prompt, tenant)
+            row = sequence.row
+            sequence.close()
+            with cache.pool.lock:
+                fence = cache.pool.backend.record_fence(side)
+                return Loading(row, cache.rows.idle_since(row), fence)
+        except (CapacityError, DriverError):
+            return None
+        finally:
+            cache.current_stream = current
+
+    def has_loaded(self, loading: Loading) -> bool:
+        """Whether the copies are complete, and no stream need wait for them."""
+        if not loading.fence.has_passed():
+            return False
+        self._cache.rows.note_idle(loading.row, loading.tick)
+        return True
 
     def _load(self, row: int, hashes: Sequence[bytes], there: int, num_tokens: int) -> None:
         cache, backend = self._cache, self._cache.pool.backend
@@ -260,10 +301,10 @@ class HostBlocks:
             size, start = _block_bytes(group), group.table.page_address(row, 0)
             needed = self._needed(group, there // BLOCK_TOKENS, num_tokens // BLOCK_TOKENS)
             for at in reversed(needed):
-                key = group, hashes[at]
-                place = self._blocks[key] = self._blocks.pop(key)
                 target = start if group.is_fixed else Address(start + at * size)
-                _add(ops, CopyOp(target, place.address, size))
+                _add(ops, CopyOp(target, self._blocks[group, hashes[at]].address, size))
+            for at in needed:  # They give way first, the last one before all, as rows hold them.
+                self._blocks.move_to_end((group, hashes[at]), last=False)
             if group.window_tokens is not None and needed.start * BLOCK_TOKENS > there:
                 # A kernel may fetch unused tokens before the window, which must not be NaN.
                 first = needed.start * BLOCK_TOKENS
@@ -279,7 +320,8 @@ class HostBlocks:
             backend.copy_many(ops, side)
         finally:
             cache.rows.touch(row)
-        backend.stream_wait(current, side)
+        if current != side:
+            backend.stream_wait(current, side)
         cache.sharing.loaded_bytes += sum(op.num_bytes for op in ops)
 
     # ---- memory ---------------------------------------------------------------------------
@@ -305,76 +347,68 @@ class HostBlocks:
 
     def _new_slab(self, block_bytes: int) -> int | None:
         pool = self._cache.pool
-        if self._table is None:
-            budget_pages = pool.host_budget_bytes // pool.page_bytes
-            slab_pages = max(1, budget_pages // _NUM_SLABS_MIN, -(-block_bytes // pool.page_bytes))
-            self._size_class = min(pool.largest_class, slab_pages.bit_length() - 1)
-            if pool.page_bytes << self._size_class < block_bytes < budget_pages * pool.page_bytes:
-                self._size_class = min(pool.largest_class, self._size_class + 1)
-            num_slabs = max(1, budget_pages >> self._size_class)
-            self._table = PageTable(pool, num_slabs, 1 << self._size_class)
-        table = self._table
-        is_in_use = pool.reclaimer.has_retired_in
-        for slab in range(table.num_rows):
-            address = table.page_address(slab, 0)
-            if slab not in self._slabs and not is_in_use(
-                [(address, Address(address + table.row_bytes))]
-            ):
-                try:
-                    extents = pool.acquire([self._size_class], _HOST)
-                except CapacityError:
-                    return None
-                try:
-                    table.map(slab, 0, extents)
-                finally:
-                    pool.disown(extents)
-                return slab
-        return None
+        if self._memory is None:
+            num_bytes = max(pool.host_budget_bytes // _NUM_SLABS_MIN, block_bytes)
+            num_bytes = max(min(num_bytes, _SLAB_BYTES), block_bytes, pool.page_bytes)
+            num_bytes = -(-num_bytes // pool.page_bytes) * pool.page_bytes
+            self._memory = HostSlabs(pool, pool.host_budget_bytes // num_bytes, num_bytes)
+        return self._memory.take()
 
     def _divide(self, slab: int, group: LayerGroup) -> None:
         """Make places of a mapped slab for blocks of `group`; the lowest is taken last."""
-        assert self._table is not None
-        self._slabs[slab] = group
-        start, size = self._table.page_address(slab, 0), _block_bytes(group)
-        num_places = self._table.row_bytes // size
+        assert self._memory is not None
+        self._slabs[slab] = _Slab(group, set())
+        start, size = self._memory.address(slab), _block_bytes(group)
+        num_places = self._memory.slab_bytes // size
         self._free[group] += [_Place(slab, Address(start + at * size)) for at in range(num_places)]
 
     def _empty(self, slab: int) -> None:
         """Forget the blocks and the free places of a slab."""
-        for key in [key for key, place in self._blocks.items() if place.slab == slab]:
+        its = self._slabs.pop(slab)
+        for key in its.keys:
             del self._blocks[key]
-        group = self._slabs.pop(slab)
-        self._free[group] = [each for each in self._free[group] if each.slab != slab]
+        self._free[its.group] = [each for each in self._free[its.group] if each.slab != slab]
 
     def _drop(self, key: tuple[LayerGroup, bytes]) -> None:
-        self._free[key[0]].append(self._blocks.pop(key))
+        place = self._blocks.pop(key)
+        self._slabs[place.slab].keys.remove(key)
+        self._free[key[0]].append(place)
 
     def victims(self) -> Iterator[Victim]:
         """Yield its memory as a victim of sequences that need host memory."""
         yield Victim(last_used=0, freeable_bytes=self.num_bytes, evict=self._give)
 
     def _give(self, num_bytes: int) -> int:
-        given_bytes = 0
-        while self._table is not None and self._slabs and given_bytes < num_bytes:
-            used = {place.slab: None for place in self._blocks.values()}
-            slab = next((each for each in self._slabs if each not in used), None)
-            slab = next(iter(used)) if slab is None else slab
-            self._table.retire_back(slab, 0, self._cache.pool.reclaimer.new_fence())
+        """Give memory back, and wait for the copies that use it; returns its bytes."""
+        given_bytes, memory = 0, self._memory
+        if memory is None:
+            return 0
+        while given_bytes < num_bytes and (ahead_bytes := memory.give_unused()):
+            given_bytes += ahead_bytes
+        if self._slabs and given_bytes < num_bytes:
+            self._cache.pool.backend.record_fence(side_stream(self._cache)).wait()
+        unused = [slab for slab, its in self._slabs.items() if not its.keys]
+        while self._slabs and given_bytes < num_bytes:
+            slab = unused.pop() if unused else next(iter(self._blocks.values())).slab
             self._empty(slab)
-            given_bytes += self._table.row_bytes
+            memory.give(slab)
+            given_bytes += memory.slab_bytes
         return given_bytes
 
     def close(self) -> None:
-        """Give its memory back, once the copies submitted so far are complete. Cannot fail."""
-        pool = self._cache.pool
-        with pool.lock:
-            pool.host_pressure.remove_source(self.victims)
+        """Give its memory back, once the copies submitted so far are complete.
+
+        Raises `DriverError`; another call continues.
+        """
+        with self._cache.pool.lock:
+            self._cache.pool.host_pressure.remove_source(self.victims)
             self._blocks.clear()
+            if self._memory is not None:
+                self._cache.pool.backend.record_fence(side_stream(self._cache)).wait()
+                self._memory.close()
             self._slabs.clear()
             self._free.clear()
-            table, self._table = self._table, None
-        if table is not None:
-            pool.reclaimer.close_soon(table.close_behind)
+            self._memory = None
 
 
 def _block_bytes(group: LayerGroup) -> int:

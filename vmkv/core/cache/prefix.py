@@ -305,6 +305,12 @@ class PrefixIndex:
         self._contents: dict[int, Path] = {}
         self._tree = PrefixTree(BLOCK_TOKENS * _TOKEN_BYTES)
 
+    def count(self, num_tokens: int) -> None:
+        """Count a sequence that began with `num_tokens` tokens of its prompt."""
+        self.num_hits += num_tokens > 0
+        self.num_misses += not num_tokens
+        self.num_hit_tokens += num_tokens
+
     # ---- contents -------------------------------------------------------------------------
 
     def record(self, row: int, token_ids: Sequence[int], tenant: str | None = None) -> None:

@@ -123,6 +123,17 @@ class Rows:
         """Note that reads of a parked `row` were submitted; it was not used, so it ages on."""
         self._idle_since[row] = self._pool.pressure.tick()
 
+    def note_idle(self, row: int, tick: int) -> None:
+        """Note that no work is left on `row` if none was noted after `tick`."""
+        if self._idle_since.get(row) == tick:
+            self._idle_since[row] = 0
+
+    def wait_for(self, row: int, stream: int) -> None:
+        """Let `stream` wait for the work on a parked `row`, if some may be left."""
+        idle_since = self.idle_since(row)
+        if idle_since and not self._pool.reclaimer.has_passed(idle_since):
+            self._pool.backend.join_streams(stream)
+
     # ---- choice ---------------------------------------------------------------------------
 
     def choose(self, num_tokens: int, with_prefix: Container[int] = ()) -> int:
@@ -168,8 +179,7 @@ class Rows:
         is_parked = row in self.parked
         if is_parked:
             self._keep(row, num_tokens)
-            # Another stream may still read memory that this one will overwrite.
-            self._pool.backend.join_streams(stream)
+            self.wait_for(row, stream)
         elif row not in self._empty:
             raise ConfigError(f"row {row} of {self.num_rows} is not free")
         if not num_tokens:

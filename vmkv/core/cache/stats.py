@@ -115,7 +115,8 @@ def collect_stats(cache: KVCache) -> CacheStats:
             ),
             parked_bytes=resident_bytes - live_bytes,
             shared_bytes=sum(extent.num_bytes for extent in all_extents) - resident_bytes,
-            host_bytes=cache.pool.stats(MemoryLocation.HOST).resident_bytes,
+            host_bytes=cache.pool.stats(MemoryLocation.HOST).resident_bytes
+            + cache.pool.lent_host_bytes,
             free_bytes=pool_stats.free_bytes,
             retired_bytes=pool_stats.retired_bytes,
             budget_bytes=pool_stats.budget_bytes,
