@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
@@ -62,6 +63,20 @@ def test_slabs_made_ahead_are_given_back_first(pool: ExtentPool) -> None:
     assert slabs.take() is None
     pool.disown(extents)
     assert slabs.take() is not None, "free extents are released for a slab"
+    slabs.close()
+
+
+def test_no_slab_is_made_of_the_machines_last_memory(
+    pool: ExtentPool, backend: FaultInjectingBackend
+) -> None:
+    slabs = HostSlabs(pool, 8, SLAB)
+    first = slabs.take()
+    assert first is not None
+    with mock.patch.object(backend.upstream, "free_host_memory_bytes", return_value=8 * SLAB):
+        assert slabs.take() is not None, "made before"
+        assert slabs.take() is None
+        slabs.give(first)
+    assert slabs.take() is not None
     slabs.close()
 
 

@@ -351,7 +351,10 @@ class HostBlocks:
             num_bytes = max(pool.host_budget_bytes // _NUM_SLABS_MIN, block_bytes)
             num_bytes = max(min(num_bytes, _SLAB_BYTES), block_bytes, pool.page_bytes)
             num_bytes = -(-num_bytes // pool.page_bytes) * pool.page_bytes
-            self._memory = HostSlabs(pool, pool.host_budget_bytes // num_bytes, num_bytes)
+            try:
+                self._memory = HostSlabs(pool, pool.host_budget_bytes // num_bytes, num_bytes)
+            except OSError:
+                return None
         return self._memory.take()
 
     def _divide(self, slab: int, group: LayerGroup) -> None:

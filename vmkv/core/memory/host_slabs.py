@@ -25,7 +25,8 @@ _MAP_NORESERVE = 0x4000  # Linux; Python names it since 3.13.
 class HostSlabs:
     """Up to `num_slabs` slabs of `slab_bytes`, in one range of addresses. Guarded by its user.
 
-    What it holds, slabs made ahead included, is lent by the pool.
+    What it holds, slabs made ahead included, is lent by the pool. Raises `OSError` without such a
+    range of addresses.
     """
 
     def __init__(self, pool: ExtentPool, num_slabs: int, slab_bytes: int):
@@ -71,6 +72,10 @@ class HostSlabs:
 
     def _make_ahead(self, num_slabs: int) -> None:
         while self._unmade and len(self._made) < num_slabs:
+            # Those that threads write now are not counted as used yet.
+            if self._pool.backend.free_host_memory_bytes() < (_NUM_AHEAD + 1) * self.slab_bytes:
+                self._unmade.clear()  # Until some are given back.
+                break
             if not self._pool.lend_host(self.slab_bytes):
                 break
             slab = self._unmade.pop()
