@@ -198,16 +198,18 @@ class HostBlocks:
         most = max(0, len(prompt) - 1) // BLOCK_TOKENS
         there = num_there // BLOCK_TOKENS
         hashes = self._hashes(prompt, tenant)
-        whole = [each for each in self._cache.groups if self._sees_all(each)]
-        end = there
-        while end < most and all((group, hashes[end]) in self._blocks for group in whole):
-            end += 1
-        for num_blocks in range(end, there, -1):
-            if all(
-                (group, hashes[at]) in self._blocks
-                for group in self._cache.groups
-                for at in self._needed(group, there, num_blocks)
-            ):
+        blocks, others = self._blocks, []
+        for group in self._cache.groups:
+            if self._sees_all(group):
+                end = there
+                while end < most and (group, hashes[end]) in blocks:
+                    end += 1
+                most = end
+            else:
+                others.append(group)
+        for num_blocks in range(most, there, -1):
+            needed = [(group, self._needed(group, there, num_blocks)) for group in others]
+            if all((group, hashes[at]) in blocks for group, its in needed for at in its):
                 return num_blocks * BLOCK_TOKENS
         return num_there
 
