@@ -20,6 +20,7 @@ from helpers.ragged import alone, check_generate, random_prompts
 from helpers.runners import PADDED, TRACED
 
 import vmkv
+from vmkv.core.cache.fp8 import FP8
 from vmkv.hf.compat import cache_argument
 from vmkv.hf.proof import prove
 from vmkv.serve.engine import Engine
@@ -199,7 +200,58 @@ def test_what_fails_the_proof_attends_to_expanded_keys(
     _check(make_engine(model), plain)
 
 
-def test_eight_bits_are_refused_in_words(make_engine: MakeEngine) -> None:
-    """Rows of latents are of the model's type."""
-    with pytest.raises(vmkv.ConfigError, match="latents"):
-        make_engine(copy.deepcopy(latent_model("deepseek_v3")), kv_dtype="fp8")
+def _rounding(model: Any) -> Any:
+    """A copy of a model that attends to expanded keys and values as eight bits hold them."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        kind: Any = type(module)
+        if hasattr(kind, "expand_kv"):
+
+            class Rounding(kind):  # type: ignore[misc]
+                def expand_kv(self, latent: torch.Tensor, shared: torch.Tensor) -> Any:
+                    both = super().expand_kv(latent, shared)
+                    return tuple(each.to(FP8).to(each.dtype) for each in both)
+
+            module.__class__ = Rounding
+    return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_eight_bits_hold_expanded_keys_and_values(make_engine: MakeEngine, name: str) -> None:
+    """In an engine and in `vmkv.generate`, also of a model that was proven with latents before."""
+    model, rounded = copy.deepcopy(latent_model(name)), _rounding(latent_model(name))
+    greedy = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": None}
+    assert prove(model).calls.latents
+    with vmkv.RaggedCache(model.config, kv_dtype="fp8", budget_bytes=16 * MiB) as cache:
+        texts = vmkv.generate(model, PROMPTS, cache=cache, **greedy)
+    assert texts == [alone(rounded, each, **greedy) for each in PROMPTS]
+    engine = make_engine(model, kv_dtype="fp8", prefix_caching=True)
+    assert not engine._runner.stepper.attention.keeps_latents
+    for _ in range(2):
+        _check(engine, rounded)
+    groups = [group for group in engine.cache.groups if not group.is_fixed]
+    assert {FP8} == {group.dtype for group in groups}
+    num_heads = model.config.num_attention_heads
+    assert {num_heads} == {group.geometry.shape.num_k_heads for group in groups}
+    with engine.paused():
+        pass
+    _check(engine, rounded)
+
+
+@pytest.mark.skipif("deepseek_v3" not in FAMILIES, reason="this release has no such models")
+def test_latents_of_eight_bits_are_read_by_the_model_itself() -> None:
+    """A `VMKVCache` holds them; steps over it are not captured."""
+    model = copy.deepcopy(latent_model("deepseek_v3"))
+    options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": None}
+    texts = []
+    for captures in False, True:
+        with contextlib.ExitStack() as stack:
+            its: dict[str, Any] = {"kv_dtype": "fp8", "budget_bytes": 16 * MiB}
+            cache = stack.enter_context(vmkv.VMKVCache(model.config, **its))
+            if captures:
+                capture = stack.enter_context(contextlib.closing(vmkv.capture_decoding(model)))
+            given = {cache_argument(model): cache}
+            texts.append(alone(model, PROMPTS[0], **given, **options))
+    assert texts[0] == texts[1]
+    assert not capture.num_steps
+    assert ["it caches something else than the keys and values it attends to"] == capture.refusals

@@ -274,7 +274,7 @@ class CapturedDecoding(AbstractContextManager["CapturedDecoding"]):
         if (backend, device) in self._unproven:
             return None
         try:
-            proof = prove(model, backend)
+            proof = prove(model, backend, store.options.kv_dtype)
             if proof.calls.chunks:
                 reason = "chunks of its attention begin after the padding"
             elif proof.calls.states:

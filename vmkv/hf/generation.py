@@ -208,13 +208,13 @@ def _generate(
     max_num_batched_tokens: int,
     **own: Any,
 ) -> Tokens:
-    outlives, backend = cache is not None, own.get("attention_backend")
-    if cache is not None:
-        backend = cache.store.options.attention_backend
+    outlives = cache is not None
+    options = CacheOptions(**own) if cache is None else cache.store.options
+    backend = options.attention_backend
     locks = locks_of(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(locks.calls)
-        proof = prove(model, backend)
+        proof = prove(model, backend, options.kv_dtype)
         check_length(model.config, tokens.max_tokens)
         if cache is None:
             cache = RaggedCache(model.config, max_batch_size=len(prompts), **own)

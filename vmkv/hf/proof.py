@@ -102,19 +102,21 @@ def locks_of(model: Any) -> Locks:
     )
 
 
-def prove(model: Any, attention_backend: str | None = None) -> Proof:
+def prove(model: Any, attention_backend: str | None = None, kv_dtype: str = "auto") -> Proof:
     """Refuse a model whose packed passes and plain pass compute different results.
 
-    Runs once per model object, device, dtype and kernel, while modules and hooks stay; after that,
-    looks at each module. The `ConfigError` of a refusal names an alternative. Any error, also for
-    want of memory, leaves the model and the random generators as before.
+    Runs once per model object, device, dtype, kernel and `kv_dtype`, while modules and hooks stay;
+    after that, looks at each module. Rows of another `kv_dtype` than "auto" hold no latents. The
+    `ConfigError` of a refusal names an alternative. Any error, also for want of memory, leaves the
+    model and the random generators as before.
 
     Cost: a plain pass over 112 tokens, two packed passes in a cache of seven short rows, and two
     passes over two tokens; after that torch's unused memory is returned to the device.
     """
     compat.check_model(model)
     weight = model.get_input_embeddings().weight
-    served_as = (weight.device, weight.dtype, autocast_dtype(weight.device), attention_backend)
+    kind_of_rows = weight.device, weight.dtype, autocast_dtype(weight.device)
+    served_as = (*kind_of_rows, attention_backend, kv_dtype)
     try:
         with locks_of(model).proof:
             windows = layer_windows(model.config)
@@ -126,7 +128,7 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
                 proofs = {}
             if served_as not in proofs:
                 with torch.no_grad(), _undisturbed(model):
-                    proof = _checked(model, windows, attention_backend)
+                    proof = _checked(model, windows, attention_backend, kv_dtype)
                 _proven[model] = _made_of(model, windows), proofs | {served_as: proof}
             return _proven[model][1][served_as]
     except UnservableError as error:
@@ -138,7 +140,12 @@ def _made_of(model: Any, windows: Mapping[int, int | None]) -> tuple[object, ...
     return (id(vars(model).get("forward")), *windows.items(), *modules)
 
 
-def _checked(model: Any, windows: Mapping[int, int | None], attention_backend: str | None) -> Proof:
+def _checked(
+    model: Any,
+    windows: Mapping[int, int | None],
+    attention_backend: str | None,
+    kv_dtype: str,
+) -> Proof:
     """Compare packed passes with a plain one; refuse if they differ for all tokens tried.
 
     Latent attention is tried over latents first, and if that fails, over expanded keys and values.
@@ -148,7 +155,7 @@ def _checked(model: Any, windows: Mapping[int, int | None], attention_backend: s
     with splitting(model, states):
         plain = _plain_pass(model, _token_ids(model, 0), has_states=bool(states))
         layers = _layers_of(model, windows, states, few)
-        if layers.calls.latents:
+        if layers.calls.latents and kv_dtype == "auto":
             try:
                 return _compared(model, windows, _over_latents(layers), attention_backend, plain)
             except ConfigError as error:

@@ -255,12 +255,6 @@ class Store:
         self, signatures: Mapping[int, Signature], calls: AttentionCalls | None = None
     ) -> None:
         """Bind every layer of a proven model, before any sequence and the first update."""
-        stored = () if calls is None else self._fp8_layers & calls.latents.keys()
-        if stored:
-            raise ConfigError(
-                f"layers {sorted(stored)} keep latents, which attention reads in the model's type: "
-                'leave kv_dtype at "auto" (keys and values in eight bits would take more memory)'
-            )
         for index, signature in sorted(signatures.items()):
             if self.signatures.get(index) != signature:
                 self._bind_alike(index, signature, 1)

@@ -51,7 +51,7 @@ def open_rows(model: Any, pool: ExtentPool, options: EngineOptions) -> ServedRow
                 "VMKVCache.for_encoder_decoder(config)"
             )
         with phase("proving that packed steps compute the same"):
-            signatures, calls, _ = prove(model, options.attention_backend)
+            signatures, calls, _ = prove(model, options.attention_backend, options.kv_dtype)
         if len({each.device for each in signatures.values()}) > 1:
             raise ConfigError(
                 "the model is spread over several devices, which the engine cannot serve yet; "

@@ -99,7 +99,7 @@ def renewed_runner(
     model: Any, rows: ServedRows, given: EngineOptions, weights: Weights | None
 ) -> ModelRunner:
     """Make a runner for a model that was changed; `ConfigError` if its rows do not fit any more."""
-    proof = prove(model, given.attention_backend)
+    proof = prove(model, given.attention_backend, given.kv_dtype)
     if proof.signatures != rows.signatures or _comparable(proof) != _comparable(rows):
         raise ConfigError(
             "the model's layers have other keys and values than when its engine was made: undo the "
