@@ -7,6 +7,7 @@ an engine lays them out.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from vmkv.cli.capacity import kind_bytes, model_shape
 from vmkv.hf.configuration import layer_windows
 from vmkv.hf.proof import prove
 from vmkv.hf.store import CacheOptions, Store
-from vmkv.units import KiB
+from vmkv.units import KV_DTYPES, KiB
 
 #: All layers of a kind lie side by side, as on a GPU.
 OPTIONS = CacheOptions(max_tokens=64, max_batch_size=2, layers_per_group=1000)
@@ -54,14 +55,13 @@ _GLM_4_7_FLASH = {
     "v_head_dim": 256,
 }
 PUBLISHED = {"deepseek_v2": _V2_LITE, "glm4_moe_lite": _GLM_4_7_FLASH}
-#: Families that repeat cached keys for attention, and how often; an engine keeps what is attended.
-REPEATED = {"jetmoe": 2}
 
 
-def engine_bytes(model: Any) -> list[int]:
+def engine_bytes(model: Any, kv_dtype: str = "auto") -> list[int]:
     """Bytes of a token in each group of rows, and last those of a sequence's states."""
-    signatures, calls, _ = prove(model)
-    store = Store(model.config, OPTIONS, layer_windows(model.config), past_stated=False)
+    signatures, calls, _ = prove(model, kv_dtype=kv_dtype)
+    options = dataclasses.replace(OPTIONS, kv_dtype=kv_dtype)
+    store = Store(model.config, options, layer_windows(model.config), past_stated=False)
     with contextlib.closing(store):
         store.bind_all(signatures, calls)
         (cache,) = store.cores
@@ -69,8 +69,8 @@ def engine_bytes(model: Any) -> list[int]:
         return [*sorted(each.token_bytes for each in cache.groups if not each.is_fixed), states]
 
 
-def planned_bytes(config: Any, dtype: str) -> list[int]:
-    shape = model_shape(config, dtype=dtype)
+def planned_bytes(config: Any, dtype: str, kv_dtype: str = "auto") -> list[int]:
+    shape = model_shape(config, dtype=dtype, kv_dtype=kv_dtype)
     return [*sorted(kind_bytes(each, 1).token_bytes for each in shape.kinds), shape.state_bytes]
 
 
@@ -83,22 +83,35 @@ def test_plan_is_what_an_engine_keeps(name: str) -> None:
     except ConfigError:
         return
     *rows, states = planned_bytes(tiny_config(name), "float32")
-    assert kept[:-1] == [each * REPEATED.get(name, 1) for each in rows]
+    assert kept[:-1] == rows
     # States begin at multiples of some bytes; a row of them takes whole pages anyway.
     assert states <= kept[-1] < states + 4 * KiB
 
 
+@pytest.mark.skipif("jetmoe" not in causal_families(), reason="this release has no JetMoe")
+@pytest.mark.parametrize(("kv_dtype", "item_bytes"), [("auto", 4), ("fp8", 1)])
+def test_repeated_keys(kv_dtype: str, item_bytes: int) -> None:
+    """Experts of JetMoe attend to keys that are repeated for each, and rows hold all of them."""
+    config = tiny_config("jetmoe")
+    num_heads = config.num_key_value_heads * config.num_experts_per_tok
+    row_bytes = 2 * num_heads * config.kv_channels * item_bytes * config.num_hidden_layers
+    assert [row_bytes, 0] == engine_bytes(tiny_model("jetmoe"), kv_dtype)
+    assert [row_bytes, 0] == planned_bytes(config, "float32", kv_dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_latents(name: str) -> None:
-    """Their parts have widths of their own."""
+def test_latents(name: str, kv_dtype: str) -> None:
+    """Their parts have widths of their own; in eight bits rows hold what is made of them."""
     model = latent_model(name)
-    assert engine_bytes(model)[:-1] == planned_bytes(model.config, "float32")[:-1]
+    planned = planned_bytes(model.config, "float32", kv_dtype)
+    assert engine_bytes(model, kv_dtype)[:-1] == planned[:-1]
 
 
 @pytest.mark.skipif(VERSION < (5, 17), reason="this release caches expanded keys")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_shapes(name: str) -> None:
-    """1,152 bytes a layer, whatever the number of heads."""
+    """1,152 bytes a layer, whatever the number of heads; those of all heads in eight bits."""
     if name not in FAMILIES:
         pytest.skip("this release has no such models")
     config = AutoConfig.for_model(name, **(_SMALL | PUBLISHED[name]))
@@ -106,6 +119,9 @@ def test_published_shapes(name: str) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     assert engine_bytes(model) == planned_bytes(config, "bfloat16")
     assert engine_bytes(model) == [config.num_hidden_layers * 1152, 0]
+    head_bytes = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    row_bytes = config.num_hidden_layers * config.num_attention_heads * head_bytes
+    assert engine_bytes(model, "fp8") == planned_bytes(config, "bfloat16", "fp8") == [row_bytes, 0]
 
 
 @pytest.mark.skipif("deepseek_v3" not in FAMILIES, reason="this release has no such models")

@@ -1,7 +1,7 @@
-"""`vmkv plan` against the cache that transformers fills, for every family that can be built.
+"""What `vmkv plan` measures against transformers' own cache, for every family that can be built.
 
-The plan comes from a pass without weights; the comparison adds up the tensors in the cache of
-`generate` on the CPU.
+The measure comes from a pass without weights; the comparison adds up the tensors in the cache of
+`generate` on the CPU. An engine may keep more of a token: see `test_plan_engine.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import transformers
 from helpers.families import UNBUILDABLE, causal_families, tiny_config, tiny_model
 
 from vmkv import ConfigError
-from vmkv.cli.capacity import ModelShape, kind_bytes, model_shape
+from vmkv.cli.capacity import AlikeLayers, kind_bytes, model_shape
 from vmkv.cli.models import load_config
-from vmkv.hf import compat
+from vmkv.hf import compat, probe
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 #: One is shorter than every window of the tiny models, one is longer.
@@ -87,22 +87,27 @@ def cached_bytes(model_type: str, num_tokens: int) -> int:
     return sum(tensor.nbytes for tensor in tensors(cache, set()))
 
 
-def planned_bytes(shape: ModelShape, num_tokens: int) -> int:
-    """The planned size for a text of this length, before rounding up to pages."""
-    parts = [kind_bytes(kind, num_tokens) for kind in shape.kinds]
-    return shape.state_bytes + sum(
-        part.kept_tokens * part.kind.cached_token_bytes for part in parts
-    )
+def planned_bytes(layers: list[probe.KeptLayer], num_tokens: int) -> int:
+    """The measured size for a text of this length, before rounding up to pages."""
+    total = sum(each.fixed_bytes for each in layers)
+    for each in layers:
+        if each.shape is not None:
+            of_token = each.window_tokens, each.is_paged, each.extra_token_bytes
+            kind = AlikeLayers(1, each.shape, *of_token)
+            total += kind_bytes(kind, num_tokens).kept_tokens * kind.cached_token_bytes
+    return total
 
 
-def planned(model_type: str, folder: Path) -> ModelShape:
-    """The plan for a family, from a config.json alone."""
+def planned(model_type: str, folder: Path) -> list[probe.KeptLayer]:
+    """The layers of a family that can be planned, from a config.json alone."""
     path = folder / "config.json"
     if model_type in UNBUILDABLE:
         path.write_text(json.dumps({"model_type": model_type}))
     else:
         tiny_config(model_type).to_json_file(path)
-    return model_shape(load_config(str(path)), dtype="float32")
+    config = load_config(str(path))
+    model_shape(config, dtype="float32")  # Refuses what cannot be planned.
+    return probe.kept_layers(probe.build_without_weights(config, torch.float32))
 
 
 @pytest.mark.slow
@@ -115,11 +120,11 @@ def test_plan_is_what_transformers_caches(model_type: str, tmp_path: Path) -> No
         assert "\n" not in str(refused.value)
         return
     try:
-        shape = planned(model_type, tmp_path)
+        layers = planned(model_type, tmp_path)
         tiny_model(model_type)
     except Exception as error:
         if VERSION >= (5, 23):
             raise
         pytest.skip(f"tiny configurations are of transformers 5.23; {type(error).__name__}")
     for num_tokens in LENGTHS:
-        assert cached_bytes(model_type, num_tokens) == planned_bytes(shape, num_tokens), num_tokens
+        assert cached_bytes(model_type, num_tokens) == planned_bytes(layers, num_tokens), num_tokens

@@ -102,7 +102,7 @@ def model_shape(
         sharding.check_heads(config, plan, num_ranks)
         weights_bytes = sharding.bytes_per_rank(model, plan, num_ranks)
         divisor = num_ranks if sharding.divides_heads(plan) else 1
-    layers, kinds = probe.kept_layers(model), Counter[Any]()
+    layers, kinds = probe.served_layers(model, kv_dtype), Counter[Any]()
     for each in layers:
         if each.shape is not None:
             stored = _stored(each.shape, divisor, is_fp8=kv_dtype == "fp8" and each.is_paged)

@@ -3,14 +3,15 @@
 A configuration does not tell this: latent attention is cached compressed or expanded, different
 fields say how many heads share keys, layers differ by type, and transformers' releases differ. So
 the model is built on torch's `meta` device, which has shapes and no memory, and its cache is
-compared after two passes: differences between them grow with the text.
+compared after two passes: differences between them grow with the text. Rows of an engine have the
+shapes that the proof of a model gives them.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from ..core.cache.geometry import LayerShape
 from ..errors import ConfigError, one_line
 from ..step.states import tensors_of
 from . import compat
+from .configuration import layer_windows
+from .proof import layers_of, over_latents
 
 #: Tokens of the first pass, and how many more the second has. transformers' own layers grow with
 #: each token; a model's own may group tokens (DeepSeek-V4 up to 128).
@@ -77,6 +80,24 @@ def kept_layers(model: Any) -> list[KeptLayer]:
         num_more = _MANY_MORE_TOKENS
     after = _run(model, _SHORT_TOKENS + num_more)
     return [_kept(name, *pair, num_more) for pair in zip(before, after, strict=True)]
+
+
+def served_layers(model: Any, kv_dtype: str) -> list[KeptLayer]:
+    """Return what an engine keeps of each layer; of a model it refuses, `kept_layers`.
+
+    Both differ where attention gets other keys than the cache: repeated ones, or expanded latents.
+    """
+    kept = kept_layers(model)
+    try:
+        with _shapes_only():
+            tokens = torch.zeros(_SHORT_TOKENS, dtype=torch.long, device="meta")
+            proof = layers_of(model, layer_windows(model.config), {}, tokens)
+    except ConfigError:
+        return kept
+    rows = (over_latents(proof) if kv_dtype == "auto" else proof).signatures
+    for at, (k_shape, v_shape, dtype, _) in rows.items():
+        kept[at] = replace(kept[at], shape=LayerShape(*k_shape, *v_shape, dtype.itemsize))
+    return kept
 
 
 def _run(model: Any, num_tokens: int) -> list[Any]:

@@ -154,17 +154,17 @@ def _checked(
     states = _states_of(model, few)
     with splitting(model, states):
         plain = _plain_pass(model, _token_ids(model, 0), has_states=bool(states))
-        layers = _layers_of(model, windows, states, few)
+        layers = layers_of(model, windows, states, few)
         if layers.calls.latents and kv_dtype == "auto":
             try:
-                return _compared(model, windows, _over_latents(layers), attention_backend, plain)
+                return _compared(model, windows, over_latents(layers), attention_backend, plain)
             except ConfigError as error:
                 _LOG.warning("latent attention attends to expanded keys: %s", one_line(error))
         calls = layers.calls._replace(latents={})
         return _compared(model, windows, layers._replace(calls=calls), attention_backend, plain)
 
 
-def _over_latents(layers: Proof) -> Proof:
+def over_latents(layers: Proof) -> Proof:
     """Return layers with the signatures of what rows of latents hold."""
     signatures = dict(layers.signatures)
     for layer, its in layers.calls.latents.items():
@@ -514,7 +514,7 @@ def _states_of(model: Any, token_ids: torch.Tensor) -> dict[int, StateLayer]:
     return {at: each._replace(is_chunkable=at in probe.chunkable) for at, each in states.items()}
 
 
-def _layers_of(
+def layers_of(
     model: Any,
     windows: Mapping[int, int | None],
     states: Mapping[int, StateLayer],

@@ -140,8 +140,9 @@ def _is_plain(child: Any) -> bool:
 
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     wide = torch.promote_types(one.dtype, torch.float32)
-    return one.shape == other.shape and torch.allclose(
-        one.to(wide), other.to(wide), rtol=2e-2, atol=2e-2
+    # Unlike `torch.allclose`, this runs on tensors without values, for which it is true.
+    return one.shape == other.shape and bool(
+        torch.isclose(one.to(wide), other.to(wide), rtol=2e-2, atol=2e-2).all()
     )
 
 
