@@ -342,6 +342,20 @@ def test_blocks_that_rows_hold_give_way_first(make_cache: MakeCache) -> None:
         assert 96 == cache.find_prefix([*whole, 0], None)
 
 
+def test_a_tenant_that_floods_pushes_no_other_out(make_cache: MakeCache) -> None:
+    cache = make_cache(host_budget_bytes=256 * PAGE)
+    said = [range(1000 * at, 1000 * at + 96) for at in range(1, 4)]
+    for each in said:
+        _say(cache, each, "a")
+    for at in range(60):
+        _say(cache, range(10_000 + 200 * at, 10_000 + 200 * at + 144), "b")
+        _fill(cache)
+    assert [96] * 3 == [cache.find_prefix([*each, 0], "a") for each in said]
+    last = range(10_000 + 200 * 59, 10_000 + 200 * 59 + 144)
+    assert 144 == cache.find_prefix([*last, 0], "b")
+    cache.check()
+
+
 def test_without_memory_nothing_is_loaded(make_cache: MakeCache) -> None:
     cache = make_cache(host_budget_bytes=256 * PAGE, budget_bytes=32 * PAGE)
     _say(cache, range(1, 97))

@@ -10,10 +10,11 @@ prompt gets the blocks that follow what rows on the device hold. Of sliding wind
 that the window still sees exist and are needed; of states (linear attention) only those that were
 kept after a whole number of blocks.
 
-Host memory comes in slabs, each for the blocks of one layer group. Blocks that rows hold give way
-first, then the least recently used ones, and with a block its slab if another group needs the
-memory. Sequences that are swapped out have precedence: they take slabs away. Both directions run on
-the cache's side stream, so each copy is behind those submitted before.
+Host memory comes in slabs, each for the blocks of one layer group. The tenant that has the most
+blocks gives way: first those that rows hold, then the least recently used ones, and with a block
+its slab if another group needs the memory. Sequences that are swapped out have precedence: they
+take slabs away. Both directions run on the cache's side stream, so each copy is behind those
+submitted before.
 
 See DESIGN.md, Note [Evicted prefixes go to host memory].
 """
@@ -57,11 +58,15 @@ class _Place(NamedTuple):
     address: Address
 
 
+#: The group and the hash of a block.
+_Key = tuple[LayerGroup, bytes]
+
+
 class _Slab(NamedTuple):
-    """A slab in use: the group of its blocks, and their keys."""
+    """A slab in use: the group of its blocks, and the tenant of each."""
 
     group: LayerGroup
-    keys: set[tuple[LayerGroup, bytes]]
+    tenants: dict[_Key, bytes]
 
 
 class Loading(NamedTuple):
@@ -80,8 +85,9 @@ class HostBlocks:
 
     def __init__(self, cache: KVCache):
         self._cache = cache
-        #: The place of each block by group and hash, in the order in which they give way.
-        self._blocks: OrderedDict[tuple[LayerGroup, bytes], _Place] = OrderedDict()
+        self._blocks: dict[_Key, _Place] = {}
+        #: The blocks of each tenant, in the order in which they give way.
+        self._orders: dict[bytes, OrderedDict[_Key, None]] = {}
         self._free: dict[LayerGroup, list[_Place]] = {}
         #: Rows whose blocks are all here, and the ticks at which they were parked.
         self._kept_at: dict[int, int] = {}
@@ -110,7 +116,8 @@ class HostBlocks:
             return
         tick, hashes = cache.rows.parked[row], cache.prefixes.hashes(row)
         ops: list[CopyOp] = []
-        made: list[tuple[LayerGroup, bytes]] = []
+        made: list[_Key] = []
+        tenant = cache.prefixes.tenant(row)
         with suppress(CapacityError, DriverError):
             is_all = True
             for group in cache.groups:
@@ -119,8 +126,9 @@ class HostBlocks:
                     if end * BLOCK_TOKENS <= num_tokens:
                         break
                     key = (group, hashes[end - 1])
-                    place = self._blocks.pop(key, None)
-                    if place is None:
+                    if key in self._blocks:
+                        self._orders[tenant].move_to_end(key)
+                    else:
                         size = _block_bytes(group)
                         if most_bytes is not None and (most_bytes := most_bytes - size) < 0:
                             is_all = False
@@ -129,9 +137,10 @@ class HostBlocks:
                         if place is None:
                             break
                         made.append(key)
-                        self._slabs[place.slab].keys.add(key)
+                        self._blocks[key] = place
+                        self._slabs[place.slab].tenants[key] = tenant
+                        self._orders.setdefault(tenant, OrderedDict())[key] = None
                         _add(ops, CopyOp(place.address, source, size))
-                    self._blocks[key] = place
             if ops:
                 cache.note_stream()
                 side = side_stream(cache)
@@ -306,7 +315,9 @@ class HostBlocks:
                 target = start if group.is_fixed else Address(start + at * size)
                 _add(ops, CopyOp(target, self._blocks[group, hashes[at]].address, size))
             for at in needed:  # They give way first, the last one before all, as rows hold them.
-                self._blocks.move_to_end((group, hashes[at]), last=False)
+                key = group, hashes[at]
+                tenant = self._slabs[self._blocks[key].slab].tenants[key]
+                self._orders[tenant].move_to_end(key, last=False)
             if group.window_tokens is not None and needed.start * BLOCK_TOKENS > there:
                 # A kernel may fetch unused tokens before the window, which must not be NaN.
                 first = needed.start * BLOCK_TOKENS
@@ -336,7 +347,7 @@ class HostBlocks:
             if slab is None:
                 if not self._blocks:
                     return None
-                victim = next(iter(self._blocks))
+                victim = self._next_to_go()
                 if victim[0] is group:
                     self._drop(victim)
                     continue
@@ -346,6 +357,11 @@ class HostBlocks:
             if not free:
                 return None  # A block is larger than a slab.
         return free.pop()
+
+    def _next_to_go(self) -> _Key:
+        """The block that gives way next: one of the tenant that has the most."""
+        most = max(self._orders, key=lambda tenant: len(self._orders[tenant]))
+        return next(iter(self._orders[most]))
 
     def _new_slab(self, block_bytes: int) -> int | None:
         pool = self._cache.pool
@@ -362,7 +378,7 @@ class HostBlocks:
     def _divide(self, slab: int, group: LayerGroup) -> None:
         """Make places of a mapped slab for blocks of `group`; the lowest is taken last."""
         assert self._memory is not None
-        self._slabs[slab] = _Slab(group, set())
+        self._slabs[slab] = _Slab(group, {})
         start, size = self._memory.address(slab), _block_bytes(group)
         num_places = self._memory.slab_bytes // size
         self._free[group] += [_Place(slab, Address(start + at * size)) for at in range(num_places)]
@@ -370,14 +386,19 @@ class HostBlocks:
     def _empty(self, slab: int) -> None:
         """Forget the blocks and the free places of a slab."""
         its = self._slabs.pop(slab)
-        for key in its.keys:
-            del self._blocks[key]
+        for key, tenant in its.tenants.items():
+            self._forget(key, tenant)
         self._free[its.group] = [each for each in self._free[its.group] if each.slab != slab]
 
     def _drop(self, key: tuple[LayerGroup, bytes]) -> None:
-        place = self._blocks.pop(key)
-        self._slabs[place.slab].keys.remove(key)
+        place = self._blocks[key]
+        self._forget(key, self._slabs[place.slab].tenants.pop(key))
         self._free[key[0]].append(place)
+
+    def _forget(self, key: _Key, tenant: bytes) -> None:
+        del self._blocks[key], self._orders[tenant][key]
+        if not self._orders[tenant]:
+            del self._orders[tenant]
 
     def victims(self) -> Iterator[Victim]:
         """Yield its memory as a victim of sequences that need host memory."""
@@ -392,9 +413,9 @@ class HostBlocks:
             given_bytes += ahead_bytes
         if self._slabs and given_bytes < num_bytes:
             self._cache.pool.backend.record_fence(side_stream(self._cache)).wait()
-        unused = [slab for slab, its in self._slabs.items() if not its.keys]
+        unused = [slab for slab, its in self._slabs.items() if not its.tenants]
         while self._slabs and given_bytes < num_bytes:
-            slab = unused.pop() if unused else next(iter(self._blocks.values())).slab
+            slab = unused.pop() if unused else self._blocks[self._next_to_go()].slab
             self._empty(slab)
             memory.give(slab)
             given_bytes += memory.slab_bytes
@@ -408,6 +429,7 @@ class HostBlocks:
         with self._cache.pool.lock:
             self._cache.pool.host_pressure.remove_source(self.victims)
             self._blocks.clear()
+            self._orders.clear()
             if self._memory is not None:
                 self._cache.pool.backend.record_fence(side_stream(self._cache)).wait()
                 self._memory.close()

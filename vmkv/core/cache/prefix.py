@@ -399,6 +399,11 @@ class PrefixIndex:
         content = self._contents.get(row)
         return [] if content is None else array("q", self._held(content)).tolist()
 
+    def tenant(self, row: int) -> bytes:
+        """The tenant of the recorded tokens of `row`; b"" without any."""
+        content = self._contents.get(row)
+        return b"" if content is None else content.tenant
+
     def hashes(self, row: int) -> Sequence[bytes]:
         """The hashes of the whole blocks of recorded tokens of `row`. Cost: 1 µs per new one."""
         content = self._contents.get(row)
