@@ -17,8 +17,9 @@ from vmkv import ConfigError
 from vmkv.core.backend.cuda import CudaBackend
 
 ROOT = Path(__file__).parents[1] / "vmkv"
-# Modules of Ray's and vLLM's processes import them, and that of TRL's trainers TRL; no other does.
-_NEEDS_MORE = re.compile(r"^(import|from) (ray|trl|vllm)\b", re.MULTILINE)
+# Modules of Ray's and vLLM's processes import them, that of TRL's trainers TRL, and that of kernels
+# of experts Triton; no other does.
+_NEEDS_MORE = re.compile(r"^(import|from) (ray|trl|triton|vllm)\b", re.MULTILINE)
 MODULES = sorted(
     ".".join(("vmkv", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
     for path in ROOT.rglob("*.py")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -109,9 +110,10 @@ def test_the_operator_returns_the_layout_that_compilers_expect(
     device, total = torch.device("cpu"), sum(new for _, new in spans)
     attention = RowAttention([cache], "like queries")
     attention.steps = {device: pack(pieces, row_capacities(cache), device).parts}
-    its = [torch.randn(1, count, total, DIM) for count in (HEADS, KV_HEADS, KV_HEADS)]
+    its: list[Any] = [torch.randn(1, each, total, DIM) for each in (HEADS, KV_HEADS, KV_HEADS)]
     with passing(PackedPass(rows=attention)):
-        out = torch.ops.vmkv.attend_rows(*its, torch.tensor([0]), None, SCALE, 0, 0.0)
+        its += [torch.tensor([0]), None, SCALE, 0, 0.0]
+        out = torch.ops.vmkv.attend_rows(*its)
     wanted = row_attention._shape_of_attend_rows(*its)
     assert (out.shape, out.stride()) == (wanted.shape, wanted.stride())
     attention.close()
