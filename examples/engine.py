@@ -48,7 +48,7 @@ with Engine(model, max_num_seqs=8, max_tokens=2048) as engine:
 
     sampled = SamplingParams(max_tokens=6, temperature=0.8, top_p=0.9, seed=1, n=2)
     handle = engine.add(prompts[3], sampled)
-    cancelled = engine.add(prompts[4], SamplingParams(max_tokens=500))
+    cancelled = engine.add(prompts[4], SamplingParams(max_tokens=500, ignore_eos=True))
     for step, _ in enumerate(handle):
         if step == 2:
             cancelled.cancel()

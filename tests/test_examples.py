@@ -329,4 +329,5 @@ def test_calls_of_the_readmes_table_can_be_pasted(tmp_path, monkeypatch):
             exec(call.replace(" << 30", " << 20"), names)  # A few MiB instead of GiB.
     for each in (engine, rows, pool):
         each.close()
+    names.clear()
     gc.collect()  # Engines that were dropped warn now, not in another test.

@@ -311,9 +311,8 @@ def test_a_prefix_is_loaded_beside_other_work(make_cache: MakeCache) -> None:
     _say(cache, tokens[:96])
     _fill(cache)
     host.hold_fences()
-    loading = cache.host_blocks.load(tokens, None)
-    assert loading is not None
-    assert loading.row in cache.rows.parked
+    cache.host_blocks.begin_beside(tokens, None).close()
+    loading = cache.host_blocks.loading(next(iter(cache.rows.parked)))
     assert not cache.host_blocks.has_loaded(loading)
     assert (96, 0) == find_beginning(cache, tokens, None)
     assert 0 == cache.prefixes.num_hit_tokens, "no sequence has begun with it"
@@ -362,6 +361,5 @@ def test_without_memory_nothing_is_loaded(make_cache: MakeCache) -> None:
     _fill(cache)
     live = cache.open()
     append(live, range(5000, 5000 + 120))
-    loading = cache.host_blocks.load([*range(1, 97), 0], None)
-    assert loading is None or not find_beginning(cache, [*range(1, 97), 0], None)[0]
+    assert 0 == cache.host_blocks.begin_beside([*range(1, 97), 0], None).num_tokens
     cache.check()

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from vmkv import ConfigError, HostBackend, RankError
+from vmkv import ConfigError, DriverError, HostBackend, RankError
 from vmkv.serve.parallel import TensorParallel
 from vmkv.serve.parallel.lockstep import AgreedBackend
-from vmkv.units import KiB
+from vmkv.units import Address, KiB
 
 
 @pytest.fixture
@@ -42,6 +42,21 @@ def test_a_driver_error_on_one_rank_ends_all(one: TensorParallel) -> None:
         backend.address_free(backend.address_reserve(64 * KiB) + 4096, 64 * KiB)
     with pytest.raises(RankError, match="address_free"):
         one.min(1)
+
+
+def test_memory_is_pinned_on_all_ranks_or_none(
+    one: TensorParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another rank could not pin is unpinned here; no rank ends."""
+    device = HostBackend(64 * KiB)
+    backend = AgreedBackend(device, one)
+    backend.pin(Address(1 << 20), 64 * KiB)
+    assert 64 * KiB == device.usage().pinned_bytes
+    backend.unpin(Address(1 << 20))
+    monkeypatch.setattr(one, "max", lambda _: 1)
+    with pytest.raises(DriverError, match="another rank"):
+        backend.pin(Address(1 << 20), 64 * KiB)
+    assert not device.usage().pinned_bytes
 
 
 def test_a_group_needs_ranks() -> None:

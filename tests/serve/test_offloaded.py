@@ -13,6 +13,8 @@ from vmkv.core.cache.forking import find_beginning
 from vmkv.serve.engine import Engine
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.request import RequestHandle, RequestState
+from vmkv.serve.scheduler import look_up
+from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB, MiB
 
 MakeEngine = Callable[..., Engine]
@@ -44,17 +46,24 @@ def _prefix_bytes(engine: Engine) -> int:
     return sum(group.bytes_for(NUM_CACHED) for group in engine.cache.groups)
 
 
+def _begin(engine: Engine, host: HostBackend) -> tuple[RequestHandle, RequestHandle]:
+    """A request that runs, and one whose prefix is being copied."""
+    running = engine.add(OTHER, _greedy(40))
+    engine.step()
+    host.hold_fences()
+    late = engine.add(LONG, _greedy(5))
+    engine.step()
+    return running, late
+
+
 def _check(handle: RequestHandle, prompt: list[int], num_tokens: int) -> None:
     assert said_alone(prompt, num_tokens) == list(handle.requests[0].output_token_ids)
 
 
 def test_others_run_while_a_prefix_is_copied(engine: Engine, host: HostBackend) -> None:
     """The request waits for the copies and nothing else, and recomputes nothing."""
-    running = engine.add(OTHER, _greedy(40))
-    engine.step()
-    host.hold_fences()
-    late = engine.add(LONG, _greedy(5))
-    for _ in range(6):
+    running, late = _begin(engine, host)
+    for _ in range(5):
         engine.step()
     assert late.requests[0].state is RequestState.WAITING
     assert running.requests[0].output_token_ids
@@ -85,16 +94,12 @@ def test_two_requests_with_one_prefix_load_it_once(engine: Engine, host: HostBac
 def test_a_request_is_cancelled_while_its_prefix_is_copied(
     engine: Engine, host: HostBackend
 ) -> None:
-    running = engine.add(OTHER, _greedy(20))
-    engine.step()
-    host.hold_fences()
-    late = engine.add(LONG, _greedy(5))
-    engine.step()
+    running, late = _begin(engine, host)
     engine.cancel(late)
     engine.cache.check()
     host.pass_fences()
     finish_all(engine)
-    _check(running, OTHER, 20)
+    _check(running, OTHER, 40)
     engine.cache.check()
     assert (NUM_CACHED, 0) == find_beginning(engine.cache, LONG, None), "it was copied nevertheless"
 
@@ -102,14 +107,28 @@ def test_a_request_is_cancelled_while_its_prefix_is_copied(
 def test_a_prefix_that_leaves_again_is_loaded_as_the_request_begins(
     engine: Engine, host: HostBackend
 ) -> None:
-    running = engine.add(OTHER, _greedy(40))
-    engine.step()
-    host.hold_fences()
-    late = engine.add(LONG, _greedy(5))
-    engine.step()
+    running, late = _begin(engine, host)
     host.pass_fences()
     engine.cache.trim()
     finish_all(engine)
     _check(running, OTHER, 40)
     _check(late, LONG, 5)
     assert NUM_CACHED == late.requests[0].num_cached_tokens
+
+
+@pytest.mark.parametrize("fail_at", range(1, 12))
+def test_a_failing_call_while_a_prefix_is_copied(make_engine: MakeEngine, fail_at: int) -> None:
+    """The request computes what it does not find; no sequence stays open."""
+    backend = FaultInjectingBackend(HostBackend(4 * KiB))
+    engine = make_engine(backend=backend, host_budget_bytes=8 * MiB)
+    engine.generate([LONG], _greedy(1))
+    engine.cache.trim()
+    request = engine.add(LONG, _greedy(5)).requests[0]
+    look_up(request, engine.loop._view)
+    assert engine.loop._view.must_load(request)
+    backend.arm(fail_at)
+    engine.loop._view.load(request)
+    backend.arm(0)
+    engine.cache.check()
+    finish_all(engine)
+    assert said_alone(LONG, 5) == list(request.output_token_ids)

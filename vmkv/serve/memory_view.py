@@ -186,6 +186,9 @@ class MemoryView:
         idle_since = None  # It may be in use: copies, or a failed step.
         if request.last_step is not None and request.last_step <= self._num_steps:
             idle_since = self._submitted_at[request.last_step == self._num_steps]
+        self._close(sequence, idle_since)
+
+    def _close(self, sequence: Sequence, idle_since: int | None) -> None:
         self.ending.append((sequence, idle_since))
         try:
             self.close_ended()
@@ -314,13 +317,20 @@ class MemoryView:
         return request.num_to_load > 0 and request.loading is None
 
     def load(self, request: Request) -> None:
-        """Begin to copy a waiting request's prefix from host memory to a parked row."""
-        tokens = request.tokens(0, request.num_known)
-        request.loading = self.cache.host_blocks.load(tokens, request.tenant)
-        if request.loading is None:  # `begin` tries again.
-            request.num_to_load = 0
-        else:
-            self.loading.add(request)
+        """Begin to copy a waiting request's prefix from host memory to a parked row.
+
+        On errors the request computes what `begin` does not find.
+        """
+        tokens, blocks = request.tokens(0, request.num_known), self.cache.host_blocks
+        request.num_to_load = 0
+        try:
+            sequence = blocks.begin_beside(tokens, request.tenant)
+            self._close(sequence, None)
+            if sequence.is_closed:
+                request.loading = blocks.loading(sequence.row)
+                self.loading.add(request)
+        except (CapacityError, DriverError):
+            _LOG.debug("a prefix could not be copied", exc_info=True)
 
     def note_loaded(self, *, waits: bool = False) -> None:
         """Let requests begin whose prefixes are complete; with `waits`, wait for one."""
@@ -417,9 +427,10 @@ class MemoryView:
         return sum(its) // self.page_bytes
 
     def is_ready(self, request: Request) -> bool:
-        """Whether the request may begin; false while its leader computes the shared prompt.
+        """Whether the request may begin.
 
-        Or while its prefix is copied from host memory.
+        False while its leader computes the shared prompt, and while its prefix is copied from host
+        memory.
         """
         if request in self.loading:
             return False

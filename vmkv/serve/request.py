@@ -178,7 +178,7 @@ class Request:
     num_sent: int = 0  # Output tokens that were sent to a client,
     num_prompt_sent: int = 0  # and entries of `prompt_logprobs`.
     num_to_load: int = 0  # Tokens of its prefix in host memory, when it was looked up.
-    loading: Loading | None = None  # Of its prefix, since it waits.
+    loading: Loading | None = None  # The copy of its prefix, begun while the request waits.
     checkpoints: Sequence[int] = ()  # Prompt lengths after which layers' states are kept.
 
     @property

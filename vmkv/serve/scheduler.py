@@ -454,7 +454,7 @@ class _Planning:
         self._decode_tokens = min(num_tokens, len(wanted) - len(begun))
         self._prompt_tokens = scheduler.prompt_tokens_beside(self._decode_tokens, num_tokens, begun)
         self._is_short = False  # Whether a request must be preempted, or stall.
-        self._unready: list[Request] = []  # Passed over, until their prefix is there.
+        self._unready: list[Request] = []  # Requests that wait for their prefix.
         self._plan = StepPlan([], [], [], [], [])
 
     def plan(self) -> StepPlan:

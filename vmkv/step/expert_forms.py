@@ -1,4 +1,4 @@
-"""What a mixture's experts compute, of those modules of transformers that our kernels can run.
+"""The computation of a mixture's experts, for modules of transformers that our kernels can run.
 
 A module qualifies by what it has and by what its gate computes, not by its name:
 
@@ -28,7 +28,7 @@ _SLOPE = 1.5957691216057308  # 2 * sqrt(2 / pi)
 
 
 class Form(NamedTuple):
-    """What an experts module computes; a `limit` of 0 is none."""
+    """The computation of an experts module; a `limit` of 0 means no limit."""
 
     is_transposed: bool
     is_interleaved: bool

@@ -46,7 +46,7 @@ _FIRST = (8, 0)
 
 
 class Shape(NamedTuple):
-    """What tiles are chosen by."""
+    """The properties of experts that the choice of tiles depends on."""
 
     device: int
     dtype: torch.dtype

@@ -385,6 +385,7 @@ class BookedBackend(Backend):
 
     # ---- data -----------------------------------------------------------------------------
 
+    @uninterrupted
     def pin(self, address: Address, num_bytes: int) -> None:
         """Pin memory of this process."""
         self.calls["pin"] += 1
@@ -392,6 +393,7 @@ class BookedBackend(Backend):
         with self._lock:
             self._books.pinned[address] = num_bytes
 
+    @uninterrupted
     def unpin(self, address: Address) -> None:
         """Unpin memory; what the driver refuses stays pinned."""
         self.calls["unpin"] += 1

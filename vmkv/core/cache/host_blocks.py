@@ -1,7 +1,7 @@
 """Blocks of evicted prefixes in host memory, below the rows on the device.
 
     parked row --keep--> blocks in host memory --extend--> the row of a new sequence
-                                               '--load---> a parked row, which one adopts
+                                               '--begin_beside--> a parked row, to be adopted
 
 When a parked row loses memory, the blocks that it loses are copied to host memory first, each once:
 a block is named by the hash of all tokens up to its end (`prefix.py`), so rows that share a
@@ -277,25 +277,24 @@ class HostBlocks:
             beginning.num_tokens = beginning.num_cached_tokens = num_tokens
             cache.prefixes.record(row, prompt[there:num_tokens], tenant)
 
-    def load(self, prompt: Any, tenant: str | None) -> Loading | None:
-        """Begin to copy the beginning of a prompt to a parked row, where `KVCache.open` finds it.
+    def begin_beside(self, prompt: Any, tenant: str | None) -> sequence.Sequence:
+        """Begin a sequence with the tokens of a prompt that rows and host memory hold.
 
-        No stream waits for the copies. None if there is no memory or no row.
+        As `KVCache.open`, except that no stream waits for the copies: close the sequence, and call
+        `loading`, before its row is used.
         """
         cache = self._cache
         current, side = cache.current_stream, side_stream(cache)
         cache.current_stream = lambda: side
         try:
-            sequence = cache.begin(len(prompt), None, prompt, tenant)
-            row = sequence.row
-            sequence.close()
-            with cache.pool.lock:
-                fence = cache.pool.backend.record_fence(side)
-                return Loading(row, cache.rows.idle_since(row), fence)
-        except (CapacityError, DriverError):
-            return None
+            return cache.begin(len(prompt), None, prompt, tenant)
         finally:
             cache.current_stream = current
+
+    def loading(self, row: int) -> Loading:
+        """Return the copies to the parked row of a sequence of `begin_beside`."""
+        fence = self._cache.pool.backend.record_fence(side_stream(self._cache))
+        return Loading(row, self._cache.rows.idle_since(row), fence)
 
     def has_loaded(self, loading: Loading) -> bool:
         """Whether the copies are complete, and no stream need wait for them."""
@@ -314,7 +313,9 @@ class HostBlocks:
             for at in reversed(needed):
                 target = start if group.is_fixed else Address(start + at * size)
                 _add(ops, CopyOp(target, self._blocks[group, hashes[at]].address, size))
-            for at in needed:  # They give way first, the last one before all, as rows hold them.
+            for (
+                at
+            ) in needed:  # Rows hold these now: they give way first, the last block before all.
                 key = group, hashes[at]
                 tenant = self._slabs[self._blocks[key].slab].tenants[key]
                 self._orders[tenant].move_to_end(key, last=False)
@@ -390,7 +391,7 @@ class HostBlocks:
             self._forget(key, tenant)
         self._free[its.group] = [each for each in self._free[its.group] if each.slab != slab]
 
-    def _drop(self, key: tuple[LayerGroup, bytes]) -> None:
+    def _drop(self, key: _Key) -> None:
         place = self._blocks[key]
         self._forget(key, self._slabs[place.slab].tenants.pop(key))
         self._free[key[0]].append(place)
@@ -416,8 +417,8 @@ class HostBlocks:
         unused = [slab for slab, its in self._slabs.items() if not its.tenants]
         while self._slabs and given_bytes < num_bytes:
             slab = unused.pop() if unused else self._blocks[self._next_to_go()].slab
-            self._empty(slab)
             memory.give(slab)
+            self._empty(slab)
             given_bytes += memory.slab_bytes
         return given_bytes
 

@@ -1,8 +1,8 @@
 """Slabs: pinned memory of this process, from the host budget of a pool.
 
-The driver creates host memory at 4 GB/s, under a lock that every mapping waits for. So the pages
-of a slab are first written by threads of its own, ahead of need, and pinning it then takes a tenth
-of that time. A slab is no extent: it is never mapped elsewhere.
+The driver creates host memory at 4 GB/s, under a lock that every mapping waits for. So threads
+write the pages of a slab ahead of need, without that lock, and pinning the slab then takes a tenth
+of the time. A slab is no extent: it keeps its address, and is never mapped.
 """
 
 from __future__ import annotations
@@ -72,11 +72,12 @@ class HostSlabs:
 
     def _make_ahead(self, num_slabs: int) -> None:
         while self._unmade and len(self._made) < num_slabs:
-            # Those that threads write now are not counted as used yet.
-            if self._pool.backend.free_host_memory_bytes() < (_NUM_AHEAD + 1) * self.slab_bytes:
-                self._unmade.clear()  # Until some are given back.
-                break
             if not self._pool.lend_host(self.slab_bytes):
+                break
+            # The kernel does not count slabs yet that threads are writing now.
+            if self._pool.backend.free_host_memory_bytes() < (_NUM_AHEAD + 1) * self.slab_bytes:
+                self._pool.return_host(self.slab_bytes)
+                self._unmade.clear()  # Until a slab is given back.
                 break
             slab = self._unmade.pop()
             address, size = self.address(slab), self.slab_bytes

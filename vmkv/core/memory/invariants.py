@@ -10,7 +10,7 @@ In bytes or counts, over one pool and everything built on it, while no call is i
     I6  a row's pages are one run without holes
     I7  a retired mapping is still mapped: not reissued, not unmapped, before its fence
     I8  the backend's usage equals these books
-    I9  created <= budget
+    I9  created + slabs <= budget
     I10 what a submitted step writes, checkpoints of states included, is mapped, its row's own and
         writable until its fence, and not retired before (`submitted.py`, where checks are on)
 
@@ -113,8 +113,10 @@ def _check_location(pool: ExtentPool, location: MemoryLocation) -> None:
     _equal("I1", "free", stats.free_bytes, by_state["free"])
     _equal("I1", "resident", stats.resident_bytes, by_state["resident"])
     _equal("I1", "retired", stats.retired_bytes, by_state["retired"])
-    if stats.created_bytes > stats.budget_bytes:
-        raise InternalError(f"I9: created {stats.created_bytes} > budget {stats.budget_bytes}")
+    lent_bytes = pool.lent_host_bytes if location is MemoryLocation.HOST else 0
+    if stats.created_bytes + lent_bytes > stats.budget_bytes:
+        held = f"created {stats.created_bytes} + lent {lent_bytes}"
+        raise InternalError(f"I9: {held} > budget {stats.budget_bytes}")
 
 
 def _check_run(table: PageTable, row: int) -> None:

@@ -87,8 +87,7 @@ class Reclaimer:
     def fence_since(self, time: int) -> Fence:
         """Return the first fence recorded after `time`, a `Pressure.tick`, or record a new one."""
         with self._lock:
-            self.has_passed(time)
-            for fence in self._recorded:
+            for fence in self._since_last_passed():
                 if fence.time > time:
                     return fence
             return self.new_fence()
@@ -96,10 +95,15 @@ class Reclaimer:
     def has_passed(self, time: int) -> bool:
         """Whether the work submitted before `time`, a `Pressure.tick`, is known to be complete."""
         with self._lock:
-            known = self._recorded
-            while len(known) > 1 and known[1].has_passed():
-                known.popleft()
+            known = self._since_last_passed()
             return bool(known) and known[0].time > time and known[0].has_passed()
+
+    def _since_last_passed(self) -> deque[Fence]:
+        """Forget fences before the last one known to have passed; return the others. Locked."""
+        known = self._recorded
+        while len(known) > 1 and known[1].has_passed():
+            known.popleft()
+        return known
 
     def retire(self, mappings: Sequence[RetiredMapping], fence: Fence) -> None:
         """Stop using `mappings` now; unmap them once `fence` has passed. Cannot fail."""

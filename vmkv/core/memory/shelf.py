@@ -52,7 +52,7 @@ class Shelf:
     is_shareable: bool = False
     on_pressure: Callable[[], None] | None = None
     created_bytes: int = field(default=0, init=False)
-    lent_bytes: int = field(default=0, init=False)  # Of the budget, for memory that others create.
+    lent_bytes: int = field(default=0, init=False)  # Part of the budget that `HostSlabs` uses.
     _extents: list[Extent | None] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class Shelf:
             if released:
                 self.release(released)
             for size_class in missing:
-                created.append(self.create(size_class))
+                created.append(self._create(size_class))
         except BaseException as error:
             self.put_back(filter(None, taken))
             self.release(created)
@@ -130,8 +130,7 @@ class Shelf:
     def _num_bytes(self, size_classes: Iterable[int]) -> int:
         return sum([self.page_bytes << size_class for size_class in size_classes])
 
-    def create(self, size_class: int) -> Extent:
-        """Create an extent, not listed; raises `DriverError`, `OutOfPagesError`."""
+    def _create(self, size_class: int) -> Extent:
         num_bytes = self.page_bytes << size_class
         create = partial(
             self.backend.mem_create, num_bytes, self.location, shareable=self.is_shareable
@@ -213,9 +212,10 @@ class Shelf:
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget and release free memory above it; ConfigError if more is in use."""
-        claimed = self._claim(self.created_bytes - budget_bytes)
+        held_bytes = self.created_bytes + self.lent_bytes
+        claimed = self._claim(held_bytes - budget_bytes)
         if claimed is None:
-            in_use_bytes = self.created_bytes - self.free_bytes
+            in_use_bytes = held_bytes - self.free_bytes
             raise ConfigError(
                 f"budget_bytes={budget_bytes} is below the {format_bytes(in_use_bytes)} in "
                 "use; close or trim sequences first"

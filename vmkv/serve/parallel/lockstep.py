@@ -32,7 +32,7 @@ from ...core.memory import ExtentPool
 from ...errors import ConfigError, DriverError, OutOfAddressSpaceError, one_line
 from ...step import Piece
 from ...step.piece import HeadInParts
-from ...units import Handle
+from ...units import Address, Handle
 from ..runner import LaunchedStep, ModelRunner, PendingTokens, SlotError, StepResult
 from ..sampler import is_out_of_memory
 from . import TensorParallel
@@ -65,6 +65,7 @@ class AgreedBackend(ForwardingBackend):
     """A driver that answers every rank the same, so that all ranks decide the same.
 
         mem_create     fails on all ranks if it fails on one: all preempt and plan again
+        pin            likewise: no rank keeps the blocks that have no room
         free memory    is the smallest of all ranks'
         has_passed     counts steps whose results were read, not this device's progress
         anything else  that fails on one rank ends all ranks
@@ -102,6 +103,18 @@ class AgreedBackend(ForwardingBackend):
             self.upstream.mem_release(handle)
         why = "another rank's device has none left"
         raise error or DriverError("mem_create", -1, "OUT_OF_MEMORY", why, is_out_of_memory=True)
+
+    def pin(self, address: Address, num_bytes: int) -> None:
+        """Pin memory of each rank, or of none."""
+        error = None
+        try:
+            self.upstream.pin(address, num_bytes)
+        except DriverError as caught:
+            error = caught
+        if self._group.max(int(error is not None)):
+            if error is None:
+                self.upstream.unpin(address)
+            raise error or DriverError("pin", -1, "REFUSED", "another rank could not pin memory")
 
     def free_memory_bytes(self) -> int:
         """Return the smallest free memory of all ranks."""
