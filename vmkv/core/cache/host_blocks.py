@@ -10,18 +10,15 @@ prompt gets the blocks that follow what rows on the device hold. Of sliding wind
 that the window still sees exist and are needed; of states (linear attention) only those that were
 kept after a whole number of blocks.
 
-Host memory comes in slabs, each for the blocks of one layer group. The tenant that has the most
-blocks gives way: first those that rows hold, then the least recently used ones, and with a block
-its slab if another group needs the memory. Sequences that are swapped out have precedence: they
-take slabs away. Both directions run on the cache's side stream, so each copy is behind those
-submitted before.
+Host memory comes in slabs (`block_places.py`), of which blocks that rows hold give way first.
+Sequences that are swapped out have precedence: they take slabs away. Both directions run on the
+cache's side stream, so each copy is behind those submitted before.
 
 See DESIGN.md, Note [Evicted prefixes go to host memory].
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -33,6 +30,7 @@ from ..backend import CopyOp, Fence, MemoryLocation
 from ..memory import Victim
 from ..memory.host_slabs import HostSlabs
 from . import growing
+from .block_places import BlockKey, BlockPlaces, Place
 from .layer_group import LayerGroup
 from .prefix import BLOCK_TOKENS, as_bytes, block_hashes
 from .swap import side_stream
@@ -51,24 +49,6 @@ _SLAB_BYTES = 64 * MiB
 _NUM_PROMPTS_HASHED = 16
 
 
-class _Place(NamedTuple):
-    """A place for a block: its slab, and its address."""
-
-    slab: int
-    address: Address
-
-
-#: The group and the hash of a block.
-_Key = tuple[LayerGroup, bytes]
-
-
-class _Slab(NamedTuple):
-    """A slab in use: the group of its blocks, and the tenant of each."""
-
-    group: LayerGroup
-    tenants: dict[_Key, bytes]
-
-
 class Loading(NamedTuple):
     """A parked row that is being filled from host memory; `tick` is when it was parked."""
 
@@ -85,13 +65,11 @@ class HostBlocks:
 
     def __init__(self, cache: KVCache):
         self._cache = cache
-        self._blocks: dict[_Key, _Place] = {}
-        #: The blocks of each tenant, in the order in which they give way.
-        self._orders: dict[bytes, OrderedDict[_Key, None]] = {}
-        self._free: dict[LayerGroup, list[_Place]] = {}
+        #: Slabs that are taken and in no books.
+        self._spare_slabs: list[int] = []
+        self._places = BlockPlaces(self._make_slab, self._spare_slabs.append)
         #: Rows whose blocks are all here, and the ticks at which they were parked.
         self._kept_at: dict[int, int] = {}
-        self._slabs: dict[int, _Slab] = {}
         self._memory: HostSlabs | None = None
         # Requests are looked up in each step until they begin.
         self._hashes_of = lru_cache(_NUM_PROMPTS_HASHED)(_hashes_of)
@@ -116,7 +94,8 @@ class HostBlocks:
             return
         tick, hashes = cache.rows.parked[row], cache.prefixes.hashes(row)
         ops: list[CopyOp] = []
-        made: list[_Key] = []
+        made: list[BlockKey] = []
+        places = self._places
         tenant = cache.prefixes.tenant(row)
         with suppress(CapacityError, DriverError):
             is_all = True
@@ -126,21 +105,19 @@ class HostBlocks:
                     if end * BLOCK_TOKENS <= num_tokens:
                         break
                     key = (group, hashes[end - 1])
-                    if key in self._blocks:
-                        self._orders[tenant].move_to_end(key)
+                    if key in places.blocks:
+                        places.touch(key)
                     else:
                         size = _block_bytes(group)
                         if most_bytes is not None and (most_bytes := most_bytes - size) < 0:
                             is_all = False
                             break
-                        place = self._take_place(group)
+                        place = places.take(group)
                         if place is None:
                             break
                         made.append(key)
-                        self._blocks[key] = place
-                        self._slabs[place.slab].tenants[key] = tenant
-                        self._orders.setdefault(tenant, OrderedDict())[key] = None
-                        _add(ops, CopyOp(place.address, source, size))
+                        places.add(key, place, tenant)
+                        _add(ops, CopyOp(self._address(place, size), source, size))
             if ops:
                 cache.note_stream()
                 side = side_stream(cache)
@@ -154,8 +131,8 @@ class HostBlocks:
             if is_all and not num_tokens:
                 self._kept_at[row] = tick
         for key in made:  # Their copies were not submitted.
-            if key in self._blocks:
-                self._drop(key)
+            if key in places.blocks:
+                places.drop(key)
 
     def keep_ahead(self) -> None:
         """While memory is short, keep some of the row that is evicted next and not here yet.
@@ -192,8 +169,8 @@ class HostBlocks:
     def forget(self) -> None:
         """Forget all blocks; their memory stays for others. Locked."""
         self._kept_at.clear()
-        for key in tuple(self._blocks):
-            self._drop(key)
+        for key in tuple(self._places.blocks):
+            self._places.drop(key)
 
     # ---- loading --------------------------------------------------------------------------
 
@@ -202,12 +179,12 @@ class HostBlocks:
 
         Whole blocks, without the prompt's last token. Changes nothing. Locked.
         """
-        if not self._blocks:
+        blocks, others = self._places.blocks, []
+        if not blocks:
             return num_there
         most = max(0, len(prompt) - 1) // BLOCK_TOKENS
         there = num_there // BLOCK_TOKENS
         hashes = self._hashes(prompt, tenant)
-        blocks, others = self._blocks, []
         for group in self._cache.groups:
             if self._sees_all(group):
                 end = there
@@ -312,13 +289,10 @@ class HostBlocks:
             needed = self._needed(group, there // BLOCK_TOKENS, num_tokens // BLOCK_TOKENS)
             for at in reversed(needed):
                 target = start if group.is_fixed else Address(start + at * size)
-                _add(ops, CopyOp(target, self._blocks[group, hashes[at]].address, size))
-            for (
-                at
-            ) in needed:  # Rows hold these now: they give way first, the last block before all.
-                key = group, hashes[at]
-                tenant = self._slabs[self._blocks[key].slab].tenants[key]
-                self._orders[tenant].move_to_end(key, last=False)
+                source = self._address(self._places.blocks[group, hashes[at]], size)
+                _add(ops, CopyOp(target, source, size))
+            for at in needed:  # Rows hold these now; the last block goes before all others.
+                self._places.touch_first((group, hashes[at]))
             if group.window_tokens is not None and needed.start * BLOCK_TOKENS > there:
                 # A kernel may fetch unused tokens before the window, which must not be NaN.
                 first = needed.start * BLOCK_TOKENS
@@ -340,66 +314,25 @@ class HostBlocks:
 
     # ---- memory ---------------------------------------------------------------------------
 
-    def _take_place(self, group: LayerGroup) -> _Place | None:
-        """Return a free place for a block of `group`; None if there is no memory for it."""
-        free = self._free.setdefault(group, [])
-        while not free:
-            slab = self._new_slab(_block_bytes(group))
-            if slab is None:
-                if not self._blocks:
-                    return None
-                victim = self._next_to_go()
-                if victim[0] is group:
-                    self._drop(victim)
-                    continue
-                slab = self._blocks[victim].slab
-                self._empty(slab)
-            self._divide(slab, group)
-            if not free:
-                return None  # A block is larger than a slab.
-        return free.pop()
+    def _address(self, place: Place, block_bytes: int) -> Address:
+        assert self._memory is not None
+        return Address(self._memory.address(place.slab) + place.at * block_bytes)
 
-    def _next_to_go(self) -> _Key:
-        """The block that gives way next: one of the tenant that has the most."""
-        most = max(self._orders, key=lambda tenant: len(self._orders[tenant]))
-        return next(iter(self._orders[most]))
-
-    def _new_slab(self, block_bytes: int) -> int | None:
-        pool = self._cache.pool
+    def _make_slab(self, group: LayerGroup) -> tuple[int, int] | None:
+        pool, block_bytes = self._cache.pool, _block_bytes(group)
         if self._memory is None:
-            num_bytes = max(pool.host_budget_bytes // _NUM_SLABS_MIN, block_bytes)
-            num_bytes = max(min(num_bytes, _SLAB_BYTES), block_bytes, pool.page_bytes)
+            num_bytes = min(pool.host_budget_bytes // _NUM_SLABS_MIN, _SLAB_BYTES)
+            num_bytes = max(num_bytes, pool.page_bytes, *map(_block_bytes, self._cache.groups))
             num_bytes = -(-num_bytes // pool.page_bytes) * pool.page_bytes
             try:
                 self._memory = HostSlabs(pool, pool.host_budget_bytes // num_bytes, num_bytes)
             except OSError:
                 return None
-        return self._memory.take()
-
-    def _divide(self, slab: int, group: LayerGroup) -> None:
-        """Make places of a mapped slab for blocks of `group`; the lowest is taken last."""
-        assert self._memory is not None
-        self._slabs[slab] = _Slab(group, {})
-        start, size = self._memory.address(slab), _block_bytes(group)
-        num_places = self._memory.slab_bytes // size
-        self._free[group] += [_Place(slab, Address(start + at * size)) for at in range(num_places)]
-
-    def _empty(self, slab: int) -> None:
-        """Forget the blocks and the free places of a slab."""
-        its = self._slabs.pop(slab)
-        for key, tenant in its.tenants.items():
-            self._forget(key, tenant)
-        self._free[its.group] = [each for each in self._free[its.group] if each.slab != slab]
-
-    def _drop(self, key: _Key) -> None:
-        place = self._blocks[key]
-        self._forget(key, self._slabs[place.slab].tenants.pop(key))
-        self._free[key[0]].append(place)
-
-    def _forget(self, key: _Key, tenant: bytes) -> None:
-        del self._blocks[key], self._orders[tenant][key]
-        if not self._orders[tenant]:
-            del self._orders[tenant]
+        num_places = self._memory.slab_bytes // block_bytes
+        slab = None
+        if num_places:  # A group that was added later may have blocks larger than a slab.
+            slab = self._spare_slabs.pop() if self._spare_slabs else self._memory.take()
+        return None if slab is None else (slab, num_places)
 
     def victims(self) -> Iterator[Victim]:
         """Yield its memory as a victim of sequences that need host memory."""
@@ -412,15 +345,27 @@ class HostBlocks:
             return 0
         while given_bytes < num_bytes and (ahead_bytes := memory.give_unused()):
             given_bytes += ahead_bytes
-        if self._slabs and given_bytes < num_bytes:
+        slabs = self._places.slabs
+        if slabs and given_bytes < num_bytes:
             self._cache.pool.backend.record_fence(side_stream(self._cache)).wait()
-        unused = [slab for slab, its in self._slabs.items() if not its.tenants]
-        while self._slabs and given_bytes < num_bytes:
-            slab = unused.pop() if unused else self._blocks[self._next_to_go()].slab
+        unused = [slab for slab, its in slabs.items() if not its.tenants and not its.num_pending]
+        while given_bytes < num_bytes:
+            victim = self._places.next_to_go()
+            if unused:
+                slab = unused.pop()
+            elif victim is None:
+                break
+            elif slabs[slab := self._places.blocks[victim].slab].num_pending:
+                self._places.drop(victim)
+                continue
             memory.give(slab)
-            self._empty(slab)
+            self._places.drop_slab(slab)
             given_bytes += memory.slab_bytes
         return given_bytes
+
+    def check(self) -> None:
+        """Raise `InternalError` where the books disagree. Locked."""
+        self._places.check()
 
     def close(self) -> None:
         """Give its memory back, once the copies submitted so far are complete.
@@ -429,13 +374,10 @@ class HostBlocks:
         """
         with self._cache.pool.lock:
             self._cache.pool.host_pressure.remove_source(self.victims)
-            self._blocks.clear()
-            self._orders.clear()
+            self._places.clear()
             if self._memory is not None:
                 self._cache.pool.backend.record_fence(side_stream(self._cache)).wait()
                 self._memory.close()
-            self._slabs.clear()
-            self._free.clear()
             self._memory = None
 
 

@@ -60,10 +60,8 @@ class KVCache(AbstractContextManager["KVCache"]):
         memory: A device (`"cuda:0"`, `"host"`), a backend, or a pool to share with other caches.
         max_tokens: The longest sequence.
         max_sequences: How many sequences can be open or parked at once.
-        budget_bytes: Limit of physical memory; by default what is free on the device now. Not
-            allowed with a pool, which has its own.
-        host_budget_bytes: Limit of host memory for swapped sequences and evicted prefixes; by
-            default none. Not allowed with a pool.
+        budget_bytes: Limit of physical memory; by default what is free now. A pool has its own.
+        host_budget_bytes: Likewise, of host memory for swapped sequences and prefixes; or none.
         layers_per_group: Layers that share a token row. By default all on a GPU, where decode pays
             2 % for it (8 at worst) and saves calls, and one on the host, where small pages make
             calls cheap and interleaving costs 1.8 x in CPU attention.
@@ -649,6 +647,7 @@ class KVCache(AbstractContextManager["KVCache"]):
                 for row in range(self.max_sequences):
                     group.table.check_writable(row)
             self.rows.check()
+            self.host_blocks.check()
             for sequence in self.live_sequences():
                 for group in self.groups:
                     group.check_row(sequence.row, sequence.num_tokens, self.overread_tokens)

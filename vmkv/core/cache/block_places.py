@@ -1,0 +1,184 @@
+"""Places for blocks in the slabs of a tier, and the order in which blocks give way.
+
+The books of host memory and of files. A slab holds blocks of one layer group. The tenant that has
+the most blocks gives way: first blocks that are elsewhere too, then the least recently used ones,
+and with a block its slab if another group needs the room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ...errors import InternalError
+from .layer_group import LayerGroup
+
+#: The group and the hash of a block.
+BlockKey = tuple[LayerGroup, bytes]
+
+
+class Place(NamedTuple):
+    """The `at`-th place of a slab. Each block has an object of its own, equal to earlier ones."""
+
+    slab: int
+    at: int
+
+
+@dataclass(eq=False)
+class Slab:
+    """A slab in use: the group of its blocks, and the tenant of each.
+
+    `num_pending` of its places are being filled.
+    """
+
+    group: LayerGroup
+    num_places: int
+    tenants: dict[BlockKey, bytes] = field(default_factory=dict)
+    num_pending: int = 0
+
+
+class _Order(NamedTuple):
+    """Blocks of a tenant in the order in which they give way, one part after the other."""
+
+    elsewhere: OrderedDict[BlockKey, None]
+    only_here: OrderedDict[BlockKey, None]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.elsewhere) + len(self.only_here)
+
+
+class BlockPlaces:
+    """The books of one tier. Guarded by its user.
+
+    `make_slab` makes a slab for a group, and returns its number and its places; None where there is
+    no room. `free_slab` makes room by a slab that is not in the books any more.
+    """
+
+    def __init__(
+        self,
+        make_slab: Callable[[LayerGroup], tuple[int, int] | None],
+        free_slab: Callable[[int], None],
+    ):
+        self.blocks: dict[BlockKey, Place] = {}
+        self.slabs: dict[int, Slab] = {}
+        self._make_slab, self._free_slab = make_slab, free_slab
+        self._orders: defaultdict[bytes, _Order] = defaultdict(_empty_order)
+        self._free: defaultdict[LayerGroup, list[Place]] = defaultdict(list)
+
+    def take(self, group: LayerGroup, spared: Collection[BlockKey] = ()) -> Place | None:
+        """Take a place for a block of `group`, then `add` the block or `give_back` the place.
+
+        None if there is no room without those of `spared`.
+        """
+        free = self._free[group]
+        while not free:
+            made = self._make_slab(group)
+            if made is not None:
+                self.add_slab(*made, group)
+                continue
+            victim = self.next_to_go()
+            if victim is None or victim in spared:
+                return None
+            slab = self.blocks[victim].slab
+            if victim[0] is group or self.slabs[slab].num_pending:
+                self.drop(victim)
+            else:
+                self.drop_slab(slab)
+                self._free_slab(slab)
+        place = free.pop()
+        self.slabs[place.slab].num_pending += 1
+        return place
+
+    def add(self, key: BlockKey, place: Place, tenant: bytes) -> None:
+        """Enter a block, whose place was taken; it gives way last."""
+        slab = self.slabs[place.slab]
+        slab.num_pending -= 1
+        slab.tenants[key] = tenant
+        self.blocks[key] = place
+        self._orders[tenant].only_here[key] = None
+
+    def give_back(self, place: Place) -> None:
+        """Give back a place that was taken; does nothing if its slab has gone."""
+        slab = self.slabs.get(place.slab)
+        if slab is not None:
+            slab.num_pending -= 1
+            self._free[slab.group].append(Place(*place))
+
+    def drop(self, key: BlockKey) -> None:
+        """Forget a block; its place is free."""
+        place = self.blocks[key]
+        self._forget(key, self.slabs[place.slab].tenants.pop(key))
+        self._free[key[0]].append(Place(*place))
+
+    def _forget(self, key: BlockKey, tenant: bytes) -> None:
+        del self.blocks[key]
+        order = self._orders[tenant]
+        order.elsewhere.pop(key, None)
+        order.only_here.pop(key, None)
+        if not order.num_blocks:
+            del self._orders[tenant]
+
+    # ---- order ----------------------------------------------------------------------------
+
+    def tenant(self, key: BlockKey) -> bytes:
+        """The tenant of a block."""
+        return self.slabs[self.blocks[key].slab].tenants[key]
+
+    def touch(self, key: BlockKey, *, is_elsewhere: bool = False) -> None:
+        """Let a block give way last, of those that are elsewhere too or of those that are not."""
+        order = self._orders[self.tenant(key)]
+        order.elsewhere.pop(key, None)
+        order.only_here.pop(key, None)
+        (order.elsewhere if is_elsewhere else order.only_here)[key] = None
+
+    def touch_first(self, key: BlockKey) -> None:
+        """Let a block that is elsewhere too give way before all others."""
+        self.touch(key, is_elsewhere=True)
+        self._orders[self.tenant(key)].elsewhere.move_to_end(key, last=False)
+
+    def next_to_go(self) -> BlockKey | None:
+        """The block that gives way next: one of the tenant that has the most."""
+        if not self.blocks:
+            return None
+        most = max(self._orders.values(), key=lambda order: order.num_blocks)
+        return next(iter(most.elsewhere or most.only_here))
+
+    # ---- slabs ----------------------------------------------------------------------------
+
+    def add_slab(self, slab: int, num_places: int, group: LayerGroup) -> None:
+        """Enter a slab for blocks of `group`; the first of its places is taken last."""
+        self.slabs[slab] = Slab(group, num_places)
+        self._free[group] += [Place(slab, at) for at in range(num_places)]
+
+    def drop_slab(self, slab: int) -> None:
+        """Forget a slab with its blocks and its places."""
+        its = self.slabs.pop(slab)
+        for key, tenant in its.tenants.items():
+            self._forget(key, tenant)
+        self._free[its.group] = [each for each in self._free[its.group] if each.slab != slab]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for each in (self.blocks, self.slabs, self._orders, self._free):
+            each.clear()
+
+    def check(self) -> None:
+        """Raise `InternalError` where the books disagree."""
+        ordered = [key for order in self._orders.values() for part in order for key in part]
+        listed = {key: at for at, slab in self.slabs.items() for key in slab.tenants}
+        if not set(ordered) == listed.keys() == self.blocks.keys() or len(ordered) > len(listed):
+            raise InternalError("blocks, their order and the lists of slabs disagree")
+        used = [*self.blocks.values(), *(each for free in self._free.values() for each in free)]
+        in_use = Counter(place.slab for place in used)
+        for at, slab in self.slabs.items():
+            if in_use.pop(at, 0) + slab.num_pending != slab.num_places:
+                raise InternalError(f"slab {at} has lost or gained places")
+        if in_use or len(set(used)) < len(used):
+            raise InternalError("a place is used twice, or in a slab that has gone")
+
+
+def _empty_order() -> _Order:
+    return _Order(OrderedDict(), OrderedDict())
