@@ -26,7 +26,6 @@ from vmkv import (
 from vmkv.core.backend import MemoryLocation
 from vmkv.core.cache import StateShape, begun_checkpoint
 from vmkv.core.cache.forking import longest_beginning, pages_to_fork
-from vmkv.core.cache.swap import move_prefixes
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB, MiB, align_up
 from vmkv.viz import page_map
@@ -428,21 +427,6 @@ def test_checkpoints_are_evicted_by_another_thread(
         cache.check()
     evictor.check()
     assert min(evictor.num_evictions, num_done, num_refused) > 5
-
-
-def test_a_prefix_that_comes_back_waits_for_its_copies(cache: KVCache, host: HostBackend) -> None:
-    """Another thread may evict it while they run."""
-    _with_checkpoints(cache, 16, end=20).close()
-    move_prefixes(cache)
-    cache.pool.trim()
-    assert cache.away is not None
-    host.hold_fences()
-    cache.away.come_back()
-    with cache.pool.lock:
-        evicted_bytes = cache.pool.pressure.evict(40 * PAGE)
-    assert 0 < evicted_bytes == cache.pool.stats().retired_bytes
-    assert 0 == cache.pool.reclaimer.poll()
-    host.pass_fences()
 
 
 def test_checkpoints_outlive_a_swap(cache: KVCache) -> None:

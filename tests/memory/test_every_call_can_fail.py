@@ -27,8 +27,6 @@ from vmkv import BackendUsage, HostBackend, KVCache, Sequence
 from vmkv.core.backend.host import HostFence
 from vmkv.core.cache import StateShape, disk, layer_group
 from vmkv.core.cache.forking import CostModel
-from vmkv.core.cache.swap import MovedPrefixes, move_prefixes
-from vmkv.core.interrupts import uninterrupted
 from vmkv.errors import CapacityError, ClosedError, DriverError
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
 from vmkv.units import KiB
@@ -422,59 +420,6 @@ def _swap_out_and_in(state: FaultyCache) -> Prepared:
 
     observed = state.observe()
     return Scenario(there_and_back, observe, state.cache.check, state.close_cache)
-
-
-@operation("mem_create", "join_streams", "stream_wait", "copy", *_EXCHANGES, **_WITH_HOST)
-def _move_prefixes_and_bring_them_back(state: FaultyCache) -> Prepared:
-    """Two of three parked rows share their first extents; the third has no prefix, and goes."""
-    cache, away = state.cache, list[MovedPrefixes]()
-    state.say(98)
-    state.hear(91)
-    cache.grow([(state.sequences[-1], 91)])
-    state.sequences[-1].record(range(80, 91))
-    state.begin(50)
-    for each in state.sequences:
-        each.close()
-
-    @uninterrupted
-    def there_and_back() -> None:
-        if not away:
-            move_prefixes(cache)
-            assert cache.away is not None
-            away.append(cache.away)
-        assert {*away[0].rows} == cache.rows.parked.keys() == {0, 1}
-        if not cache.rows.resident_tokens(0):
-            away[0].come_back()
-
-    def observe() -> object:
-        """What the prefixes hold, and which pages they share; read where they are resident."""
-        if state.is_closing or not cache.rows.resident_tokens(0):
-            return observed
-        pages = [
-            (row, each.first_page, each.extent.num_pages, each.extent.num_live_mappings)
-            for row in cache.prefixes.recorded
-            for group in cache.groups
-            for each in group.table.rows[row].mappings
-        ]
-        lengths = [(row, cache.prefixes.num_recorded(row)) for row in cache.prefixes.recorded]
-        held = [
-            zlib.crc32(kept[row, max(0, length - 39) : length].numpy().tobytes())
-            for row, length in lengths
-            for layer in cache.layers
-            for kept in (cache.keys(layer), cache.values(layer))
-        ]
-        return pages, lengths, held
-
-    observed: Any = None
-    observed = observe()
-    assert any(num_mappings > 1 for *_, num_mappings in observed[0])
-
-    def close() -> None:
-        if away and not cache.rows.resident_tokens(0):
-            away[0].drop()
-        state.close_cache()
-
-    return Scenario(there_and_back, observe, cache.check, close)
 
 
 @pytest.fixture(autouse=True)

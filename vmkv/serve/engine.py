@@ -207,7 +207,7 @@ class Engine:
         tokens = packed_prompt(prompt, self.tokenizer, vocabulary.num_embeddings)
         params = tokenised(params, self.tokenizer)
         check_queued(priority, tenant)
-        if self._weights is not None or self.cache.away is not None:
+        if self._weights is not None:
             self.wake()
         if self._is_stale and self._own_budget is not None:
             self._own_budget.refit()
@@ -521,20 +521,19 @@ class Engine:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether weights or cached prefixes are in host memory, until `wake`."""
-        weights = self._weights
-        return (weights is not None and weights.are_away) or self.cache.away is not None
+        """Whether the weights are in host memory, until `wake`."""
+        return self._weights is not None and self._weights.are_away
 
     @uninterrupted
     def sleep(self, *, weights: bool = False, graphs: bool = False, prefixes: bool = False) -> None:
         """Give device memory back to the driver; without `weights` also within `paused()`.
 
         Cached prefixes are dropped, or with `prefixes` move to host memory, as many as the pool's
-        host budget holds. With `weights` the model's weights move to host memory, and return to the
-        same addresses: the next request, or `wake`, brings both back. The budget of the engine's
-        own pool then follows free memory, up to its former value. With `graphs` captured steps go,
-        too, and within `paused()` copies of adapters, which moves the weights beside them unless
-        `enable_sleep_mode` holds these in place. Does nothing while the engine sleeps.
+        host budget holds; requests find them there. With `weights` the model's weights move to host
+        memory, and return to the same addresses with the next request, or `wake`. The budget of the
+        engine's own pool then follows free memory, up to its former value. With `graphs` captured
+        steps go, too, and within `paused()` copies of adapters, which moves the weights beside them
+        unless `enable_sleep_mode` holds these in place. Does nothing while the engine sleeps.
 
         While the weights are away the model cannot be used: its call raises `ConfigError`, and a
         tensor of its weights must not be touched.
@@ -561,25 +560,21 @@ class Engine:
         start_s, self._is_stale = time.perf_counter(), True
         copies = graphs and self._turns.is_paused and self._weights is None
         self._turns.runner.sleep(graphs=graphs, copies=copies)
-        try:
-            self._view.sleep(keeps_prefixes=prefixes)
-            if weights and self._weights is not None:
-                self._weights.leave()
-        except BaseException:
-            self._view.wake()
-            raise
+        self._view.sleep(keeps_prefixes=prefixes)
+        if weights and self._weights is not None:
+            self._weights.leave()
         if self._turns.is_paused and self.cache.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # Each keeps a segment of torch's memory.
         torch.cuda.empty_cache()
-        if away := self._away():
-            _LOG.info("the engine sleeps: %s, %.2f s", away, time.perf_counter() - start_s)
+        if weights:
+            self._log_weights("sleeps", start_s)
             self._note_idle()
 
     @uninterrupted
     def wake(self) -> None:
-        """Bring weights and cached prefixes back after `sleep`; does nothing if awake.
+        """Bring the weights back after `sleep`; does nothing if awake.
 
-        Prefixes are dropped if memory is short. Does not wait for the copies.
+        Does not wait for the copies.
 
         Raises:
             ClosedError: The engine is closed.
@@ -592,18 +587,15 @@ class Engine:
         self._check_open()
         if not self.is_sleeping:
             return
-        start_s, away = time.perf_counter(), self._away()
-        if self._weights is not None:
-            self._weights.come_back()
-        self._view.wake()
-        _LOG.info("the engine wakes: %s, %.2f s", away, time.perf_counter() - start_s)
+        assert self._weights is not None
+        start_s = time.perf_counter()
+        self._weights.come_back()
+        self._log_weights("wakes", start_s)
         self._note_idle()
 
-    def _away(self) -> str:
-        weights, moved = self._weights, self.cache.away
-        parts = [(weights.num_bytes, "weights")] if weights and weights.are_away else []
-        parts += [(moved.copy.num_bytes, "cached prefixes")] if moved else []
-        return " and ".join(f"{format_bytes(size)} of {what}" for size, what in parts)
+    def _log_weights(self, does: str, start_s: float) -> None:
+        size = format_bytes(self._weights.num_bytes if self._weights is not None else 0)
+        _LOG.info("the engine %s: %s of weights, %.2f s", does, size, time.perf_counter() - start_s)
 
     # ---- at rest --------------------------------------------------------------------------
 

@@ -21,10 +21,9 @@ from ..core.cache import (
     close_idle,
 )
 from ..core.cache.forking import find_beginning, pages_to_fork
-from ..core.cache.growing import retire_surplus, surplus_bytes
+from ..core.cache.growing import surplus_bytes
 from ..core.cache.layer_group import UNDERREAD_TOKENS
 from ..core.cache.prefix import BLOCK_TOKENS
-from ..core.cache.swap import move_prefixes
 from ..errors import CapacityError, ConfigError, DriverError
 from ..step.piece import Piece
 from .options import EngineOptions
@@ -211,7 +210,7 @@ class MemoryView:
         """Return all memory to the device; no request has a sequence. Waits for the device.
 
         Padding keeps its memory in models with states, which it begins. With `keeps_prefixes` those
-        that fit the pool's host memory move there until `wake`.
+        that fit the pool's host memory stay there, as evicted ones do.
         """
         self.close_ended()
         if self.cache.states is None:
@@ -220,31 +219,7 @@ class MemoryView:
                 sequence.truncate(0)
         if not keeps_prefixes:
             self.cache.forget_prefixes()
-        else:
-            try:
-                move_prefixes(self.cache)
-            except CapacityError as error:
-                _LOG.warning("cached prefixes are dropped: %s", error)
-        if self.cache.away is None:
-            self.cache.trim()
-            return
-        pool = self.cache.pool
-        retire_surplus(self.cache)
-        pool.reclaimer.wait()
-        pool.trim()
-
-    def wake(self) -> None:
-        """Bring prefixes back, or forget them if memory is short; idempotent.
-
-        After a `DriverError` they stay in host memory, and another call tries again.
-        """
-        if self.cache.away is None:
-            return
-        try:
-            self.cache.away.come_back()
-        except CapacityError as error:
-            _LOG.warning("cached prefixes are dropped: %s", error)
-            self.cache.away.drop()
+        self.cache.trim()
 
     def _record(self, request: Request) -> None:
         sequence = request.sequence

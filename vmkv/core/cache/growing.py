@@ -189,8 +189,6 @@ def retire_surplus(cache: KVCache, wanted: Mapping[Sequence, int] | None = None)
 
 def retire_unneeded(cache: KVCache) -> None:
     """Retire all that no live sequence needs, and wait until it is unmapped."""
-    if cache.away is not None:
-        cache.away.drop()
     with cache.pool.lock:
         for row in list(cache.rows.parked):
             cache.rows.retire_parked(row)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -42,9 +42,6 @@ from .rows import Rows
 from .sequence import Sequence
 from .state_group import StateGroup, StateShape
 from .stats import CacheStats, SharingStats, collect_stats
-
-if TYPE_CHECKING:
-    from .swap import MovedPrefixes
 
 _BOOKS = attrgetter("books")
 
@@ -73,7 +70,6 @@ class KVCache(AbstractContextManager["KVCache"]):
         states: The one of them that keeps layers' states; None without such layers.
         live: The sequence of each live row.
         moving: By row on its way to the host, a function that makes its victim.
-        away: Parked rows in host memory; until they are back, no sequence may begin.
         overread_tokens: Tokens past every length that are kept resident; see `keep_resident`.
         keeps_past: Keep tokens that have left a sliding window (for rollback).
         device: The device of the cache's tensors.
@@ -117,7 +113,6 @@ class KVCache(AbstractContextManager["KVCache"]):
         self.current_stream = stream_getter(backend)
         self.host_blocks = below = HostBlocks(self)
         self.rows = Rows(max_sequences, self.pool, self.groups, self.prefixes, below.keep)
-        self.away: MovedPrefixes | None = None
         self.sharing = SharingStats()
         self.cost_model = cost_model or CostModel.of(backend)
         self.overread_tokens = 0
@@ -651,7 +646,7 @@ class KVCache(AbstractContextManager["KVCache"]):
             for sequence in self.live_sequences():
                 for group in self.groups:
                     group.check_row(sequence.row, sequence.num_tokens, self.overread_tokens)
-            if self.states is not None and self.away is None:
+            if self.states is not None:
                 self.states.check_at_rest({row: its.num_tokens for row, its in self.live.items()})
 
     # ---- closing --------------------------------------------------------------------------
@@ -667,8 +662,6 @@ class KVCache(AbstractContextManager["KVCache"]):
         if self.is_closed:
             return
         self.is_closing = True  # After a failing driver call another `close` continues from there.
-        if self.away is not None:
-            self.away.drop()
         self.host_blocks.close()
         for sequence in self.sequences:
             sequence.is_closed = True

@@ -7,7 +7,6 @@ A sequence leaves when its transfer is finished, or earlier when memory is short
 is retired behind a fence that covers the copies. The copies run on a stream of their own: outwards
 after work submitted so far, inwards before the compute stream's next work. Shared extents stay on
 the device, because others hold them anyway.
-Parked rows with prefixes move together while an engine sleeps, with all that they share.
 
 See DESIGN.md, Note [Swapping keeps addresses].
 """
@@ -21,12 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import ConfigError
 from ...units import Address
-from ..backend import MemoryLocation
 from ..interrupts import uninterrupted
 from ..memory import (
     Change,
     Extent,
-    HostCopy,
     PageMapping,
     PageTable,
     RowChange,
@@ -248,71 +245,3 @@ def swap_in(sequence: Sequence, swapped: Swapped) -> None:
     cache.sharing.swapped_in_bytes += swapped.num_bytes
     with cache.pool.lock:
         cache.prefixes.move(row, Where.LIVE)
-
-
-# ---- prefixes ------------------------------------------------------------------------------------
-
-
-class MovedPrefixes(NamedTuple):
-    """Parked rows whose contents are in host memory; `cache` is not used until they are back."""
-
-    cache: KVCache
-    rows: abc.Sequence[int]
-    copy: HostCopy
-
-    @uninterrupted
-    def come_back(self) -> None:
-        """Bring the rows back, all or none; the current stream waits for the copies.
-
-        Raises as `HostCopy.come_back`.
-        """
-        cache, side = self.cache, side_stream(self.cache)
-        with cache.pool.lock:
-            self.copy.come_back(side, cache.current_stream())
-            for row in [each for each in cache.rows.parked if each in self.rows]:
-                cache.rows.touch(row)  # The copies run.
-        cache.away = None
-
-    @uninterrupted
-    def drop(self) -> None:
-        """Empty the rows instead, and forget their prefixes."""
-        with self.cache.pool.lock:
-            for row in self.rows:
-                if row in self.cache.rows.parked:
-                    self.cache.rows.retire_parked(row)
-        self.copy.drop()
-        self.cache.away = None
-
-
-@uninterrupted
-def move_prefixes(cache: KVCache) -> None:
-    """Move parked rows with prefixes to host memory, the last used first, as many as it holds.
-
-    They are the cache's `away`, unless nothing moved. Other parked rows are emptied. The caller
-    waits for the fence and gives the memory back. Raises as `HostCopy`; the chosen rows are then as
-    before.
-    """
-    pool, chosen = cache.pool, dict[int, abc.Sequence[tuple[PageTable, int]]]()
-    host = pool.stats(MemoryLocation.HOST)
-    left_bytes = host.budget_bytes - host.resident_bytes - host.retired_bytes
-    cache.note_stream()
-    with pool.lock:
-        held: set[Extent] = set()
-        for row in reversed(cache.rows.parked):
-            held_in = [(each.table, at) for each in cache.groups for at in each.rows_of(row)]
-            mappings = [each for table, at in held_in for each in table.rows[at].mappings]
-            new = {each.extent for each in mappings} - held
-            num_bytes = sum(extent.num_bytes for extent in new)
-            is_pinned = any(each.num_pins for each in mappings)
-            if cache.prefixes.num_recorded(row) and num_bytes <= left_bytes and not is_pinned:
-                chosen[row] = held_in
-                held |= new
-                left_bytes -= num_bytes
-        for row in tuple(cache.rows.parked):
-            if row not in chosen:
-                cache.rows.retire_parked(row)
-        if chosen:
-            side, rows = side_stream(cache), sorted(chosen)
-            pool.backend.join_streams(side)
-            tables = [each for row in rows for each in chosen[row]]
-            cache.away = MovedPrefixes(cache, rows, HostCopy(pool, tables, side))

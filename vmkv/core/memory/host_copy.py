@@ -3,31 +3,30 @@
     mapped --HostCopy()--> in host memory --come_back--> mapped
                                 '---------drop--------> empty
 
-All extents that the rows map move at once; an extent that several of them map is copied once. The
-weights of a sleeping model move so, and the parked rows of cached prefixes.
+All extents that the rows map move at once. The weights of a sleeping model move so.
 
 See DESIGN.md, Note [Weights sleep in host memory].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...units import Address
-from ..backend import Access, CopyOp, Fence, MemoryLocation, Op
+from ..backend import CopyOp, Fence, MemoryLocation, Op
 from ..interrupts import uninterrupted
 from .page_table import Extent, PageMapping, PageTable
 from .pool import ExtentPool
 
 
 class _Moved(NamedTuple):
-    """A row's run of mappings as it was, with the bound of what is shared in it."""
+    """A row's run of mappings as it was."""
 
     table: PageTable
     row: int
     mappings: Sequence[PageMapping]
-    shared_end_page: int
 
 
 def copied_to_host(
@@ -64,7 +63,7 @@ class HostCopy:
 
     The copies run on `stream`, which must be noted, after the work submitted to it. The rows stay
     empty, and nobody may use them, until `come_back` or `drop`; the caller waits for the fence and
-    gives the memory back. All mappings of the rows' extents in other rows stay as they are.
+    gives the memory back. No other row maps their extents.
 
     Attributes:
         num_bytes: Memory that the rows had.
@@ -82,17 +81,15 @@ class HostCopy:
         self._pool = pool
         with pool.lock:
             self._rows = [
-                _Moved(table, row, tuple(pages.mappings), pages.shared_end_page)
+                _Moved(table, row, tuple(table.rows[row].mappings))
                 for table, row in rows
-                if (pages := table.rows[row]).mappings
+                if table.rows[row].mappings
             ]
-            places: dict[Extent, Address] = {}
-            for table, row, mappings, _ in self._rows:
-                for each in mappings:
-                    places.setdefault(each.extent, table.page_address(row, each.first_page))
-            self._places = places  # Of each extent, the address that is copied.
-            self.num_bytes = sum(extent.num_bytes for extent in places)
-            sources = [(each.size_class, at, each.num_bytes) for each, at in places.items()]
+            self.num_bytes = sum(each.extent.num_bytes for _, each in self._addresses())
+            sources = [
+                (each.extent.size_class, address, each.extent.num_bytes)
+                for address, each in self._addresses()
+            ]
             self._staging = copied_to_host(pool, sources, stream)
             try:
                 self._retire(pool.reclaimer.new_fence())
@@ -100,16 +97,20 @@ class HostCopy:
                 pool.reclaimer.close_soon(self._staging.close_behind)
                 raise
 
+    def _addresses(self) -> Iterator[tuple[Address, PageMapping]]:
+        for table, row, mappings in self._rows:
+            for each in mappings:
+                yield table.page_address(row, each.first_page), each
+
     def _retire(self, fence: Fence) -> None:
-        for table, row, *_ in self._rows:
+        for table, row, _ in self._rows:
             table.retire_back(row, 0, fence)
 
     @uninterrupted
     def come_back(self, stream: int, user: int) -> None:
         """Map new memory at the rows' addresses and submit the copies back; all or nothing.
 
-        The copies run on `stream`, and later work on stream `user` waits for them. The first
-        mapping of each extent is writable again, and the others are read-only.
+        The copies run on `stream`, and later work on stream `user` waits for them.
 
         Raises:
             OutOfPagesError: Budget or device cannot supply all. The contents stay on the host.
@@ -121,9 +122,10 @@ class HostCopy:
         with pool.lock:
             pool.reclaimer.close_left()
             pool.reclaimer.wait_for(self._ranges())
-            fresh = pool.acquire_or_evict([extent.size_class for extent in self._places])
+            classes = [each.extent.size_class for _, each in self._addresses()]
+            fresh = pool.acquire_or_evict(classes)
             try:
-                self._map(dict(zip(self._places, fresh, strict=True)))
+                self._map(fresh)
             finally:
                 pool.disown(fresh)
             try:
@@ -140,33 +142,28 @@ class HostCopy:
                 table.page_address(row, mappings[0].first_page),
                 table.page_address(row, mappings[-1].end_page),
             )
-            for table, row, mappings, _ in self._rows
+            for table, row, mappings in self._rows
         ]
 
-    def _map(self, new: dict[Extent, Extent]) -> None:
-        ops: list[Op] = []
+    def _map(self, fresh: Sequence[Extent]) -> None:
+        extents, ops = iter(fresh), list[Op]()
         made: list[list[PageMapping]] = []
-        for table, row, mappings, _ in self._rows:
-            its: list[PageMapping] = []
-            for page, old in ((each.first_page, each.extent) for each in mappings):
-                is_first = self._places[old] == table.page_address(row, page)
-                access = Access.READ_WRITE if is_first else Access.READ
-                its.append(PageMapping(page, new[old], access))
-            made.append(its)
-            ops += table.ops_to_map(row, its)
+        for table, row, mappings in self._rows:
+            made.append([replace(each, extent=next(extents), num_pins=0) for each in mappings])
+            ops += table.ops_to_map(row, made[-1])
         self._pool.backend.execute(ops)
-        for (table, row, _, shared_end_page), its in zip(self._rows, made, strict=True):
+        for (table, row, mappings), its in zip(self._rows, made, strict=True):
             table.note_mapped(row, its)
-            table.rows[row].shared_end_page = shared_end_page
-        for old, extent in new.items():
-            extent.is_dirty, extent.tenant, extent.contents = True, old.tenant, old.contents
+            for old, new in zip(mappings, its, strict=True):
+                of, extent = old.extent, new.extent
+                extent.is_dirty, extent.tenant, extent.contents = True, of.tenant, of.contents
 
     def _copies_back(self) -> list[CopyOp]:
         staged = self._staging.rows[0].mappings
         address = self._staging.page_address
         return [
             CopyOp(target, address(0, each.first_page), each.extent.num_bytes)
-            for target, each in zip(self._places.values(), staged, strict=True)
+            for (target, _), each in zip(self._addresses(), staged, strict=True)
         ]
 
     def drop(self) -> None:
