@@ -15,13 +15,17 @@ from helpers.stamps import append, assert_holds
 from vmkv import ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
 
 
-def _say(cache: KVCache, tokens: Iterable[int]) -> Sequence:
+def _say(cache: KVCache, tokens: Iterable[int], tenant: str | None = None) -> Sequence:
     """A live sequence of these tokens, recorded and stamped with their numbers."""
     wanted = list(tokens)
-    sequence = cache.open()
+    sequence = cache.open(tenant=tenant)
     append(sequence, wanted)
     sequence.record(wanted)
     return sequence
+
+
+def _of(at: int) -> str:
+    return "quiet" if at in (10, 12) else "floods"
 
 
 def _found(cache: KVCache, tokens: Iterable[int]) -> int:
@@ -54,6 +58,44 @@ def test_least_recently_used_row_is_evicted_first(make_cache: MakeCache) -> None
     append(live, range(5100, 5100 + 4 * 16))
     assert [0, 80, 80] == [_found(cache, each) for each in said]
     cache.check()
+
+
+def test_the_tenant_with_the_most_gives_way_first(make_cache: MakeCache) -> None:
+    """Of a tenant that floods the cache its own rows give way; then the other's, too."""
+    cache = make_cache(budget_bytes=64 * PAGE, max_sequences=8)
+    said = {10 + at: range(1000 * at, 1000 * at + 32) for at in range(6)}
+    for at, tokens in said.items():
+        _say(cache, tokens, _of(at)).close()
+    order = [
+        next(at for at, each in said.items() if cache.prefixes.token_ids(row)[0] in each)
+        for row in cache.rows.in_order()
+    ]
+    assert [11, 13, 10, 14, 12, 15] == order
+    live = cache.open()
+    append(live, range(9000, 9000 + 4 * (64 - 6 * 8 + 16)))
+    kept = [at for at, each in said.items() if cache.find_prefix([*each, 0], _of(at))]
+    assert [10, 12, 14, 15] == kept
+    cache.check()
+
+
+def test_rows_that_are_kept_give_way_last(make_cache: MakeCache) -> None:
+    """Of their tenant's, until their time; the row of the next turn has the time of that turn."""
+    cache = make_cache(budget_bytes=64 * PAGE, max_sequences=8)
+    said = [range(1000 * at, 1000 * at + 32) for at in range(4)]
+    for at, tokens in enumerate(said):
+        sequence = _say(cache, tokens)
+        sequence.kept_until_s = 100.0 if at < 2 else 0.0
+        sequence.close()
+    assert [2, 3, 0, 1] == cache.rows.in_order()
+    later = cache.open(prompt=[*said[0], 7, 8])
+    assert later.row == 0
+    later.close()
+    assert [2, 3, 0, 1] == cache.rows.in_order(), "row 1 alone is kept now"
+    cache.rows.now_s = 100.0
+    assert [1, 2, 3, 0] == cache.rows.in_order()
+    live = cache.open()
+    append(live, range(9000, 9000 + 4 * (64 - 4 * 8 + 8)))
+    assert [32, 0, 32, 32] == [cache.find_prefix([*each, 0], None) for each in said]
 
 
 def test_prefix_hit_counts_as_a_use(make_cache: MakeCache) -> None:

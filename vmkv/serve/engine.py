@@ -225,8 +225,7 @@ class Engine:
         matchers = [asked and self.grammars.matcher(asked) for _ in range(params.n)]
         if asked is not None:
             ends = self.grammars.end_tokens
-        if self._lockstep is not None:
-            self._lockstep.repeat("add", prompt, params, priority, tenant=tenant)
+        self._tell_ranks(prompt, params, priority, tenant)
         requests: list[Request] = []
         try:
             for index in range(params.n):  # Samples after the first fork the computed prompt.
@@ -254,6 +253,19 @@ class Engine:
             if self._observer is not None:
                 self._observer.on(RequestAdded(request.request_id), self.cache)
         return handle
+
+    def _tell_ranks(self, *added: Any) -> None:
+        """Repeat `add` on other ranks, at the time of rank 0, until which prefixes are kept."""
+        *arguments, tenant = added
+        if self._lockstep is None:
+            self._tell_time(time.monotonic())
+        elif not self._lockstep.group.rank:
+            self._tell_time(now_s := time.monotonic())
+            self._lockstep.repeat("_tell_time", now_s)
+            self._lockstep.repeat("add", *arguments, tenant=tenant)
+
+    def _tell_time(self, now_s: float) -> None:
+        self.cache.rows.now_s = now_s
 
     @uninterrupted
     def cancel(self, handle: RequestHandle) -> None:

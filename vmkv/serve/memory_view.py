@@ -185,6 +185,7 @@ class MemoryView:
         idle_since = None  # It may be in use: copies, or a failed step.
         if request.last_step is not None and request.last_step <= self._num_steps:
             idle_since = self._submitted_at[request.last_step == self._num_steps]
+        sequence.kept_until_s = self.cache.rows.now_s + request.params.retention_s
         self._close(sequence, idle_since)
 
     def _close(self, sequence: Sequence, idle_since: int | None) -> None:

@@ -149,6 +149,8 @@ class SamplingParams:
         prompt_logprobs: The same for the tokens of the prompt, reported once for all samples. The
             prompt is computed even if its beginning is cached, beside others that are scored, in
             passes of 256 tokens, so that their logits take little memory.
+        retention_s: Seconds after its end for which its prefix stays cached before those of the
+            tenant's other requests.
         skip_special_tokens: Whether the text leaves out special tokens.
         detokenize: Whether to produce text; required for stop texts.
         structured_outputs: Form that the output must have; needs a fast tokenizer and llguidance.
@@ -180,6 +182,7 @@ class SamplingParams:
     min_tokens: int = _integer(0, 0)
     logprobs: int | None = _integer(None, 0, _LOGPROBS_MAX, is_optional=True)
     prompt_logprobs: int | None = _integer(None, 0, _LOGPROBS_MAX, is_optional=True)
+    retention_s: float = _number(0.0, 0.0)
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None

@@ -523,7 +523,7 @@ def _giving_way(cache: KVCache, num_tokens: int) -> Set[int]:
     if missing_bytes <= 0 or not pool.pressure.is_of(cache.victims):
         return frozenset()
     found: set[int] = set()
-    for row in islice(cache.rows.parked, _LOOKED_AT):
+    for row in cache.rows.in_order()[:_LOOKED_AT]:
         num_kept = cache.rows.resident_tokens(row)
         # A row much longer than needed would keep memory from others; shared extents would have to
         # be copied before they are written.

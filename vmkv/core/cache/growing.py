@@ -190,7 +190,7 @@ def retire_surplus(cache: KVCache, wanted: Mapping[Sequence, int] | None = None)
 def retire_unneeded(cache: KVCache) -> None:
     """Retire all that no live sequence needs, and wait until it is unmapped."""
     with cache.pool.lock:
-        for row in list(cache.rows.parked):
+        for row in cache.rows.in_order():
             cache.rows.retire_parked(row)
         for row in cache.live:
             for group in cache.groups:

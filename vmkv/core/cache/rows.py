@@ -8,7 +8,9 @@ A row that must give memory back is presented to the pool as a `Victim`.
 
 from __future__ import annotations
 
+import heapq
 from bisect import insort
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -86,6 +88,7 @@ class Rows:
     Attributes:
         parked: The tick at which each parked row was parked, or last forked from; least recent
             first.
+        now_s: The time until which `park` has rows kept, as the cache's user tells it.
     """
 
     def __init__(
@@ -98,6 +101,8 @@ class Rows:
     ):
         self.num_rows = num_rows
         self.parked: dict[int, int] = {}
+        self.now_s = 0.0
+        self._kept_until_s: dict[int, float] = {}  # Of parked rows.
         self._pool = pool
         self._groups = groups
         self._prefixes = prefixes
@@ -140,7 +145,7 @@ class Rows:
         """Choose, without taking it, the row for a sequence of about `num_tokens` new tokens.
 
         Among parked rows not in `with_prefix` the smallest that is large enough, else the largest;
-        without any the first empty row; else the least recently used parked one.
+        without any the first empty row; else the parked one that gives way first.
         """
         plain = [row for row in self.parked if row not in with_prefix]
         sizes = {row: self.adoptable_tokens(row) for row in plain}
@@ -152,10 +157,10 @@ class Rows:
         return self.choose_unneeded()
 
     def choose_unneeded(self, but: int | None = None) -> int:
-        """Choose an empty row, else the least recently used parked one; never row `but`."""
+        """Choose an empty row, else the parked one that gives way first; never row `but`."""
         if self._empty:
             return self._empty[0]
-        for row in self.parked:
+        for row in self.in_order():
             if row != but:
                 return row
         raise OutOfAddressSpaceError(
@@ -235,16 +240,25 @@ class Rows:
 
     # ---- parked rows ----------------------------------------------------------------------
 
-    def park(self, row: int, num_tokens: int, now: int, idle_since: int | None = None) -> None:
+    def park(
+        self,
+        row: int,
+        num_tokens: int,
+        now: int,
+        idle_since: int | None = None,
+        kept_until_s: float = 0.0,
+    ) -> None:
         """Park the live row of a sequence of `num_tokens` that ends at tick `now`.
 
-        The sequence's work on it ended at tick `idle_since`, by default now.
+        The sequence's work on it ended at tick `idle_since`, by default now. Until `kept_until_s`
+        the row gives way after the tenant's others.
         """
         if not self._prefixes.num_recorded(row):
             self.begin_anew(row, now)
         for group in self._groups:
             group.park(row, num_tokens, now)
         self.parked[row] = now
+        self._kept_until_s[row] = kept_until_s
         since = now if idle_since is None else idle_since
         self._idle_since[row] = max(since, self._idle_since.get(row, since))
         self._prefixes.move(row, Where.PARKED)
@@ -261,8 +275,48 @@ class Rows:
             del self.parked[row]
             insort(self._empty, row)
 
+    def in_order(self) -> list[int]:
+        """Parked rows in the order in which they give way.
+
+        First those without a prefix; then one of the tenant that has the most tokens in them, and
+        so on; of its rows first those that are kept no longer; of these the least recently used
+        one. With one tenant, rows without a prefix wait for their turn as others do.
+        """
+        kept = {row for row in self.parked if self.is_kept(row)}
+        rows = sorted(self.parked, key=kept.__contains__) if kept else list(self.parked)
+        tenants = [self._prefixes.tenant(row) for row in rows]
+        recorded = self._prefixes.recorded
+        if len({tenant for row, tenant in zip(rows, tenants, strict=True) if row in recorded}) < 2:
+            return rows
+        order = [row for row in rows if row not in recorded]
+        waiting: defaultdict[bytes, deque[int]] = defaultdict(deque)
+        for row, tenant in zip(rows, tenants, strict=True):
+            if row in recorded:
+                waiting[tenant].append(row)
+        heap = [
+            (-sum(map(self._prefixes.num_recorded, its)), self.parked[its[0]], its)
+            for its in waiting.values()
+        ]
+        heapq.heapify(heap)
+        while heap:
+            missing, _, its = heap[0]
+            order.append(row := its.popleft())
+            if its:
+                missing += self._prefixes.num_recorded(row)
+                heapq.heapreplace(heap, (missing, self.parked[its[0]], its))
+            else:
+                heapq.heappop(heap)
+        return order
+
+    def is_kept(self, row: int) -> bool:
+        """Whether a parked row gives way after others of its tenant."""
+        return self._kept_until_s.get(row, 0.0) > self.now_s
+
     def victims(self) -> Iterator[Victim]:
-        """Yield the victims: checkpoints of live rows, and parked rows."""
+        """Yield the victims: checkpoints of live rows, and parked rows.
+
+        The n-th parked row in order is as old as the n-th least recently used one.
+        """
         for group in self._groups:
             for row in {each for each, _, _ in group.checkpoints() if each not in self.parked}:
                 yield victim_of(
@@ -270,7 +324,7 @@ class Rows:
                     partial(group.drop_checkpoints, row),
                     last_used=self.idle_since(row),
                 )
-        for row, last_used in tuple(self.parked.items()):
+        for row, last_used in zip(self.in_order(), tuple(self.parked.values()), strict=True):
             yield victim_of(
                 partial(ends_of, self._groups, row),
                 partial(self.retire_parked, row),

@@ -35,6 +35,8 @@ class Sequence:
         num_tokens: How many tokens it holds.
         num_cached_tokens: How many of them were there when it began (a prefix hit).
         tenant: Its owner.
+        kept_until_s: Until `KVCache.rows.now_s` is that, its prefix gives way after the tenant's
+            others.
         transfer: The transfer to the host while it is under way, else None.
         swapped: The host copy while the sequence is swapped out, else None.
     """
@@ -47,6 +49,7 @@ class Sequence:
         self.tenant = tenant
         self.transfer: Transfer | None = None
         self.swapped: Swapped | None = None
+        self.kept_until_s = 0.0
         self.is_closed = False
         cache.live[row] = self
 
@@ -330,7 +333,8 @@ def close_idle(sequence: Sequence, idle_since: int | None) -> None:
             if sequence.swapped is not None:
                 cache.prefixes.truncate(row, cache.rows.resident_tokens(row))
             now = cache.pool.pressure.tick()  # One fence for all: nothing fails half-way.
-            cache.rows.park(row, sequence.num_tokens, now, idle_since)
+            kept_until_s = sequence.kept_until_s
+            cache.rows.park(row, sequence.num_tokens, now, idle_since, kept_until_s)
             del cache.live[row]
             sequence.drop_host_copy()
         sequence.is_closed = True

@@ -15,7 +15,7 @@ from .choices import event
 from .errors import ApiError
 from .formats import Lenient, Listed
 from .items import Event, Item, TypedItem, text_parts
-from .schema import ChatRequest
+from .schema import RETENTIONS_S, ChatRequest
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 #: Blocks of tools that a server of Anthropic's has run, and changes to tools: the request has all.
@@ -35,12 +35,19 @@ _DELTAS = {
 # ---- requests ------------------------------------------------------------------------------------
 
 
+class CacheControl(Lenient):
+    """How long the conversation up to here stays cached."""
+
+    ttl: str | None = None
+
+
 class TextBlock(items.TextPart):
     """A text in the system's prompt or a tool's result, or the name of a tool that was found."""
 
     needs: ClassVar[Any] = {"text": ("text",), "tool_reference": ("text",)}
 
     text: str | None = Field(None, validation_alias=AliasChoices("text", "tool_name"))
+    cache_control: CacheControl | None = None
 
 
 class Block(TypedItem):
@@ -61,6 +68,7 @@ class Block(TypedItem):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | Listed[TextBlock] | None = None
+    cache_control: CacheControl | None = None
 
 
 class Turn(Lenient):
@@ -77,6 +85,7 @@ class Tool(items.FunctionTool):
 
     type: str = "custom"
     parameters: dict[str, Any] = Field(alias="input_schema")
+    cache_control: CacheControl | None = None
 
 
 class ToolChoice(items.FunctionTool):
@@ -104,6 +113,7 @@ class CountTokensRequest(items.ItemsRequest):
     stop_sequences: Annotated[Listed[str], Field(max_length=16)] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
     def chat(self) -> ChatRequest:
         """Convert to a chat; raises `ApiError`."""
@@ -130,8 +140,18 @@ class CountTokensRequest(items.ItemsRequest):
             response_format=form,
             reasoning_effort=config.get("effort"),
             continue_final_message=is_begun or None,
+            prompt_cache_retention=self._retention(),
             **converted,
         )
+
+    def _retention(self) -> str | None:
+        """The longest ttl of all `cache_control`, which is "5m" where none is given."""
+        parts: list[Any] = [self, *(self.tools or ())]
+        for blocks in (self.system, *(turn.content for turn in self.messages)):
+            parts += () if isinstance(blocks, str | None) else blocks
+        controls = [part.cache_control for part in parts if part.cache_control is not None]
+        ttls = [each.ttl or "5m" for each in controls]
+        return max(ttls, key=lambda ttl: RETENTIONS_S.get(ttl, 0), default=None)
 
     def _conversation(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []

@@ -36,8 +36,8 @@ from .tools import TOOLS_MAX, Tool, ToolCall, ToolChoice, check_tools, served_to
 
 #: Parameters of OpenAI and vLLM that do not affect an answer, or not one of this server.
 _IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-    | {"prompt_cache_retention", "prediction", "verbosity", "truncation", "max_tool_calls"}
+    {"user", "metadata", "store", "service_tier", "safety_identifier"}
+    | {"prediction", "verbosity", "truncation", "max_tool_calls"}
     | {"container", "context_management", "guided_decoding_backend", "guided_whitespace_pattern"}
     | {"spaces_between_special_tokens", "length_penalty", "mm_processor_kwargs", "vllm_xargs"}
     | {"client_metadata"}
@@ -64,6 +64,9 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_tokens_as_token_ids": ((False,), "return_token_ids reports tokens"),
     "kv_transfer_params": ((), "keys and values are not transferred"),
 }
+#: Seconds for which a conversation stays cached before others of its tenant, by OpenAI's names and
+#: Anthropic's; with a `prompt_cache_key` alone as long as OpenAI's "in_memory".
+RETENTIONS_S = {"5m": 300, "in_memory": 600, "in-memory": 600, "1h": 3600, "24h": 24 * 3600}
 #: OpenAI's default of a completion's `max_tokens`.
 _COMPLETION_TOKENS = 16
 #: Samples of one request, over all its prompts.
@@ -98,7 +101,8 @@ _JSON_TYPES: dict[Any, Any] = {
 _SAMPLING: dict[str, Any] = {
     each.name: (_JSON_TYPES[each.type] | None, None)
     for each in fields(SamplingParams)
-    if each.type in _JSON_TYPES and each.name not in ("logprobs", "prompt_logprobs", "detokenize")
+    if each.type in _JSON_TYPES
+    and each.name not in ("logprobs", "prompt_logprobs", "detokenize", "retention_s")
 }
 
 
@@ -153,6 +157,8 @@ class GenerationRequest(_Sampled, Formatted):  # type: ignore[misc]  # Made from
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     priority: int = 0
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:
@@ -174,13 +180,17 @@ class GenerationRequest(_Sampled, Formatted):  # type: ignore[misc]  # Made from
 
     def _params(self, defaults: Mapping[str, Any] | None, **own: int | None) -> SamplingParams:
         shared = self.model_dump(include=_SAMPLING.keys() - own, exclude_none=True)
-        given = {**(defaults or {}), **shared, **own}
+        given = {**(defaults or {}), **shared, **own, "retention_s": self._retention_s()}
         try:
             if self.form is not None:
                 given["structured_outputs"] = StructuredOutputs(**self.form[1])
             return SamplingParams(**given)
         except ConfigError as error:
             raise self.explained(error) from error
+
+    def _retention_s(self) -> int:
+        default = "in_memory" if self.prompt_cache_key else ""
+        return RETENTIONS_S.get(self.prompt_cache_retention or default, 0)
 
     def explained(self, error: ConfigError) -> ApiError:
         """Convert an error of `SamplingParams` or the engine; it begins with a parameter's name."""
