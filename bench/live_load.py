@@ -96,6 +96,7 @@ class Timing:
         due_s, sent_s: When it should have been sent, and was.
         first_s, last_s: When its first and its last token came; None where none did.
         num_tokens: As the server counts them.
+        num_cached_tokens: Tokens of the prompt that the server had in its cache.
         num_chunks: In so many events with text.
         gap_s: The longest time between two of them.
         error: What went wrong.
@@ -106,6 +107,7 @@ class Timing:
     first_s: float | None = None
     last_s: float | None = None
     num_tokens: int = 0
+    num_cached_tokens: int = 0
     num_chunks: int = 0
     gap_s: float = 0.0
     error: str = ""
@@ -161,6 +163,8 @@ async def ask(client: httpx.AsyncClient, body: bytes, due_s: float, start_s: flo
                     timing.came(time.perf_counter() - start_s)
                 if event.get("usage"):
                     timing.num_tokens = event["usage"]["completion_tokens"]
+                    details = event["usage"].get("prompt_tokens_details") or {}
+                    timing.num_cached_tokens = details.get("cached_tokens") or 0
                 if event.get("error"):
                     timing.error = str(event["error"])[:200]
     except httpx.HTTPError as error:
