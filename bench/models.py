@@ -143,12 +143,46 @@ def _gpt_oss(*, smoke: bool) -> Any:
     return _config("gpt_oss", sizes, smoke=smoke, **experts)
 
 
+def _latent(kind: str, sizes: tuple[int, ...], *, smoke: bool, **others: Any) -> Any:
+    """A model with latent attention; its heads' widths are `qk_nope`, `qk_rope` and `v_head`."""
+    experts = {"first_k_dense_replace": 1, "n_shared_experts": 1, "kv_lora_rank": 512}
+    experts |= {"qk_rope_head_dim": 64, "n_group": 1, "topk_group": 1}
+    small = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    small |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    its = {**experts, **others, **(small if smoke else {}), "num_key_value_heads": sizes[4]}
+    names = [name for name in _SMOKE if name not in ("head_dim", "num_key_value_heads")]
+    chosen = (
+        {name: _SMOKE[name] for name in names} if smoke else dict(zip(names, sizes, strict=True))
+    )
+    if smoke:
+        its["num_key_value_heads"] = _SMOKE["num_attention_heads"]
+    positions = 512 if smoke else 16384
+    return AutoConfig.for_model(kind, **{"max_position_embeddings": positions, **chosen, **its})
+
+
+def _v2_lite(*, smoke: bool) -> Any:
+    """DeepSeek-V2-Lite, 31 GB."""
+    others = {"n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
+    others |= {"qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": None}
+    sizes = (102400, 2048, 10944, 27, 16)
+    return _latent("deepseek_v2", sizes, smoke=smoke, **others | {"n_shared_experts": 2})
+
+
+def _glm_4_7_flash(*, smoke: bool) -> Any:
+    """Half of GLM-4.7-Flash's layers, 31 GB."""
+    others = {"n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536}
+    others |= {"qk_nope_head_dim": 192, "v_head_dim": 256, "q_lora_rank": 32 if smoke else 768}
+    return _latent("glm4_moe_lite", (154880, 2048, 10240, 24, 20), smoke=smoke, **others)
+
+
 #: Shapes by name; the first is what benches measure by default.
 SHAPES: dict[str, Callable[..., Any]] = {
     "llama-8b": llama_config,
     "qwen3-next": _qwen3_next,
     "qwen3-moe": _qwen3_moe,
     "gpt-oss": _gpt_oss,
+    "v2-lite": _v2_lite,
+    "glm-4.7-flash": _glm_4_7_flash,
 }
 
 

@@ -20,12 +20,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from bench_serve import MAX_NUM_SEQS, MAX_TOKENS, WORKLOADS
+from bench_serve import BY_NAME, MAX_NUM_SEQS, MAX_TOKENS, WORKLOADS
 from harness import VLLM_CONFIG, VLLM_ENVIRONMENT
 from models import SHAPES, initialise
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+#: The prompts of W2 alone: what W2 takes longer are 63 decode steps.
+FIRST_TOKENS = replace(BY_NAME["W2"], name="W2, first tokens", new_tokens=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if not arguments.dummy_weights:
             llm.apply_model(initialise)
-        for workload in WORKLOADS:
+        for workload in (*WORKLOADS, FIRST_TOKENS):
             if arguments.names and workload.name not in arguments.names:
                 continue
             prompts = [{"prompt_token_ids": each} for each in workload.prompts(config.vocab_size)]
