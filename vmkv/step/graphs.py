@@ -49,7 +49,8 @@ class GraphSpace:
 
     Graphs run one after the other, so each may reuse the memory of those before it. `head` is the
     output head if it is divided among ranks. `agree` returns the maximum of a value over all ranks,
-    so that they decide alike. `stream` is for captures, by default one of the stepper's: libraries
+    so that they decide alike. `num_rows` is the most rows of logits of a step, by default one for
+    each slot. `stream` is for captures, by default one of the stepper's: libraries
     keep a workspace of tens of MiB for every stream that they have seen.
     """
 
@@ -63,6 +64,7 @@ class GraphSpace:
         agree: Callable[[int], int] = int,
         stream: torch.cuda.Stream | None = None,
         head: HeadInParts | None = None,
+        num_rows: int = 0,
     ):
         self.agree = agree
         self.head = head
@@ -70,15 +72,16 @@ class GraphSpace:
         self.stepper = stepper
         self.last_tokens = stepper.last_tokens
         self.max_num_seqs = stepper.num_slots
+        self.num_rows = num_rows or self.max_num_seqs
         self.max_tokens = stepper.caches[0].max_tokens
         self.capacities = row_capacities(stepper.caches[0])
         self.scratch = scratch
         self.device = stepper.device
         num_columns = vocab_size if head is None else head.num_columns
         # The last step's logits (or `head`'s part) and their argmax; each step overwrites them.
-        shape = (self.max_num_seqs, num_columns)
+        shape = (self.num_rows, num_columns)
         self.logits = torch.empty(shape, dtype=dtype, device=self.device)
-        self.token_ids = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
+        self.token_ids = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
         self.starts = torch.arange(self.max_num_seqs + 1, dtype=torch.int32, device=self.device)
         self._pool: Any = None
         self._stream = stream
@@ -119,12 +122,12 @@ class GraphSpace:
     def wake(self) -> None:
         """Have memory for logits."""
         if not len(self.logits):
-            self.logits = self.logits.new_empty((self.max_num_seqs, self.logits.shape[1]))
+            self.logits = self.logits.new_empty((self.num_rows, self.logits.shape[1]))
 
     def keep_whole(self) -> None:
         """Have every step gather all ranks' logits; call before any capture."""
         self.head = None
-        self.logits = self.logits.new_empty((self.max_num_seqs, self.vocab_size))
+        self.logits = self.logits.new_empty((self.num_rows, self.vocab_size))
 
     def forward(
         self,

@@ -5,6 +5,9 @@ its row, with a length up to the tile's last query. So kernels see the same smal
 for any mix of pieces, and their grid is proportional to the work. The rest of a bucket is filled
 with tiles without keys at the scratch row, for which nothing is written or attended to.
 
+Steps in which sequences have guesses for their next tokens (`Piece.num_drafted`) are captured for
+tiles of that size, one for each sequence, and keep the logits of every token.
+
 Decoding sequences come first, with a launch of their own over a fixed number of entries; unused
 entries see no keys, and their output is dropped. Layers with states see pieces, not tiles
 (`state_plan.py`).
@@ -41,6 +44,10 @@ _PIECE_TOKENS, _NUM_PIECES_MAX = 128, 8
 #: A size is dropped if its step takes longer than this factor of a larger size's.
 _SLOWER_MAX = 1.1
 _TIMED_REPLAYS = 3
+DRAFT_ROWS_MAX = 320
+"""Most rows of logits of a step with guesses, unless there are more slots."""
+#: Every so many bounds of rows' lengths have a step with guesses, where kernels split rows.
+_DRAFT_BOUND_STEP = 4
 
 
 class Bucket(NamedTuple):
@@ -50,11 +57,13 @@ class Bucket(NamedTuple):
     num_decode: int  # Decode entries.
     # More tiles than full ones could fill, so that kernels never take the batch for uniform.
     num_tiles: int
+    draft_tokens: int = 0  # Most queries of a sequence in a step with guesses; 0 without any.
+    bound_tokens: int = 0  # Most tokens of a row in a step with guesses.
 
     @property
     def tile_tokens(self) -> int:
         """Most queries of a tile."""
-        return min(TILE_TOKENS, self.num_tokens)
+        return self.draft_tokens or min(TILE_TOKENS, self.num_tokens)
 
     @property
     def states(self) -> CapturedSizes:
@@ -96,6 +105,8 @@ def _padding(bucket: Bucket, like: _Like) -> Plan:
 def _places(bucket: Bucket, like: _Like) -> Fields:
     num_sequences = bucket.num_decode + bucket.num_tiles
     num_samples = min(like.max_num_seqs, num_sequences)
+    if bucket.draft_tokens:
+        num_samples = bucket.num_tokens
     num_states = sum(map(len, _padding(bucket, like).arrays)) if like.state_tokens else 0
     of_tokens, of_sequences = [bucket.num_tokens] * 2, [num_sequences] * 2
     of_samples = [num_samples] * 2
@@ -110,7 +121,15 @@ class MixedGraphs(StepGraphs[Bucket]):
     name = "steps with prompts"
     slow_sizes: frozenset[int] | None = None
 
-    def __init__(self, space: GraphSpace, max_step_tokens: int, num_processors: int):
+    def __init__(
+        self,
+        space: GraphSpace,
+        max_step_tokens: int,
+        num_processors: int,
+        *,
+        max_drafted: int = 0,
+    ):
+        self._max_drafted = max_drafted
         #: Buckets in use, by size.
         self._buckets = [
             Bucket(num_tokens, width, _num_tiles(num_tokens, num_processors))
@@ -118,6 +137,9 @@ class MixedGraphs(StepGraphs[Bucket]):
             for width in decode_widths(space.max_num_seqs)
             if width <= num_tokens
         ]
+        if max_drafted:
+            drafting = _draft_buckets(space, max_drafted + 1, num_processors)
+            self._buckets = sorted([*self._buckets, *drafting])
         self._like = _Like(space.max_num_seqs, space.stepper.state_tokens, space.scratch.row)
         sizes = [_places(each, self._like).states.stop for each in self._buckets]
         super().__init__(space, max(sizes, default=0))
@@ -129,7 +151,11 @@ class MixedGraphs(StepGraphs[Bucket]):
         num_tiles = sum(
             div_ceil(piece.num_new_tokens, TILE_TOKENS) for piece in pieces if not piece.decodes
         )
+        drafts = self._max_drafted > 0 and any(piece.num_drafted for piece in pieces)
+        longest = max(piece.num_tokens for piece in pieces) if drafts else 0
         for bucket in self._buckets[bisect_left(self._buckets, (total,)) :]:
+            if drafts != (bucket.draft_tokens > 0) or longest > bucket.bound_tokens:
+                continue
             padding = div_ceil(bucket.num_tokens - total, bucket.tile_tokens)
             is_wide = num_decode <= bucket.num_decode and num_tiles + padding <= bucket.num_tiles
             if is_wide and (not self._like.state_tokens or bucket.states.fits(pieces, num_decode)):
@@ -217,6 +243,8 @@ class MixedGraphs(StepGraphs[Bucket]):
         sampling = [
             (end - 1, piece.slot) for end, piece in zip(ends, pieces, strict=True) if piece.samples
         ]
+        if bucket.draft_tokens:
+            sampling = self._guessed(sampling, pieces)
         if self._like.state_tokens:
             plan = bucket.states.plan(pieces, num_decode, *self._like[1:])
             np.concatenate(plan.arrays, out=fields.states)
@@ -229,6 +257,17 @@ class MixedGraphs(StepGraphs[Bucket]):
                 *sampling, strict=True
             )
         return host
+
+    def _guessed(
+        self, sampling: Sequence[tuple[int, int]], pieces: Sequence[Piece]
+    ) -> list[tuple[int, int]]:
+        """Return the rows of all tokens to verify; the host reads them, so no slot takes them."""
+        spare, found = self.space.scratch.slot, []
+        its = [each.num_drafted for each in pieces if each.samples]
+        for (end, slot), num_drafted in zip(sampling, its, strict=True):
+            found += [(at, spare) for at in range(end - num_drafted, end + (num_drafted > 0))]
+            found += [(end, slot)] * (not num_drafted)
+        return found
 
     def empty(self, key: Bucket) -> torch.Tensor:
         """Return the input of a step of padding, on the host."""
@@ -253,7 +292,7 @@ class MixedGraphs(StepGraphs[Bucket]):
 
         def part(sequences: slice, starts: torch.Tensor, most: int) -> dict[int, AttentionBatch]:
             vectors = fields.rows[sequences], fields.lengths[sequences], starts
-            whole = AttentionBatch(*vectors, most, self.space.max_tokens, 0)
+            whole = AttentionBatch(*vectors, most, bucket.bound_tokens or self.space.max_tokens, 0)
             return batches(self.space.capacities, whole)
 
         entries = self.space.starts[: width + 1]
@@ -315,6 +354,22 @@ def _num_tiles(num_tokens: int, num_processors: int) -> int:
     while math.gcd(count, num_processors) > 1:
         count += 1
     return count
+
+
+def _draft_buckets(space: GraphSpace, most_queries: int, num_processors: int) -> list[Bucket]:
+    """Return steps of 1, 2, 4 … sequences with 2, 3, 5 … queries each on average."""
+    numbers = {most_queries} | {each for each in (2, 3, 5, 9, 17) if each < most_queries}
+    found = []
+    for width in {1 << at for at in range(space.max_num_seqs.bit_length())} | {space.max_num_seqs}:
+        for num_tokens in (width * each for each in numbers):
+            tile_tokens = min(most_queries, num_tokens)
+            num_tiles = width + div_ceil(num_tokens, tile_tokens) + 1
+            while math.gcd(num_tiles, num_processors) > 1:
+                num_tiles += 1
+            bounds = {*space.bounds(width)[::_DRAFT_BOUND_STEP], space.max_tokens}
+            its = (num_tokens, width, num_tiles, tile_tokens)
+            found += [Bucket(*its, each) for each in bounds if num_tokens <= space.num_rows]
+    return found
 
 
 def token_buckets(most: int) -> list[int]:

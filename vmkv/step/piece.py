@@ -36,6 +36,8 @@ class Piece:
         checkpoints: Lengths after which the layers' states are kept, ascending, each with the row
             of the cache's `states` for the copy; all above `num_past_tokens`.
         request: The engine's request.
+        num_drafted: How many of the last tokens are guesses. If the piece samples, the logits of
+            each, and of the token before them, are needed.
     """
 
     slot: int
@@ -46,6 +48,7 @@ class Piece:
     samples: bool = True
     checkpoints: Sequence[tuple[int, int]] = ()
     request: Any = field(default=None, repr=False, compare=False)
+    num_drafted: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -68,6 +71,7 @@ class Piece:
             None if ids is None else ids[past - first : stop - first],
             self.samples and stop == self.num_tokens,
             tuple([each for each in self.checkpoints if past < each[0] <= stop]),
+            num_drafted=self.num_drafted if stop == self.num_tokens else 0,
         )
 
 
@@ -132,7 +136,7 @@ def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) ->
         token_ids,
         np.arange(starts[-1], dtype=np.int32) + np.repeat(past - starts[:-1], new),
         slots[:num_decode],
-        starts[1:][[piece.samples for piece in pieces]] - 1,
+        _sampled(pieces, starts),
         rows,
         num_tokens,
         past,
@@ -168,6 +172,16 @@ def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) ->
         prompts=part(num_decode, count, sent[8]),
     )
     return PackedStep(ids, positions, decode_slots, ends, parts)
+
+
+def _sampled(pieces: Sequence[Piece], starts: Any) -> Any:
+    ends = starts[1:][[piece.samples for piece in pieces]] - 1
+    numbers = [piece.num_drafted + 1 for piece in pieces if piece.samples]
+    if len(ends) == sum(numbers):
+        return ends
+    # A drafting piece's rows are those of its last tokens, in order.
+    back = np.concatenate([np.arange(1 - each, 1, dtype=np.int32) for each in numbers])
+    return np.repeat(ends, numbers) + back
 
 
 # ---- logits --------------------------------------------------------------------------------------
@@ -210,7 +224,7 @@ class StepLogits:
     """The logits of a step; valid until the next one."""
 
     kept: torch.Tensor  # `[n, columns]`: this rank's logits of each sampling piece's last token.
-    pieces: Sequence[int]  # `[n]`: indices of those pieces.
+    pieces: Sequence[int]  # `[n]`: indices of those pieces; of a drafting one, once per row.
     token_ids: torch.Tensor | None = None  # `[n]`: their argmax, if stored in `last_tokens`.
     head: HeadInParts | None = None  # The divided head; None if `kept` is complete.
 

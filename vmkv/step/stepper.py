@@ -32,7 +32,7 @@ from .cache_argument import cache_argument
 from .compiled_layers import CompiledLayers
 from .graphs import DecodeGraphs, GraphSpace, Scratch
 from .latents import expansions, handing_latents
-from .mixed_graphs import MixedGraphs
+from .mixed_graphs import DRAFT_ROWS_MAX, MixedGraphs
 from .model_guard import PACKED, ModelGuard, attending_through, has_users, hooks_of
 from .piece import HeadInParts, Piece, StepLogits, cut_at_chunks, pack, packing_order
 from .row_attention import (
@@ -226,6 +226,9 @@ class Stepper:
         order = packing_order(pieces)
         packed = [pieces[at] for at in order]
         sampling = [whole[at] for at in order if pieces[at].samples]
+        if not packed[-1].decodes:  # Some may draft.
+            told = [(whole[at], pieces[at]) for at in order if pieces[at].samples]
+            sampling = [at for at, piece in told for _ in range(piece.num_drafted + 1)]
         # All decode, by their order; parts of one piece would share its slot.
         if packed[-1].decodes and len({*whole}) == len(packed):
             # Captured, a layer neither begins a state nor copies one.
@@ -386,6 +389,7 @@ class Stepper:
         max_mixed_tokens: int,
         *,
         few: bool = False,
+        max_drafted: int = 0,
         agree: Callable[[int], int] = int,
         head: HeadInParts | None = None,
     ) -> None:
@@ -393,16 +397,22 @@ class Stepper:
 
         Logits are `dtype` with `vocab_size` columns. Steps with prompts are captured up to
         `max_mixed_tokens`, unless layers attend in chunks, or keep states and are called for each
-        prompt. `few` uses few sizes of decode steps, which pad more; `agree` and `head` as
-        in `GraphSpace`. Raises `CapacityError` if no row or page is left for padding.
+        prompt. `few` uses few sizes of decode steps, which pad more; with `max_drafted`, steps in
+        which sequences have up to so many guesses are captured too; `agree` and `head` as in
+        `GraphSpace`. Raises `CapacityError` if no row or page is left for padding.
         """
         scratch = self.open_scratch()
-        space = self._space = GraphSpace(self, vocab_size, dtype, scratch, agree=agree, head=head)
+        num_rows = self.num_slots
+        if max_drafted:
+            num_rows = max(num_rows, min(DRAFT_ROWS_MAX, num_rows * (max_drafted + 1)))
+        its: dict[str, Any] = {"agree": agree, "head": head, "num_rows": num_rows}
+        space = self._space = GraphSpace(self, vocab_size, dtype, scratch, **its)
         self.decode_graphs = DecodeGraphs(space, few=few)
         # Tiles may span chunks; other layers with states are called for each prompt.
         is_packed = not self.has_states or self.state_tokens > 0
         if max_mixed_tokens > 1 and not self.chunk_sizes and is_packed:
-            self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self.num_processors)
+            its = {"max_drafted": max_drafted}
+            self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self.num_processors, **its)
 
     @property
     def has_states(self) -> bool:
