@@ -16,11 +16,13 @@ from helpers.random_engine import (
 )
 from helpers.random_generate import RandomGenerate
 from helpers.shared_model_play import RandomSharedModel
+from helpers.speculation_play import RandomSpeculation
 from vmkv.errors import CapacityError, ConfigError
 
 PLAYS: dict[str, type[RandomPlay]] = {
     "engine": RandomEngine,
     "model": RandomModelEngine,
+    "speculation": RandomSpeculation,
     **({"hybrid": RandomHybridEngine, "brokered": RandomBrokered} if HYBRIDS else {}),
     "generate": RandomGenerate,
     "shared": RandomSharedModel,

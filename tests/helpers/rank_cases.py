@@ -43,6 +43,8 @@ from vmkv.core.backend import MemoryLocation
 from vmkv.core.memory import Broker, shares
 from vmkv.hf import VMKVCache
 from vmkv.hf.proof import prove
+from vmkv.serve.drafts import StepTimes
+from vmkv.serve.memory_view import MemoryView
 from vmkv.serve.parallel import Ranks, TensorParallel, localise, lockstep, one_shot
 from vmkv.serve.parallel.collectives import all_reduce
 from vmkv.serve.parallel.engine import ParallelEngine
@@ -559,6 +561,29 @@ def follows_grammars(kind: str, group: TensorParallel) -> None:
             with refused(ConfigError, "unclosed group"):
                 engine.add("A", SamplingParams(structured_outputs=StructuredOutputs(regex="(a")))
             assert expected == said(engine.generate(prompts, params))
+
+
+def guesses(kind: str, group: TensorParallel) -> None:
+    """Ranks verify the same guesses, also where measured times decide."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=60, logit_bias={7: 60.0}),
+        SamplingParams(temperature=0.7, seed=3, n=2, max_tokens=40, logit_bias={7: 15.0}),
+        SamplingParams(temperature=0.9, seed=4, max_tokens=40, presence_penalty=0.5, logprobs=1),
+        SamplingParams(temperature=0, max_tokens=40),
+    ]
+    prompts = [[17, 33, 5, 61] * 4, [5, 9] * 6, [4, 5, 6], [17, 33, 5, 61] * 2]
+    config = {"method": "suffix", "num_speculative_tokens": 4}
+    its = {"whole": "llama", "speculative_config": config, **ROOMY, "runner": kind}
+    speaks(group, copy.deepcopy(tiny_model("llama")), prompts, params, **its)
+    with (
+        mock.patch.object(StepTimes, "decoding_s", return_value=1.0),
+        mock.patch.object(StepTimes, "drafting", return_value=[(0, 1e-3)]),
+        mock.patch.object(
+            MemoryView, "lengthen", autospec=True, side_effect=MemoryView.lengthen
+        ) as accepted,
+    ):
+        speaks(group, copy.deepcopy(tiny_model("llama")), prompts, params, **its)
+        assert any(call.args[2] for call in accepted.call_args_list)  # Guesses that were right.
 
 
 def is_not_asked(group: TensorParallel) -> None:

@@ -77,6 +77,7 @@ class _Step:
     token_ids: list[int] = field(default_factory=list)
     place: Place | None = None
     is_read: bool = False
+    guesses: None = None
 
     def run(self) -> None:
         for slot, chunk, claim in self.chunks:

@@ -26,6 +26,7 @@ pytestmark = [
     [
         ("engine", 40, 100),
         ("model", 2, 50),
+        ("speculation", 5, 30),
         *[("hybrid", 4, 50), ("brokered", 2, 20)] * ("hybrid" in PLAYS),
         ("generate", 3, 25),
         ("shared", 6, 40),

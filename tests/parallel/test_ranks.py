@@ -60,6 +60,7 @@ CASES = [
     *(partial(cases.lacks_slot_memory, failing_rank) for failing_rank in (0, 1)),
     *(partial(cases.has_a_processor_that_fails, failing_rank) for failing_rank in (0, 1)),
     *(partial(cases.follows_grammars, kind) for kind in ("eager", "graphs")),
+    *(partial(cases.guesses, kind) for kind in ("eager", "graphs")),
     *(partial(cases.sleeps, kind) for kind in ("eager", "graphs")),
     *(partial(cases.shares_memory, host_bytes) for host_bytes in (0, 1 * MiB)),
     cases.lends_its_weights_memory,

@@ -65,6 +65,7 @@ _ENGINE: Flags = {
     "deterministic": (bool, None),
     "seed": (types.count, "N"),
     "logprobs_mode": (LOGPROBS_MODES, None),
+    "speculative_config": (types.name, "JSON"),
 }
 #: Flags of `Limits`, likewise.
 _LIMITS: Flags = {

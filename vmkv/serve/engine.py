@@ -32,6 +32,7 @@ from ..errors import CapacityError, ClosedError, ConfigError, DriverError, Pause
 from ..hf.compat import given_or_loaded
 from ..hf.store import close_later, close_orphans
 from ..units import GiB, format_bytes
+from .drafts import make_drafter
 from .guided import Grammars
 from .memory_view import MemoryView
 from .observer import EngineObserver, FirstToken, Idle, RequestAdded, RequestRecord
@@ -155,6 +156,7 @@ class Engine:
             accept=self._accept,
             ended=self._ended,
             masks=self.grammars.masks,
+            drafter=make_drafter(given, rows, self.grammars, lockstep),
             observer=observer,
         )
         spare = spare_bytes(self.cache.device, given)

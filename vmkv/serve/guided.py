@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -168,13 +169,29 @@ class Grammars:
             self._kept.pop(asked, None)  # Copies share the lexer that has failed.
             raise _refused(matcher.state.get_error())
 
-    def masks(self, requests: Sequence[Request | None]) -> torch.Tensor | None:
+    def forced(self, request: Request) -> list[int]:
+        """Return the next tokens of a guided request if its grammar leaves no choice of text."""
+        text = request.matcher.state.compute_ff_bytes().decode(errors="ignore")
+        return self._tokenizer.encode(text, add_special_tokens=False) if text else []
+
+    def fitting(self, request: Request, token_ids: Sequence[int]) -> Sequence[int]:
+        """Return the first of a guided request's guesses that its grammar allows, without ends."""
+        ends = (at for at, each in enumerate(token_ids) if each in request.params.stop_token_ids)
+        token_ids = token_ids[: next(ends, len(token_ids))]
+        return token_ids[: request.matcher.state.validate_tokens(list(token_ids))]
+
+    def masks(
+        self, requests: Sequence[Request | None], guesses: Sequence[int] | None = None
+    ) -> torch.Tensor | None:
         """Return `[n, words] int32` with a bit for each token that a request may get next.
 
-        Requests without a grammar, and None, may get any. None if no request has a grammar. Cost:
-        10 to 200 µs for each, on up to 8 threads.
+        Requests without a grammar, and None, may get any. None if no request has a grammar. With
+        `guesses`, a request has a row after each, and the last is -1. Cost: 10 to 200 µs for each
+        row, on up to 8 threads.
         """
         matchers = {at: each.matcher for at, each in enumerate(requests) if each and each.matcher}
+        if guesses is not None:  # By the first row of each.
+            matchers = {at: it for at, it in matchers.items() if not at or guesses[at - 1] < 0}
         # Threads take neighbours, so that few wait for another's lexer.
         order = sorted(matchers, key=lambda at: matchers[at].group)
         guided = [(matchers[at].state, at) for at in order]
@@ -185,16 +202,27 @@ class Grammars:
         masks = torch.empty(shape, dtype=torch.int32, pin_memory=self._is_pinned)
         if len(guided) < len(requests):
             masks.fill_(-1)
-        began_s = time.perf_counter()
-        self._executor.unsafe_compute_mask_ptr(guided, masks.data_ptr(), 4 * num_words, shape[0])
+        alone, drafts = guided, dict[int, list[int]]()
+        if guesses is not None:
+            drafts = {at: list(takewhile(lambda each: each >= 0, guesses[at:])) for _, at in guided}
+            alone = [each for each in guided if not drafts[each[1]]]
+        drafted: list[Any] = [(each, at, drafts[at]) for each, at in guided if drafts.get(at)]
+        began_s, place = time.perf_counter(), (masks.data_ptr(), 4 * num_words, shape[0])
+        if alone:
+            self._executor.unsafe_compute_mask_ptr(alone, *place)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
         took_s = time.perf_counter() - began_s
-        most_s = MASK_S * div_ceil(len(guided), self._num_threads)
+        num_masks = len(guided) + sum(map(len, drafts.values()))
+        most_s = MASK_S * div_ceil(num_masks, self._num_threads)
         is_slow = self.ends_slow and took_s > most_s
         self._slow = [each for each in matchers.values() if is_slow and _is_slow(each)]
         for _, at in guided:
             request = requests[at]
-            if request is not None and request.params.min_tokens > len(request.output_token_ids):
-                _withhold(masks[at], request.params.stop_token_ids)
+            assert request is not None
+            num_early = request.params.min_tokens - len(request.output_token_ids)
+            for row in range(at, at + min(1 + len(drafts.get(at, ())), num_early)):
+                _withhold(masks[row], request.params.stop_token_ids)
         return masks
 
     def _convert(self) -> llguidance.LLTokenizer:

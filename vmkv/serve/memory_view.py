@@ -132,13 +132,17 @@ class MemoryView:
     def grow(self, chunks: Iterable[Piece]) -> None:
         """Grow sequences for `chunks`, and padding after `sleep`; all or, on errors, none."""
         wanted = [(each, 1) for each in self._padding if not each.is_closed]
-        step = self._num_steps + 1
+        step, drafting = self._num_steps + 1, []
         for chunk in chunks:
             request, sequence = chunk.request, chunk.request.sequence
             request.last_step = step  # First: a failed growth may have submitted copies.
             chunk.row = sequence.row
             wanted.append((sequence, chunk.num_past_tokens + chunk.num_new_tokens))
+            if chunk.num_drafted:
+                drafting.append(chunk)
         self.cache.grow(wanted)
+        for chunk in drafting:  # Guesses have memory, and no length until they are accepted.
+            chunk.request.sequence.num_tokens = chunk.num_tokens - chunk.num_drafted
         self._padding = []
 
     def go_back(self, request: Request, num_tokens: int) -> None:
@@ -163,9 +167,16 @@ class MemoryView:
         self._num_steps += 1
         for chunk in chunks:
             request = chunk.request
-            request.num_submitted = num_tokens = chunk.num_past_tokens + chunk.num_new_tokens
+            num_tokens = chunk.num_past_tokens + chunk.num_new_tokens - chunk.num_drafted
+            request.num_submitted = num_tokens
             if num_tokens <= len(request.prompt_token_ids):
                 self._record(request)
+
+    def lengthen(self, request: Request, num_accepted: int) -> None:
+        """Add accepted guesses, whose keys and values were computed, to a running request."""
+        request.sequence.num_tokens += num_accepted
+        request.num_submitted += num_accepted
+        request.num_computed += num_accepted
 
     def end(self, request: Request, *, keep: bool = True) -> None:
         """Close a request's sequence; with `keep`, its tokens enter the prefix cache. Idempotent.

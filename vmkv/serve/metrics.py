@@ -47,6 +47,9 @@ _METRICS: tuple[tuple[Any, str, str, dict[str, Any]], ...] = (
     (Counter, "steps", "Steps submitted", {}),
     (Counter, "step_tokens", "Tokens computed by steps", {"labelnames": ["phase"]}),
     (Counter, "preemptions", "Requests preempted", {"labelnames": ["kind"]}),
+    (Counter, "spec_decode_num_drafts", "Drafts verified: a request's guesses in a step", {}),
+    (Counter, "spec_decode_num_draft_tokens", "Guesses verified", {}),
+    (Counter, "spec_decode_num_accepted_tokens", "Guesses accepted", {}),
     (Gauge, "requests_running", "Requests that hold memory", {}),
     (Gauge, "requests_waiting", "Requests that wait for admission", {}),
     (Gauge, "sleeping", "1 while the engine sleeps: its weights are in host memory", {}),
@@ -63,6 +66,11 @@ _METRICS: tuple[tuple[Any, str, str, dict[str, Any]], ...] = (
             ("fence_wait", "Time of a step spent waiting for fences, where it had to", _PARTS_S),
         )
     ),
+)
+_SPECULATION = (
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
 )
 _MEMORY = ("used", "resident", "parked", "shared", "host", "free", "retired", "budget", "reserved")
 _SHARING = (
@@ -134,6 +142,10 @@ class Metrics:
         self._count("step_tokens", step.num_decode_tokens, "decode")
         self._count("preemptions", step.num_swapped, "swap")
         self._count("preemptions", step.num_recomputed, "recompute")
+        if step.num_drafts:
+            self._count("spec_decode_num_drafts", step.num_drafts)
+            self._count("spec_decode_num_draft_tokens", step.num_draft_tokens)
+            self._count("spec_decode_num_accepted_tokens", step.num_accepted_tokens)
         parts = {"step": step.total_s, "mapping": step.map_s, "device_wait": step.wait_s}
         parts |= {"fence_wait": step.fence_wait_s} if step.fence_wait_s else {}
         for name, value in parts.items():
@@ -256,6 +268,7 @@ _VLLMS_NAMES = (
     ("prompt_tokens", "prompt_tokens"),
     ("generation_tokens", "generation_tokens"),
     ("preemptions", "num_preemptions"),
+    *((name, name) for name in _SPECULATION),
     ("requests", "request_success"),
     ("prompt_tokens", "prefix_cache_queries"),
     ("prompt_tokens_cached", "prefix_cache_hits"),

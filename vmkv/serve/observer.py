@@ -33,6 +33,9 @@ class StepRecord:
     num_waiting: int = 0  # and those that wait.
     num_swapped: int = 0  # Requests preempted by swapping.
     num_recomputed: int = 0  # Requests preempted by dropping their memory.
+    num_drafts: int = 0  # Of the step that was read: requests with guesses,
+    num_draft_tokens: int = 0  # their guesses,
+    num_accepted_tokens: int = 0  # and those that were right.
 
     @property
     def total_s(self) -> float:

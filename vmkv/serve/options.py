@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import math
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..units import MiB
 
 if TYPE_CHECKING:
@@ -27,6 +28,45 @@ _PRIORITY_MAX = 16
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 """Choices of `EngineOptions.logprobs_mode`."""
 _MAY_BE_ZERO = ("max_queued", "max_priority")
+
+
+SPECULATION_METHODS = ("ngram", "suffix")
+"""Methods of `EngineOptions.speculative_config`."""
+#: Guesses of a request in a step: by default, and at most.
+_NUM_GUESSES, _NUM_GUESSES_MAX = 8, 32
+
+
+class Speculation(NamedTuple):
+    """How tokens are guessed, and the most guesses of a request in a step."""
+
+    method: str
+    num_speculative_tokens: int = _NUM_GUESSES
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | str) -> Speculation:
+        """Read vLLM's `speculative_config`, a mapping or JSON; `ConfigError` if it is wrong."""
+        try:
+            given = dict(json.loads(config) if isinstance(config, str) else config)
+            found = cls(**given)
+        except (TypeError, ValueError) as error:
+            names = " and ".join(cls._fields)
+            raise ConfigError(
+                f"speculative_config={shown(config)} must be a JSON object with {names} alone: "
+                "where texts are looked up, and when guesses pay, is found out while serving"
+            ) from error
+        if found.method not in SPECULATION_METHODS:
+            names = " and ".join(SPECULATION_METHODS)
+            raise ConfigError(
+                f"speculative_config: method={shown(found.method)} is not served; {names} are, "
+                "which guess from texts; draft models and heads are not"
+            )
+        count = found.num_speculative_tokens
+        if type(count) is not int or not 1 <= count <= _NUM_GUESSES_MAX:
+            raise ConfigError(
+                f"speculative_config: num_speculative_tokens={shown(count)} must be an integer, "
+                f"from 1 to {_NUM_GUESSES_MAX}"
+            )
+        return found
 
 
 @functools.cache
@@ -93,9 +133,16 @@ class EngineOptions:
             biases, penalties, masks, logits processors, temperature, top-k, top-p and min-p; for
             greedy requests, as in vLLM, without the last four. Those of prompts are the model's.
 
+        speculative_config: Guess tokens from texts and verify several a step, where that is faster,
+            as vLLM's JSON: `{"method": "suffix", "num_speculative_tokens": 8}`. The method "ngram"
+            looks in the request's own prompt and answer, "suffix" in its tenant's recent answers
+            too. Tokens stay those of decoding one by one. Requests with logits processors (or bad
+            words of several tokens) and models with states guess nothing; not with
+            `deterministic`, for which every token has a pass of the same shape.
+
     Raises:
         ConfigError: The fraction is not above 0 and up to 1, the watermark negative, the time to
-            sleep not positive, or there is no such mode.
+            sleep not positive, there is no such mode, or `speculative_config` is wrong.
     """
 
     max_num_seqs: int = 256
@@ -123,6 +170,7 @@ class EngineOptions:
     sleep_keeps_prefixes: bool = False
     seed: int | None = None
     logprobs_mode: str = LOGPROBS_MODES[0]
+    speculative_config: Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         share, kept_bytes, after_s = self.memory_fraction, self.watermark_bytes, self.sleep_after_s
@@ -135,6 +183,17 @@ class EngineOptions:
         if self.logprobs_mode not in LOGPROBS_MODES:
             names = ", ".join(LOGPROBS_MODES)
             raise ConfigError(f"logprobs_mode={self.logprobs_mode!r} is none of {names}")
+        if self.speculation is not None and self.deterministic:
+            raise ConfigError(
+                "deterministic computes each token in a pass of its own: leave speculative_config "
+                "out, whose passes have as many tokens as were guessed"
+            )
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """`speculative_config` as it was read."""
+        config = self.speculative_config
+        return None if config is None else Speculation.of(config)
 
     @property
     def can_sleep(self) -> bool:

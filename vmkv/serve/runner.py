@@ -58,7 +58,15 @@ class LaunchedStep:
     passes: Sequence[StepLogits]  # Of each pass that samples; valid until the next launch.
     slots: Sequence[int]  # Slots to sample, by row of all passes.
     order: Sequence[int] | None  # Rows in the order of the pieces; None if they are in order.
+    # By row: the guess that its token must equal for the next row to count; None without guesses.
+    guesses: Sequence[int] | None = None
     scores: Sequence[Scores] = ()  # Log-probabilities of prompts.
+
+
+def _guesses(piece: Piece) -> list[int]:
+    """Return what the rows of a piece must be followed by, the last row first; -1 for nothing."""
+    ids, count = piece.token_ids or (), piece.num_drafted
+    return [-1, *[ids[-each] for each in range(1, count + 1)]]
 
 
 class SlotError(VMKVError):
@@ -322,6 +330,8 @@ class ModelRunner:
         self.graph_bytes = 0
         vocab_size = compat.num_logits(model)
         self.sampler = Sampler(given.max_num_seqs, vocab_size, self._device)
+        asked = given.speculation
+        self._max_drafted = 0 if asked is None else asked.num_speculative_tokens
         self._histories: dict[int, _History] = {}  # By slot, where it has logits processors.
         self._wanted_logprobs: dict[int, int] = {}  # By slot, where it wants some.
         # By slot, where it wants log-probabilities of its prompt: how many, and the prompt.
@@ -338,6 +348,8 @@ class ModelRunner:
                 head = None if lockstep is None else lockstep.head
                 its: dict[str, Any] = {"agree": self._agree, "head": head}
                 few, dtype = self._options.few_sizes, self.stepper.logits_dtype
+                if not self.stepper.has_states:
+                    its["max_drafted"] = self._max_drafted
                 self.stepper.make_graphs(vocab_size, dtype, largest, few=few, **its)
                 if self.stepper.has_states and self.stepper.mixed_graphs is None:
                     _LOG.info("layers keep states: steps with prompts are not captured")
@@ -426,7 +438,11 @@ class ModelRunner:
         order = None
         if sampling != sorted(sampling):
             order = sorted(range(len(sampling)), key=sampling.__getitem__)
-        return LaunchedStep(passes, [pieces[at].slot for at in sampling], order, scores)
+        slots, guesses = [pieces[at].slot for at in sampling], None
+        if self._max_drafted and any(each.num_drafted for each in pieces):
+            left = {at: _guesses(pieces[at]) for at in {*sampling}}
+            guesses = [left[at].pop() for at in sampling]
+        return LaunchedStep(passes, slots, order, guesses, scores)
 
     @torch.no_grad()
     def sample(
@@ -439,21 +455,32 @@ class ModelRunner:
         slots. If it raises, nothing was sampled and no slot has advanced; `SlotError` names the one
         request at fault.
         """
-        slots, start = launched.slots, 0
+        slots, order, start = launched.slots, launched.order, 0
         parts: list[SampledTokens] = []
+        rows: list[int] = []  # In the order of `parts`, if they are sampled in rounds.
         if masks is not None:
             masks = masks.to(self._device, non_blocking=True)
         for step in launched.passes:
             end = start + len(step.pieces)
             its = None if masks is None else masks[start:end]
-            parts.append(self._sample(step, slots[start:end], its, ended))
+            if launched.guesses is None:
+                parts.append(self._sample(step, slots[start:end], its, ended))
+            else:
+                asked = slots[start:end], its, ended, launched.guesses[start:end]
+                for some, part in self._sample_in_rounds(step, *asked):
+                    parts.append(part)
+                    rows += [start + each for each in some]
             start = end
+        if rows:
+            places = {row: place for place, row in enumerate(rows)}
+            order = [places[row] for row in order or range(len(rows))]
+            slots = [slots[row] for row in rows]
         num_logprobs, histories, wanted = {}, {}, self._wanted_logprobs
         if wanted or self._histories:
             known = self._histories
             num_logprobs = {at: wanted[slot] for at, slot in enumerate(slots) if slot in wanted}
             histories = {at: known[slot][1] for at, slot in enumerate(slots) if slot in known}
-        return PendingTokens(parts, num_logprobs, histories, launched.order, launched.scores)
+        return PendingTokens(parts, num_logprobs, histories, order, launched.scores)
 
     def _is_scored(self, piece: Piece) -> bool:
         _, prompt = self._scored.get(piece.slot, (0, ()))
@@ -465,6 +492,7 @@ class ModelRunner:
         slots: Sequence[int],
         masks: torch.Tensor | None,
         ended: Collection[int],
+        at: torch.Tensor | None = None,
     ) -> SampledTokens:
         histories = self._histories
         if ended and histories:
@@ -474,7 +502,8 @@ class ModelRunner:
         if step.token_ids is not None and is_plain:
             # On CUDA they are copied to the host; here the next step would overwrite them.
             return SampledTokens(step.token_ids if self._is_cuda else step.token_ids.clone())
-        at = torch.tensor(slots, dtype=torch.int64).to(self._device, non_blocking=True)
+        if at is None:
+            at = self._sent(slots)
         logits, processed = step.logits, None
         if has_processors:
             processed = _process(logits, slots, histories, self._agree)
@@ -482,6 +511,48 @@ class ModelRunner:
         # Without a token a request ends, after a further step that any token will do for.
         self.stepper.last_tokens.index_copy_(0, at, sampled.token_ids.clamp(min=0))
         return sampled
+
+    def _sample_in_rounds(
+        self,
+        step: StepLogits,
+        slots: Sequence[int],
+        masks: torch.Tensor | None,
+        ended: Collection[int],
+        guesses: Sequence[int],
+    ) -> Iterator[tuple[Sequence[int], SampledTokens]]:
+        """Sample a slot's rows one after the other, as if the guesses before were right.
+
+        A row after a wrong guess draws for the padding slot, so that each slot has counted the
+        tokens that it keeps, and no others.
+        """
+        everything = range(len(slots))
+        is_unguided = masks is None and self._histories.keys().isdisjoint(slots)
+        if is_unguided and self.sampler.is_greedy(slots):
+            yield everything, self._sample(step, slots, None, ended)
+            return
+        rounds: dict[int, list[int]] = {}
+        number = -1
+        for row in everything:  # Rows of a slot are neighbours.
+            number = number + 1 if row and slots[row] == slots[row - 1] else 0
+            rounds.setdefault(number, []).append(row)
+        wanted = self._sent(guesses)
+        tokens = torch.empty_like(wanted)
+        is_right = torch.ones_like(wanted, dtype=torch.bool)
+        for number, some in rounds.items():
+            rows, its = self._sent(some), [slots[row] for row in some]
+            at = self._sent(its)
+            if number:
+                before = rows - 1
+                is_right[rows] = is_right[before] & (tokens[before] == wanted[before])
+                at = torch.where(is_right[rows], at, self.sampler.max_num_seqs)
+            logits = StepLogits(step.logits[rows], some)
+            some_masks = None if masks is None else masks[rows]
+            sampled = self._sample(logits, its, some_masks, ended, at)
+            tokens[rows] = sampled.token_ids
+            yield some, sampled
+
+    def _sent(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
 
     # ---- start, and end -------------------------------------------------------------------
 

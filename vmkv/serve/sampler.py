@@ -160,6 +160,7 @@ class Sampler:
         self.device = torch.device(device)
         slots = max_num_seqs + 1
         self._floats = torch.zeros(slots, 6, dtype=torch.float32, device=device)
+        self._floats[-1, _REPETITION] = 1.0
         self._integers = torch.zeros(slots, 3, dtype=torch.int64, device=device)
         #: Number of tokens sampled in each slot: the counter of its random generator.
         self._counts = torch.zeros(slots, dtype=torch.int64, device=device)

@@ -23,7 +23,7 @@ import enum
 import heapq
 import math
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -133,6 +133,8 @@ class Scheduler:
     Attributes:
         requests: Unfinished requests by number.
         running: The requests with a slot, in order of rank.
+        drafts: Guesses for the next tokens of decoding requests whose tokens were all read; each
+            plan verifies those for which tokens and memory are left.
     """
 
     #: Number of steps by which one level of priority lets a request overtake.
@@ -163,6 +165,7 @@ class Scheduler:
         self.costs = costs or PreemptionCosts()
         self.requests: dict[int, Request] = {}
         self.running: list[Request] = []
+        self.drafts: Mapping[Request, Sequence[int]] = {}
         self.free_slots = list(range(max_num_seqs))  # A heap: low slots first.
         self._waiting: list[tuple[Rank, int]] = []  # A heap; may hold ended requests.
         self._num_steps = 0
@@ -404,7 +407,7 @@ def take(request: Request, num_new_tokens: int) -> Piece:
 def untake(chunk: Piece) -> None:
     """Undo `take`."""
     request = chunk.request
-    request.num_computed -= chunk.num_new_tokens
+    request.num_computed -= chunk.num_new_tokens - chunk.num_drafted
     request.is_on_device = chunk.token_ids is None
     request.num_unread -= chunk.samples
 
@@ -467,6 +470,7 @@ class _Planning:
 
     def _plan_all(self) -> None:
         running, lacking, chunks = RequestState.RUNNING, self._lacking, self._plan.chunks
+        drafts = self.scheduler.drafts
         for request, num_left in self._running:
             if num_left > 1:  # A begun prompt: requests ranked before it come first.
                 self._admit_before(request.rank)
@@ -474,6 +478,8 @@ class _Planning:
                 continue  # Preempted by a request ranked before it, or all tokens exist.
             if num_left > 1:
                 self._prefill(request)
+            elif drafts and self._draft(request):
+                continue
             elif self._decode_tokens:
                 past = request.num_computed
                 needed = lacking.get(request, 0) if lacking else 0
@@ -486,6 +492,28 @@ class _Planning:
                     request.is_on_device = True
                     chunks.append(Piece(request.slot, -1, past, 1, ids, request=request))
         self._admit_before(_LAST)
+
+    def _draft(self, request: Request) -> bool:
+        """Plan a decoding request's token with its guesses, if nobody else's memory is needed."""
+        guesses, past = self.scheduler.drafts.get(request, ()), request.num_computed
+        num_new = 1 + len(guesses)
+        if num_new == 1 or not self._decode_tokens or len(guesses) > self._prompt_tokens:
+            return False
+        needed = self.view.lacking([(request, past + num_new)]).get(request, 0)
+        is_behind = needed and request.rank > self.outranked_by
+        if is_behind or not self._take_pages(needed):
+            return False
+        self._promised_pages -= self._lacking.get(request, 0)
+        self._decode_tokens -= 1
+        self._prompt_tokens -= len(guesses)
+        # Until the step is read, as if it had decoded one token.
+        request.num_computed = past + 1
+        request.num_unread += 1
+        request.is_on_device = False
+        ids = [*request.tokens(past, past + 1), *guesses]
+        its: dict[str, Any] = {"request": request, "num_drafted": len(guesses)}
+        self._plan.chunks.append(Piece(request.slot, -1, past, num_new, ids, **its))
+        return True
 
     def _admit_before(self, rank: Rank) -> None:
         """Admit or resume waiting requests that rank before `rank`, in order."""

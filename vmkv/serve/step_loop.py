@@ -32,10 +32,11 @@ from ..core.memory.arbiter import PATIENCE_STEPS, Borrower
 from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
 from ..step import Piece
 from ..units import div_ceil
+from .drafts import Drafter
 from .memory_view import MemoryView
 from .observer import EngineObserver, StepRecord
 from .request import FinishReason, Request, RequestState, TokenLogprobs
-from .runner import LaunchedStep, ModelRunner, PendingTokens, SlotError
+from .runner import LaunchedStep, ModelRunner, PendingTokens, SlotError, StepResult
 from .sampler import is_out_of_memory
 from .scheduler import PreemptionMethod, Scheduler, StepPlan
 
@@ -69,6 +70,8 @@ class SubmittedStep:
     chunks: Sequence[Piece]
     num_tokens: int
     submitted_s: float
+    num_drafted: int = 0  # Guesses among its tokens.
+    was_queued: bool = False  # Whether it was submitted while another one was not read.
 
     @property
     def kind(self) -> bool:
@@ -180,7 +183,8 @@ class StepLoop:
 
     `accept` takes what a step has sampled, and returns the requests that end. `ended` is called
     when a request has ended and holds no memory. `masks` makes the masks of guided requests, given
-    the live request or None for each slot to be sampled.
+    the live request or None for each row to be sampled, and the guess that its token must equal for
+    the next row to count, if there are guesses. A `drafter` makes these.
     """
 
     def __init__(
@@ -191,7 +195,8 @@ class StepLoop:
         *,
         accept: Callable[[Sequence[Sampled], Sequence[Scored]], Iterable[Ended]],
         ended: Callable[[Request, FinishReason, Exception | None], None],
-        masks: Callable[[Sequence[Request | None]], torch.Tensor | None],
+        masks: Callable[[Sequence[Request | None], Sequence[int] | None], torch.Tensor | None],
+        drafter: Drafter | None = None,
         observer: EngineObserver | None = None,
     ):
         self._scheduler = scheduler
@@ -200,6 +205,8 @@ class StepLoop:
         self._accept = accept
         self._ended = ended
         self._masks = masks
+        self._drafter = drafter
+        self._guessed = [0, 0, 0]  # Drafts, their tokens, and those accepted, of read steps.
         self._observer = observer
         self._requests = scheduler.requests
         # Unread steps, in order: one between steps, more after an interrupt.
@@ -278,6 +285,8 @@ class StepLoop:
         if self._member is not None:
             self._follow(self._member)
         self._view.note_loaded()
+        if self._drafter is not None:
+            self._draft(self._drafter, record)
         submitted, plan = self._advance(record)
         has_unread = bool(self._pending)
         if submitted is not None:
@@ -289,7 +298,7 @@ class StepLoop:
         wait_start_s = time.perf_counter()
         if has_unread:
             self._read(num_left=submitted is not None)
-        elif not plan.chunks and not plan.preempted:
+        elif self._requests and not plan.chunks and not plan.preempted:
             if self._view.loading:
                 self._view.note_loaded(waits=True)
             else:
@@ -415,12 +424,38 @@ class StepLoop:
             if self._view.is_swapped(request):
                 self._scheduler.requeue(request, PreemptionMethod.SWAP)
 
+    # ---- guesses --------------------------------------------------------------------------
+
+    def _draft(self, drafter: Drafter, record: StepRecord) -> None:
+        """Guess tokens for the next plan where that pays, once the steps before it were read."""
+        start_s, scheduler = time.perf_counter(), self._scheduler
+        scheduler.drafts = {}
+        if any(each.num_drafted for each in self._pending):
+            self._read()  # Their requests have an unknown number of tokens.
+        drafter.follow(scheduler.running)
+        decoding = self._decoding()
+        skipped = int(bool(self._pending))
+        if decoding and (not skipped or drafter.numbers(decoding, skipped=skipped)):
+            self._read()
+            drafter.follow(scheduler.running)
+            scheduler.drafts = drafter.drafts(self._decoding())
+        record.wait_s += time.perf_counter() - start_s
+
+    def _decoding(self) -> list[Request]:
+        """Return the running requests if all of them decode in the next step; else none."""
+        scheduler = self._scheduler
+        if self._token_limit is not None or (scheduler.free_slots and scheduler.first_waiting):
+            return []
+        numbers = [(each, each.num_left) for each in scheduler.running]
+        return [] if any(n > 1 for _, n in numbers) else [each for each, n in numbers if n]
+
     # ---- submitting -----------------------------------------------------------------------
 
     def _submit(self, plan: StepPlan, record: StepRecord) -> SubmittedStep | None:
         chunks = plan.chunks
         writes: list[tuple[int, int, int]] = []
         num_tokens = 0
+        num_drafted = 0
         needs_host = False  # Whether a token depends on the last one through the host.
         try:
             with self._view.begun_checkpoints(chunks) as kept_rows:
@@ -439,6 +474,8 @@ class StepLoop:
             self._recover(chunks, error)
             return None
         submitted_s = time.perf_counter()
+        if self._scheduler.drafts:
+            num_drafted = sum([chunk.num_drafted for chunk in chunks])
         self._borrower.note_submitted()
         self._view.note_computed(chunks)
         before = self._pending[-1] if self._pending else None
@@ -455,7 +492,8 @@ class StepLoop:
             # Slowly: each failed attempt costs a step.
             more = self._token_limit + max(1, self._token_limit // 8)
             self._token_limit = more if more < self._scheduler.max_num_batched_tokens else None
-        return SubmittedStep(pending, chunks, num_tokens, submitted_s)
+        was_queued = before is not None
+        return SubmittedStep(pending, chunks, num_tokens, submitted_s, num_drafted, was_queued)
 
     def _sample(
         self, launched: LaunchedStep, chunks: Sequence[Piece], record: StepRecord
@@ -466,7 +504,8 @@ class StepLoop:
         record.wait_s += time.perf_counter() - start_s
         ended = {slot for slot, each in slots.items() if each.state is RequestState.FINISHED}
         its = [None if slot in ended else slots[slot] for slot in launched.slots]
-        return interruptible(self.runner.sample, launched, self._masks(its), ended)
+        masks = self._masks(its, launched.guesses)
+        return interruptible(self.runner.sample, launched, masks, ended)
 
     def _set_slot(self, request: Request) -> None:
         prompt, output = request.prompt_token_ids, request.output_token_ids
@@ -560,6 +599,11 @@ class StepLoop:
                 continue
             self._pending.popleft()
             self.num_failed_steps = 0
+            if self._drafter is not None:
+                self._note_time(self._drafter, step)
+            if step.num_drafted:
+                self._accept_guesses(step.chunks, result)
+                continue
             sampled: list[Sampled] = []
             ended: list[Request] = []
             sampling = [chunk.request for chunk in step.chunks if chunk.samples]
@@ -580,6 +624,46 @@ class StepLoop:
             for request, reason, failure in self._accept(sampled, scored):
                 self.end(request, reason, failure)
 
+    def _note_time(self, drafter: Drafter, step: SubmittedStep) -> None:
+        decodes = step.num_tokens - step.num_drafted == len(step.chunks)
+        # The host reads, plans and submits between steps with guesses.
+        drafts = step.num_drafted > 0
+        counts = decodes and step.was_queued != drafts
+        drafter.times.note(time.perf_counter(), step.num_tokens, drafts=drafts, counts=counts)
+
+    def _accept_guesses(self, chunks: Sequence[Piece], result: StepResult) -> None:
+        """Accept the tokens of a step with guesses, as of one step for each place."""
+        rounds: list[list[Sampled]] = [[]]
+        rows = zip(result.token_ids, result.logprobs, strict=True)
+        for chunk in [each for each in chunks if each.samples]:
+            request, count = chunk.request, chunk.num_drafted
+            its = [next(rows) for _ in range(count + 1)]
+            if request.state is RequestState.FINISHED:
+                continue
+            request.num_unread -= 1
+            guesses, num_right = (chunk.token_ids or ())[-count:] if count else (), 0
+            while num_right < count and its[num_right][0] == guesses[num_right]:
+                num_right += 1
+            is_as_planned = request.num_computed == chunk.num_past_tokens + 1
+            if request.state is RequestState.RUNNING and is_as_planned:  # Else recomputed.
+                self._view.lengthen(request, num_right)
+            for at, (token_id, logprobs) in enumerate(its[: num_right + 1]):
+                rounds[at:] = rounds[at:] or [[]]
+                rounds[at].append((request, token_id, logprobs))
+            counts = (count > 0, count, num_right)
+            self._guessed = [a + b for a, b in zip(self._guessed, counts, strict=True)]
+        scored = [
+            (chunks[at].request, chunks[at].num_past_tokens, entries)
+            for at, entries in result.prompt_logprobs.items()
+        ]
+        for some in rounds:
+            live = [each for each in some if each[0].state is not RequestState.FINISHED]
+            self._fail([each[0] for each in live if each[1] < 0], ConfigError(_NO_TOKEN))
+            sampled = [each for each in live if each[1] >= 0]
+            for request, reason, failure in self._accept(sampled, scored):
+                self.end(request, reason, failure)
+            scored = []
+
     def _report(self, record: StepRecord, plan: StepPlan, observer: EngineObserver) -> None:
         record.num_decode_tokens = sum([chunk.token_ids is None for chunk in plan.chunks])
         record.num_prefill_tokens = plan.num_tokens - record.num_decode_tokens
@@ -587,6 +671,8 @@ class StepLoop:
         record.num_waiting = self._scheduler.num_waiting
         record.num_swapped = sum(each is PreemptionMethod.SWAP for _, each in plan.preempted)
         record.num_recomputed = len(plan.preempted) - record.num_swapped
+        record.num_drafts, record.num_draft_tokens, record.num_accepted_tokens = self._guessed
+        self._guessed = [0, 0, 0]
         observer.on(record, self._view.cache)
 
 
