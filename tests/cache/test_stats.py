@@ -84,7 +84,7 @@ def test_stats_read_as_a_line(cache: KVCache) -> None:
 def test_stats_of_several_devices_add_up() -> None:
     """Bytes and calls add; a sequence that spans devices is one sequence."""
     names = [each.name for each in fields(CacheStats)]
-    numbers = names[1:-2]  # Without the number of sequences, `sharing` and `driver_calls`.
+    numbers = names[1:-3]  # Without the number of sequences, `sharing`, `driver_calls`, `below`.
     one = CacheStats(
         num_sequences=2,
         sharing=SharingStats(num_forks=1, copied_bytes=4),

@@ -64,6 +64,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "serve --tensor-parallel": (SERVE, [*INTEGERS, "0", "3"]),  # It has two key-value heads.
     "serve --memory": (SERVE, [*NUMBERS, "0", "1e-30", "1e-9", "500000"]),  # More than any has.
     "serve --swap": (SERVE, [*NUMBERS, "500000"]),
+    "serve --disk-size": (SERVE, NUMBERS),
     "serve --watermark": (SERVE, NUMBERS),
     "serve --attention-backend": (SERVE, ["", "flash9", "x" * 300]),
     "serve --replicas": (SERVE, [*INTEGERS, "0", "1025"]),

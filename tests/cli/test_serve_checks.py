@@ -39,6 +39,8 @@ WRONG = [
     (["--response-template", "{scales}"], "no valid response template"),
     (["--api-key-file", "/nowhere"], "/nowhere"),
     (["--sleep-keeps-prefixes", "--swap", "1"], "needs --sleep-after"),
+    (["--disk", "files", "--swap", "1"], "go together"),
+    (["--disk", "files", "--disk-size", "1"], "needs --swap"),
     (["--sleep-keeps-prefixes", "--sleep-after", "9"], "--swap"),
 ]
 

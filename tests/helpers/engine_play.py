@@ -6,6 +6,7 @@ the model is real: `Engine`, its loop, scheduler, cache and pool.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from unittest import mock
 import torch
 
 from helpers.device import Device
+from helpers.file_play import Files
 from helpers.pool_play import PAGE, UNDERREAD_TOKENS, Guest, PoolPlay, add_layers, cost_model, noted
 from helpers.scheduler_books import check_scheduler
 from helpers.stamp_runner import VOCABULARY, Mishap, StampRunner, answer
@@ -60,6 +62,7 @@ class Shape:
         watermark_pages: As of `Engine`.
         has_states: Whether layers keep states.
         evicts: As of `PoolPlay`.
+        disk_pages: Budget of files, for blocks that leave host memory.
     """
 
     windows: tuple[int | None, ...] = (None,)
@@ -80,6 +83,7 @@ class Shape:
     watermark_pages: int | None = None
     has_states: bool = False
     evicts: bool = False
+    disk_pages: int = 0
 
 
 @dataclass(eq=False)
@@ -173,8 +177,11 @@ class EnginePlay(PoolPlay):
             evicts=shape.evicts,
         )
         self.shape = shape
+        self.files: Files | None = None
         try:
             self.engine, self.rows, self.runner = self._make_engine()
+            if shape.disk_pages:
+                self.files = Files(self.engine.cache, shape.disk_pages * PAGE, shape.disk_pages)
         except BaseException:
             self.abandon()
             raise
@@ -198,11 +205,17 @@ class EnginePlay(PoolPlay):
 
     # ---- requests -------------------------------------------------------------------------
 
-    def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        tenant: str | None = None,
+    ) -> None:
         """Add a request; the engine may refuse it as impossible."""
-        with self._doing(f"add({prompt}, {_words(params)}, {priority})"):
+        with self._doing(f"add({prompt}, {_words(params)}, {priority}, {tenant!r})"):
             try:
-                handle = self.engine.add(prompt, params, priority)
+                handle = self.engine.add(prompt, params, priority, tenant=tenant)
             except ConfigError:
                 return
             total = len(prompt) + (handle.requests[0].params.max_tokens or 0)
@@ -234,6 +247,8 @@ class EnginePlay(PoolPlay):
                     # The fault hit a call outside of a step, so the engine can continue.
                     if not self._end_fault():
                         raise
+                if self.files is not None:
+                    self.files.run()
                 self.check()
 
     def drain(self) -> None:
@@ -250,6 +265,8 @@ class EnginePlay(PoolPlay):
                 if not self.engine.has_unfinished:
                     break
                 self.engine.step()
+                if self.files is not None:
+                    self.files.run()
                 self.check(is_deep=False)
             else:
                 raise AssertionError(f"the engine does not come to an end: {self.engine!r}")
@@ -267,6 +284,49 @@ class EnginePlay(PoolPlay):
             if num_pages is None:
                 stats = self.cache.stats()
                 assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
+
+    # ---- files ----------------------------------------------------------------------------
+
+    def run_files(self, num_times: int) -> None:
+        """Run the threads of the files for a while."""
+        if self.files is not None:
+            with self._doing(f"run_files({num_times})"):
+                self.files.run(num_times)
+
+    def sink(self) -> None:
+        """Leave prefixes in files alone; requests have ended."""
+        self.drain()
+        self.trim(None)
+        if self.files is not None and not self.guests:
+            with self._doing("sink()"):
+                self.files.run(20)
+                self.cache.forget_prefixes(with_files=False)
+
+    def spoil_files(self, draw: random.Random) -> None:
+        """Damage a file, or let the disk be full, or keep what a killed process leaves."""
+        if self.files is not None:
+            with self._doing("spoil_files()"):
+                how = draw.random()
+                if how < 0.05:
+                    self.files.fill_disk()
+                elif how < 0.3:
+                    self.files.snapshot()
+                else:
+                    self._log(self.files.spoil(draw))
+
+    def restart_files(self) -> None:
+        """Open the files again, as another process does; requests have ended."""
+        if self.files is not None:
+            self.drain()
+            with self._doing("restart_files()"):
+                self.files.restart()
+
+    def forget(self) -> None:
+        """Forget all prefixes, as if the weights had changed; requests have ended."""
+        self.drain()
+        if not self.guests:
+            with self._doing("forget()"):
+                self.cache.forget_prefixes()
 
     # ---- guests: other sequences in the engine's cache ------------------------------------
 
@@ -496,6 +556,9 @@ class EnginePlay(PoolPlay):
 
         def compare(num_tokens: int, at: int, before: object) -> None:
             is_there = states.at_rest(row).get(num_tokens) == at
+            # Another sequence of this length may have ended there.
+            known = self.cache.prefixes.token_ids(row)
+            is_there &= known[:num_tokens] == tokens[:num_tokens]
             if is_there and states.table.rows[at].mappings[0] is before:
                 self.rows.compare_state("a prefix", at, history, num_tokens)
 
@@ -535,7 +598,15 @@ class EnginePlay(PoolPlay):
         self.drain()
         self.trim(None)
         self.engine.close()
+        if self.files is not None:
+            self.files.close()
         super().close()
+
+    def abandon(self) -> None:
+        """Free as much as possible after a failure. Idempotent."""
+        if self.files is not None:
+            self.files.abandon()
+        super().abandon()
 
     def _say(self, tokens: list[int]) -> None:
         self.said.append(list(tokens))

@@ -57,7 +57,13 @@ class ModelPlay(EnginePlay):
         model.register_forward_pre_hook(count)
         return engine, SimpleNamespace(cache=engine.cache), runner
 
-    def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        tenant: str | None = None,
+    ) -> None:
         params = SamplingParams(
             n=params.n,
             temperature=0,
@@ -65,7 +71,7 @@ class ModelPlay(EnginePlay):
             logits_processors=params.logits_processors,
             prompt_logprobs=params.prompt_logprobs,
         )
-        super().add(prompt, params, priority)
+        super().add(prompt, params, priority, tenant)
 
     def _answer(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         said = alone(self.shape.name, tuple(prompt), _LONGEST_ANSWER)[len(prompt) :]

@@ -203,6 +203,36 @@ class RandomEngine(RandomPlay):
         return EnginePlay(_random_shape(draw))
 
 
+def _add_of_tenant(draw: random.Random, play: EnginePlay) -> None:
+    params, priority = _random_params(draw), draw.choice([0, 0, 0, -1, 1])
+    play.add(_random_prompt(draw, play), params, priority, draw.choice([None, None, "a", "b"]))
+
+
+class RandomTiers(RandomEngine):
+    """An episode with host memory and files below little device memory."""
+
+    operations = _OPERATIONS | {
+        "add": _add_of_tenant,
+        "run_files": lambda draw, play: play.run_files(draw.choice([1, 3, 10, 40])),
+        "spoil_files": lambda draw, play: play.spoil_files(draw),
+        "restart_files": lambda draw, play: play.restart_files(),
+        "forget": lambda draw, play: play.forget(),
+        "sink": lambda draw, play: play.sink(),
+    }
+    always = _ALWAYS | {"run_files": 6, "sink": 2}
+    sometimes = _SOMETIMES | {"spoil_files": 3, "restart_files": 0.7, "forget": 0.3}
+
+    def _make(self, draw: random.Random) -> EnginePlay:
+        shape = dataclasses.replace(
+            _random_shape(draw),
+            host_pages=draw.choice([12, 30, 60, 200]),
+            disk_pages=draw.choice([60, 200, 1000]),
+            prefix_caching=True,
+            deterministic=False,
+        )
+        return EnginePlay(shape)
+
+
 #: Models whose layers keep states.
 HYBRIDS = () if unsupported_because("qwen3_next") else ("qwen3_next",)
 
@@ -229,6 +259,21 @@ class RandomModelEngine(RandomEngine):
         # Each layer is a group, with an eighth of the bytes per token of a stamped layer.
         shape |= {"is_late": False, "budget_pages": draw.choice([20, 30, 50, 100]), "name": name}
         shape["runner"] = draw.choice(["eager", "graphs"])
+        return ModelPlay(ModelShape(**shape))
+
+
+class RandomModelTiers(RandomModelEngine):
+    """An episode with a real model over host memory and files."""
+
+    operations = RandomTiers.operations | {"add": _add_scored}
+    always, sometimes = RandomTiers.always, RandomTiers.sometimes
+    names = ("llama", "gemma3", *HYBRIDS)
+
+    def _make(self, draw: random.Random) -> ModelPlay:
+        shape = dataclasses.asdict(_random_shape(draw))
+        shape |= {"is_late": False, "budget_pages": draw.choice([30, 50, 100])}
+        shape |= {"host_pages": draw.choice([30, 200]), "disk_pages": draw.choice([200, 1000])}
+        shape |= {"prefix_caching": True, "deterministic": False, "name": draw.choice(self.names)}
         return ModelPlay(ModelShape(**shape))
 
 

@@ -12,7 +12,9 @@ from helpers.random_engine import (
     RandomEngine,
     RandomHybridEngine,
     RandomModelEngine,
+    RandomModelTiers,
     RandomPlay,
+    RandomTiers,
 )
 from helpers.random_generate import RandomGenerate
 from helpers.shared_model_play import RandomSharedModel
@@ -21,8 +23,10 @@ from vmkv.errors import CapacityError, ConfigError
 
 PLAYS: dict[str, type[RandomPlay]] = {
     "engine": RandomEngine,
+    "tiers": RandomTiers,
     "model": RandomModelEngine,
     "speculation": RandomSpeculation,
+    "model_tiers": RandomModelTiers,
     **({"hybrid": RandomHybridEngine, "brokered": RandomBrokered} if HYBRIDS else {}),
     "generate": RandomGenerate,
     "shared": RandomSharedModel,

@@ -25,8 +25,10 @@ pytestmark = [
     ("name", "num_episodes", "num_operations"),
     [
         ("engine", 40, 100),
+        ("tiers", 8, 60),
         ("model", 2, 50),
         ("speculation", 5, 30),
+        ("model_tiers", 2, 25),
         *[("hybrid", 4, 50), ("brokered", 2, 20)] * ("hybrid" in PLAYS),
         ("generate", 3, 25),
         ("shared", 6, 40),

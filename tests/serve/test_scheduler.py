@@ -88,6 +88,10 @@ class ModelView:
     def can_load(self) -> bool:
         return bool(self.offloaded)
 
+    @property
+    def num_copied(self) -> int:
+        return len(self.loading)
+
     def must_load(self, request: Request) -> bool:
         return request.num_to_load > 0 and request.request_id in self.offloaded
 

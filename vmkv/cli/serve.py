@@ -53,6 +53,8 @@ _ENGINE: Flags = {
     "floor_bytes": (types.gib, "GiB", "--floor"),
     "pool_weight": (types.number(0.001, 1000, "weights"), "W", "--weight"),
     "host_budget_bytes": (types.gib, "GiB", "--swap"),
+    "disk_folder": (types.name, "FOLDER", "--disk"),
+    "disk_budget_bytes": (types.gib, "GiB", "--disk-size"),
     "watermark_bytes": (types.gib, "GiB", "--watermark"),
     "enable_sleep_mode": (bool, None),
     "sleep_after_s": (types.seconds, "S", "--sleep-after"),
@@ -389,11 +391,15 @@ def _check_combination(arguments: Namespace) -> None:
         raise ConfigError(
             "--sleep-keeps-prefixes needs --sleep-after or --enable-sleep-mode, and --swap memory"
         )
+    if arguments.disk_folder and not arguments.host_budget_bytes:
+        raise ConfigError("--disk needs --swap memory, which blocks pass through")
     _check_sharing(arguments)
     if not arguments.replicas:
         return
     if can_sleep:
         raise ConfigError("--replicas do not sleep: leave --sleep-after, --enable-sleep-mode out")
+    if arguments.disk_folder:
+        raise ConfigError("a --disk folder is for one engine, --replicas are several: leave it out")
     if arguments.trace:
         raise ConfigError("--trace is for one engine, --replicas are several: leave --trace out")
     if arguments.tensor_parallel > 1:
@@ -423,6 +429,8 @@ def _check_sharing(arguments: Namespace) -> None:
         return
     if len(set(arguments.models)) < len(arguments.models):
         raise ConfigError("a model is named twice, and clients choose by its name: leave one out")
+    if arguments.disk_folder:
+        raise ConfigError("--disk is for one model: start one server per model, with a --pool")
     for flag in _OF_ONE_MODEL:
         if getattr(arguments, flag[2:].replace("-", "_")) is not None:
             raise ConfigError(f"{flag} is for one model: start one server per model, with a --pool")

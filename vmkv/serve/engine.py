@@ -138,7 +138,8 @@ class Engine:
                 undo.callback(self._weights.close)
                 close_later(self, self._weights)
             self.cache: KVCache = rows.cache
-            self._view = MemoryView(self.cache, given, self._scheduler.requests)
+            scheduler = self._scheduler
+            self._view = MemoryView(self.cache, given, scheduler.requests, scheduler.costs)
             runner = make_runner(model, rows, given, self._weights, lockstep)
             renew = partial(renewed_runner, model, rows, given, self._weights)
             self._turns = TrainingTurns(model, vocabulary, runner, renew)
@@ -618,7 +619,8 @@ class Engine:
         self._check_one_device("paused()")
         self._check_at_rest("paused()")
         self.wake()
-        self._turns.pause(compares_values=bool(self.cache.prefixes.recorded))
+        has_prefixes = bool(self.cache.prefixes.recorded) or not self.cache.host_blocks.is_empty
+        self._turns.pause(compares_values=has_prefixes)
         self._is_inside = True
 
     @uninterrupted

@@ -20,16 +20,21 @@ from ..core.cache import (
     begun_checkpoint,
     close_idle,
 )
+from ..core.cache.block_files import Reading
 from ..core.cache.forking import find_beginning, pages_to_fork
 from ..core.cache.growing import surplus_bytes
+from ..core.cache.host_blocks import Loading
 from ..core.cache.layer_group import UNDERREAD_TOKENS
 from ..core.cache.prefix import BLOCK_TOKENS
 from ..errors import CapacityError, ConfigError, DriverError
 from ..step.piece import Piece
 from .options import EngineOptions
 from .request import Request
+from .scheduler import PreemptionCosts
 
 _LOG = logging.getLogger(__name__)
+#: Longest wait for a read when there is nothing else to do: then other requests may have come.
+_READ_WAIT_S = 0.005
 
 
 class MemoryView:
@@ -39,8 +44,15 @@ class MemoryView:
     share the prompt that the first computed.
     """
 
-    def __init__(self, cache: KVCache, given: EngineOptions, requests: Mapping[int, Request]):
+    def __init__(
+        self,
+        cache: KVCache,
+        given: EngineOptions,
+        requests: Mapping[int, Request],
+        costs: PreemptionCosts,
+    ):
         self.cache = cache
+        self._token_s = costs.flops_per_token / costs.flops_per_s
         self.page_bytes = cache.pool.page_bytes
         self._max_chunk_tokens = given.max_num_batched_tokens
         self._forks = not given.deterministic
@@ -53,7 +65,7 @@ class MemoryView:
         self._num_steps = 0
         self._submitted_at = (0, 0)  # The last two submissions.
         self._fitting = (0, 0), 0
-        #: Waiting requests whose prefixes are copied from host memory.
+        #: Waiting requests whose prefixes are copied from host memory, or read from files before.
         self.loading: set[Request] = set()
         self._padding: list[Sequence] = []  # Without memory, from `sleep` to the next step.
         self._num_padding = 0  # Sequences that padding writes to.
@@ -86,6 +98,7 @@ class MemoryView:
         if request.leader is None and not request.num_preemptions:
             request.num_cached_tokens = sequence.num_tokens
         request.sequence, request.last_step, request.loading = sequence, None, None
+        request.has_read = False
         request.num_submitted = sequence.num_tokens
         if self.cache.states is not None:
             request.checkpoints = self._checkpoints(request, num_matched)
@@ -184,6 +197,8 @@ class MemoryView:
         If the driver fails, `close_ended` closes it later.
         """
         self.loading.discard(request)
+        if isinstance(request.loading, Reading):
+            request.loading.cancel()
         sequence = request.sequence
         if sequence is None:
             return
@@ -230,7 +245,7 @@ class MemoryView:
             for sequence in self._padding:
                 sequence.truncate(0)
         if not keeps_prefixes:
-            self.cache.forget_prefixes()
+            self.cache.forget_prefixes(with_files=False)  # The weights stay the same.
         self.cache.trim()
 
     def _record(self, request: Request) -> None:
@@ -291,25 +306,42 @@ class MemoryView:
         request.sequence.swap_in()
 
     def offload_ahead(self) -> None:
-        """While memory is short, copy what is evicted next to host memory."""
+        """Copy what is evicted next to host memory: while memory is short, or for files."""
         self.cache.host_blocks.keep_ahead()
 
     @property
     def can_load(self) -> bool:
-        """Whether host memory holds prefixes."""
-        return self.cache.host_blocks.num_bytes > 0
+        """Whether host memory or files hold prefixes."""
+        blocks = self.cache.host_blocks
+        return blocks.num_bytes > 0 or blocks.files is not None
+
+    @property
+    def num_copied(self) -> int:
+        """Requests whose prefixes are copied from host memory now."""
+        return sum([isinstance(each.loading, Loading) for each in self.loading])
 
     def must_load(self, request: Request) -> bool:
         """Whether a waiting request that was looked up should `load` before it begins."""
         return request.num_to_load > 0 and request.loading is None
 
-    def load(self, request: Request) -> None:
-        """Begin to copy a waiting request's prefix from host memory to a parked row.
+    def load(self, request: Request) -> bool:
+        """Begin to read a waiting request's prefix from files, or to copy it to a parked row.
 
-        On errors the request computes what `begin` does not find.
+        What was read is copied later, when the request is looked up again. On errors the request
+        computes what `begin` does not find. Returns whether the request can go on without memory
+        that others hold.
         """
         tokens, blocks = request.tokens(0, request.num_known), self.cache.host_blocks
         request.num_to_load = 0
+        if blocks.files is not None and not request.has_read:
+            request.has_read = True
+            with self.cache.pool.lock:
+                num_there, num_here = find_beginning(self.cache, tokens, request.tenant)
+                request.loading = blocks.read(tokens, request.tenant, num_there, self._token_s)
+            if request.loading is not None:
+                self.loading.add(request)
+            if request.loading is not None or not num_here:
+                return True
         try:
             sequence = blocks.begin_beside(tokens, request.tenant)
             self._close(sequence, None)
@@ -318,16 +350,25 @@ class MemoryView:
                 self.loading.add(request)
         except (CapacityError, DriverError):
             _LOG.debug("a prefix could not be copied", exc_info=True)
+        return request.loading is not None
 
     def note_loaded(self, *, waits: bool = False) -> None:
         """Let requests begin whose prefixes are complete; with `waits`, wait for one."""
         for request in tuple(self.loading):
-            assert request.loading is not None
-            if waits:
-                request.loading.fence.wait()
-                waits = False
-            if self.cache.host_blocks.has_loaded(request.loading):
-                self.loading.remove(request)
+            loading = request.loading
+            if isinstance(loading, Reading):
+                if waits:
+                    loading.wait(_READ_WAIT_S)
+                if loading.has_ended:
+                    self.loading.remove(request)
+                    request.loading = None
+            else:
+                assert loading is not None
+                if waits:
+                    loading.fence.wait()
+                if self.cache.host_blocks.has_loaded(loading):
+                    self.loading.remove(request)
+            waits = False
 
     def pages_to_resume(self, request: Request) -> int:
         """Pages that swapping a request in takes; its shared pages have stayed mapped."""
@@ -416,8 +457,8 @@ class MemoryView:
     def is_ready(self, request: Request) -> bool:
         """Whether the request may begin.
 
-        False while its leader computes the shared prompt, and while its prefix is copied from host
-        memory.
+        False while its leader computes the shared prompt, and while its prefix is brought to the
+        device.
         """
         if request in self.loading:
             return False
@@ -428,7 +469,7 @@ class MemoryView:
         return leader.sequence is not None and has_prompt
 
     def cached_tokens(self, request: Request) -> tuple[int, int]:
-        """Leading tokens that rows hold computed, and those after them that host memory holds.
+        """Leading tokens that rows hold computed, and those after them that lie below.
 
         Costs about 5 ns per token.
         """
@@ -437,7 +478,8 @@ class MemoryView:
         if not self._may_hit(request):
             return 0, 0
         tokens = request.tokens(0, request.num_known)
-        return find_beginning(self.cache, tokens, request.tenant)
+        with_files = not request.has_read
+        return find_beginning(self.cache, tokens, request.tenant, with_files=with_files)
 
     def fitting_tokens(self) -> int:
         """Length of the longest request that fits the budget alone, at most a row."""

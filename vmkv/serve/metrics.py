@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from ..core.cache import CacheStats
+from ..core.cache.stats import BelowStats
 from ..core.memory import Broker
 from .observer import (
     Event,
@@ -81,6 +82,7 @@ _SHARING = (
     "swapped_in",
     "offloaded",
     "loaded",
+    "written",
 )
 
 
@@ -251,9 +253,25 @@ def _families(stats: CacheStats) -> Iterator[Metric]:
     what = "Memory by how it was shared or moved"
     sharing = CounterMetricFamily("vmkv_sharing_bytes", what, labels=["how"])
     yield _filled(sharing, {how: getattr(stats.sharing, f"{how}_bytes") for how in _SHARING})
+    yield from _of_blocks(stats.below)
 
 
-def _filled(family: Any, values: Mapping[str, int]) -> Any:
+_BELOW: tuple[tuple[Any, str, str, str], ...] = (
+    (GaugeMetricFamily, "bytes", "Memory or files for blocks of prefixes", "num_bytes"),
+    (CounterMetricFamily, "loads", "Prefixes that were brought up for a request", "num_loads"),
+    (CounterMetricFamily, "loaded_bytes", "Bytes of these prefixes", "loaded_bytes"),
+    (CounterMetricFamily, "load_seconds", "Time that bringing them up took", "load_s"),
+    (GaugeMetricFamily, "failed", "1 after an error, when nothing is written", "has_failed"),
+)
+
+
+def _of_blocks(below: Mapping[str, BelowStats]) -> Iterator[Metric]:
+    for kind, name, what, attribute in _BELOW:
+        values = {where: getattr(its, attribute) for where, its in below.items()}
+        yield _filled(kind(f"vmkv_tier_{name}", what, labels=["tier"]), values)
+
+
+def _filled(family: Any, values: Mapping[str, float]) -> Any:
     for label, value in sorted(values.items()):
         family.add_metric([label], value)
     return family

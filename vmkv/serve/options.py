@@ -97,6 +97,10 @@ class EngineOptions:
             the free memory.
         host_budget_bytes: Host memory for evicted prefixes and swapped requests; by default none,
             so both are computed again.
+        disk_folder: Folder for evicted prefixes that leave host memory, which a later server of the
+            same model finds. It is made if it is not there, and no other engine may use it.
+            Files of other weights that are in it are removed.
+        disk_budget_bytes: Size of the files in `disk_folder`.
         pool_socket: Socket of a broker (`vmkv pool`) that shares the device's memory between
             processes; several models get one by default. `budget_bytes` is then the most that
             this engine may have.
@@ -142,7 +146,8 @@ class EngineOptions:
 
     Raises:
         ConfigError: The fraction is not above 0 and up to 1, the watermark negative, the time to
-            sleep not positive, there is no such mode, or `speculative_config` is wrong.
+            sleep not positive, there is no such mode, `speculative_config` is wrong, or a folder
+            for files has no budget.
     """
 
     max_num_seqs: int = 256
@@ -152,6 +157,8 @@ class EngineOptions:
     budget_bytes: int | None = None
     memory_fraction: float | None = None
     host_budget_bytes: int = 0
+    disk_folder: str | os.PathLike[str] | None = None
+    disk_budget_bytes: int = 0
     pool_socket: str | None = None
     floor_bytes: int = 0
     pool_weight: float = 1.0
@@ -180,6 +187,8 @@ class EngineOptions:
             raise ConfigError(f"watermark_bytes={kept_bytes} is negative; None keeps everything")
         if after_s is not None and not 0 < after_s < math.inf:
             raise ConfigError(f"sleep_after_s={after_s} must be a positive number; None for never")
+        if (self.disk_folder is not None) != (self.disk_budget_bytes > 0):
+            raise ConfigError("disk_folder and disk_budget_bytes go together: give both or neither")
         if self.logprobs_mode not in LOGPROBS_MODES:
             names = ", ".join(LOGPROBS_MODES)
             raise ConfigError(f"logprobs_mode={self.logprobs_mode!r} is none of {names}")

@@ -15,6 +15,7 @@ from .detokenize import Detokenizer
 from .params import SamplingParams
 
 if TYPE_CHECKING:
+    from ..core.cache.block_files import Reading
     from ..core.cache.host_blocks import Loading
 
 # ---- request -------------------------------------------------------------------------------------
@@ -177,8 +178,9 @@ class Request:
     last_step: int | None = None
     num_sent: int = 0  # Output tokens that were sent to a client,
     num_prompt_sent: int = 0  # and entries of `prompt_logprobs`.
-    num_to_load: int = 0  # Tokens of its prefix in host memory, when it was looked up.
-    loading: Loading | None = None  # The copy of its prefix, begun while the request waits.
+    num_to_load: int = 0  # Tokens of its prefix below the rows, when it was looked up.
+    loading: Loading | Reading | None = None  # Of its prefix, begun while the request waits.
+    has_read: bool = False  # Whether host memory has got what files hold of it.
     checkpoints: Sequence[int] = ()  # Prompt lengths after which layers' states are kept.
 
     @property

@@ -559,7 +559,7 @@ class _Planning:
             kept += div_ceil(view.total_pages, _HEADROOM_DIVISOR) + num_running
         num_new = scheduler.chunk_tokens(request, self._prompt_tokens)
         loads = not is_swapped and view.must_load(request)
-        if loads and len(view.loading) + len(self._plan.loading) >= _NUM_LOADS_MAX:
+        if loads and view.num_copied + len(self._plan.loading) >= _NUM_LOADS_MAX:
             return False
         if not (num_new or loads) or not self._take_pages(needed, kept, self.looks_for_surplus):
             return False

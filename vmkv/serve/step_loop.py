@@ -291,8 +291,7 @@ class StepLoop:
         has_unread = bool(self._pending)
         if submitted is not None:
             self._pending.append(submitted)
-        for request in plan.loading:
-            self._view.load(request)
+        goes_on = [self._view.load(request) for request in plan.loading]
         if submitted is not None:
             self._view.offload_ahead()
         wait_start_s = time.perf_counter()
@@ -301,7 +300,7 @@ class StepLoop:
         elif self._requests and not plan.chunks and not plan.preempted:
             if self._view.loading:
                 self._view.note_loaded(waits=True)
-            else:
+            elif not any(goes_on):
                 self._unblock()
         if not self._requests:
             self._read()  # Only superfluous tokens are left; no later step would read them.
@@ -312,6 +311,7 @@ class StepLoop:
 
     def rest(self) -> None:
         """Tell a broker that no request is left; it takes back what is above the floor."""
+        self._view.offload_ahead()
         if self._member is not None:
             self._num_asked = 0
             self._member.ask(0, 0, is_busy=False)

@@ -79,8 +79,8 @@ class BlockPlaces:
             if made is not None:
                 self.add_slab(*made, group)
                 continue
-            victim = self.next_to_go()
-            if victim is None or victim in spared:
+            victim = self.next_to_go(spared)
+            if victim is None:
                 return None
             slab = self.blocks[victim].slab
             if victim[0] is group or self.slabs[slab].num_pending:
@@ -134,24 +134,34 @@ class BlockPlaces:
         order.only_here.pop(key, None)
         (order.elsewhere if is_elsewhere else order.only_here)[key] = None
 
+    def note_elsewhere(self, key: BlockKey) -> None:
+        """Note that a block is elsewhere too."""
+        if key in self._orders[self.tenant(key)].only_here:
+            self.touch(key, is_elsewhere=True)
+
     def touch_first(self, key: BlockKey) -> None:
         """Let a block that is elsewhere too give way before all others."""
         self.touch(key, is_elsewhere=True)
         self._orders[self.tenant(key)].elsewhere.move_to_end(key, last=False)
 
-    def next_to_go(self) -> BlockKey | None:
-        """The block that gives way next: one of the tenant that has the most."""
+    def next_to_go(self, spared: Collection[BlockKey] = ()) -> BlockKey | None:
+        """The block that gives way next: one of the tenant that has the most, and not `spared`."""
         if not self.blocks:
             return None
         most = max(self._orders.values(), key=lambda order: order.num_blocks)
-        return next(iter(most.elsewhere or most.only_here))
+        return next((key for part in most for key in part if key not in spared), None)
 
     # ---- slabs ----------------------------------------------------------------------------
 
-    def add_slab(self, slab: int, num_places: int, group: LayerGroup) -> None:
-        """Enter a slab for blocks of `group`; the first of its places is taken last."""
-        self.slabs[slab] = Slab(group, num_places)
-        self._free[group] += [Place(slab, at) for at in range(num_places)]
+    def add_slab(
+        self, slab: int, num_places: int, group: LayerGroup, taken: Collection[int] = ()
+    ) -> None:
+        """Enter a slab for blocks of `group`, whose places are free but for those `taken`.
+
+        The first free one is taken last.
+        """
+        self.slabs[slab] = Slab(group, num_places, num_pending=len(taken))
+        self._free[group] += [Place(slab, at) for at in range(num_places) if at not in taken]
 
     def drop_slab(self, slab: int) -> None:
         """Forget a slab with its blocks and its places."""
@@ -161,7 +171,7 @@ class BlockPlaces:
         self._free[its.group] = [each for each in self._free[its.group] if each.slab != slab]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all slabs."""
         for each in (self.blocks, self.slabs, self._orders, self._free):
             each.clear()
 

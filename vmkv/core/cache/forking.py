@@ -586,14 +586,18 @@ def longest_beginning(cache: KVCache, prompt: Any, tenant: str | None) -> int:
     return 0
 
 
-def find_beginning(cache: KVCache, prompt: Any, tenant: str | None) -> tuple[int, int]:
+def find_beginning(
+    cache: KVCache, prompt: Any, tenant: str | None, *, with_files: bool = False
+) -> tuple[int, int]:
     """Return how many tokens of `prompt` rows hold, and how many after them host memory.
 
-    Changes nothing. Cost: about 5 ns per token, and a look at each row that holds a beginning.
+    `with_files` those count that files hold. Changes nothing. Cost: about 5 ns per token, and a
+    look at each row that holds a beginning.
     """
     with cache.pool.lock:
         there = longest_beginning(cache, prompt, tenant)
-        return there, cache.host_blocks.find(prompt, tenant, there) - there
+        found = cache.host_blocks.find(prompt, tenant, there, with_files=with_files)
+        return there, found - there
 
 
 def begin_with_prefix(cache: KVCache, prompt: Any, tenant: str | None) -> tuple[int, int] | None:

@@ -19,7 +19,9 @@ See DESIGN.md, Note [Evicted prefixes go to host memory].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import time
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,10 +31,13 @@ from ...units import Address, MiB
 from ..backend import CopyOp, Fence, MemoryLocation
 from ..memory import Victim
 from ..memory.host_slabs import HostSlabs
+from ..memory.slab_files import memory_at
 from . import growing
+from .block_files import BlockFiles, Reading
 from .block_places import BlockKey, BlockPlaces, Place
 from .layer_group import LayerGroup
-from .prefix import BLOCK_TOKENS, as_bytes, block_hashes
+from .prefix import BLOCK_TOKENS, as_bytes, block_hashes, tenant_bytes
+from .stats import BelowStats
 from .swap import side_stream
 
 if TYPE_CHECKING:
@@ -55,6 +60,7 @@ class Loading(NamedTuple):
     row: int
     tick: int
     fence: Fence
+    begun_s: float
 
 
 class HostBlocks:
@@ -67,18 +73,46 @@ class HostBlocks:
         self._cache = cache
         #: Slabs that are taken and in no books.
         self._spare_slabs: list[int] = []
-        self._places = BlockPlaces(self._make_slab, self._spare_slabs.append)
+        self.places = BlockPlaces(self._make_slab, self._spare_slabs.append)
         #: Rows whose blocks are all here, and the ticks at which they were parked.
         self._kept_at: dict[int, int] = {}
         self._memory: HostSlabs | None = None
         # Requests are looked up in each step until they begin.
         self._hashes_of = lru_cache(_NUM_PROMPTS_HASHED)(_hashes_of)
+        self._num_loads, self._load_s = 0, 0.0
+        #: Blocks in files, with `open_files`.
+        self.files: BlockFiles | None = None
         cache.pool.host_pressure.add_source(self.victims)
+
+    def open_files(
+        self, folder: str | os.PathLike[str], budget_bytes: int, identity: bytes
+    ) -> None:
+        """Keep blocks in the files of a folder too, and find those that are there.
+
+        `identity` stands for the model and its weights; the cache has its layers. Raises
+        `ConfigError` if another engine has the folder, or other users may read it, and `OSError`
+        if it cannot be made. Cost: some 2 µs for each block there.
+        """
+        with self._cache.pool.lock:
+            self.files = BlockFiles(self._cache, self, folder, budget_bytes, identity)
 
     @property
     def num_bytes(self) -> int:
         """Host memory that it holds."""
         return 0 if self._memory is None else self._memory.num_bytes
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether neither host memory nor files hold blocks."""
+        return not self.places.blocks and (self.files is None or not self.files.places.blocks)
+
+    def stats(self) -> dict[str, BelowStats]:
+        """Return statistics of host memory, and of files where there are any. Locked."""
+        loaded_bytes = self._cache.sharing.loaded_bytes
+        found = {"host": BelowStats(self.num_bytes, self._num_loads, loaded_bytes, self._load_s)}
+        if self.files is not None:
+            found["files"] = self.files.stats()
+        return found
 
     # ---- keeping --------------------------------------------------------------------------
 
@@ -95,7 +129,7 @@ class HostBlocks:
         tick, hashes = cache.rows.parked[row], cache.prefixes.hashes(row)
         ops: list[CopyOp] = []
         made: list[BlockKey] = []
-        places = self._places
+        places, files = self.places, self.files
         tenant = cache.prefixes.tenant(row)
         with suppress(CapacityError, DriverError):
             is_all = True
@@ -106,7 +140,8 @@ class HostBlocks:
                         break
                     key = (group, hashes[end - 1])
                     if key in places.blocks:
-                        places.touch(key)
+                        is_written = files is not None and key in files.places.blocks
+                        places.touch(key, is_elsewhere=is_written)
                     else:
                         size = _block_bytes(group)
                         if most_bytes is not None and (most_bytes := most_bytes - size) < 0:
@@ -118,6 +153,10 @@ class HostBlocks:
                         made.append(key)
                         places.add(key, place, tenant)
                         _add(ops, CopyOp(self._address(place, size), source, size))
+                        if files is not None and key in files.places.blocks:
+                            places.note_elsewhere(key)
+                    if files is not None:
+                        files.want(key, tenant)
             if ops:
                 cache.note_stream()
                 side = side_stream(cache)
@@ -133,19 +172,41 @@ class HostBlocks:
         for key in made:  # Their copies were not submitted.
             if key in places.blocks:
                 places.drop(key)
+        if files is not None:
+            files.write()
 
     def keep_ahead(self) -> None:
         """While memory is short, keep some of the row that is evicted next and not here yet.
 
-        An eviction then has nothing left to copy. Call it while the device works.
+        An eviction then has nothing left to copy. Call it while the device works, and when it
+        falls idle: then files get what rows hold, while host memory has room.
         """
         pool, rows = self._cache.pool, self._cache.rows
         if pool.host_budget_bytes and pool.available_bytes < pool.budget_bytes // _SHORT_DIVISOR:
             with pool.lock:
-                for row, tick in rows.parked.items():
-                    if self._kept_at.get(row) != tick:
-                        self.keep(row, most_bytes=_AHEAD_BYTES)
-                        break
+                self._keep_some()
+        elif self.files is not None and rows.parked and self._has_room:
+            with pool.lock:
+                if rows.parked and self._is_unkept(*next(reversed(rows.parked.items()))):
+                    self.files.write()
+
+    def keep_next(self, *, pushes: bool) -> None:
+        """Keep some of the next row, if there is room, or by pushing others out. Locked."""
+        if pushes or self._has_room:
+            self._keep_some()
+
+    def _keep_some(self) -> None:
+        for row, tick in self._cache.rows.parked.items():
+            if self._is_unkept(row, tick):
+                self.keep(row, most_bytes=_AHEAD_BYTES)
+                break
+
+    def _is_unkept(self, row: int, tick: int) -> bool:
+        return self._kept_at.get(row) != tick
+
+    @property
+    def _has_room(self) -> bool:
+        return self._memory is None or self._memory.has_more
 
     def _kept_blocks(
         self, group: LayerGroup, row: int, num_blocks: int
@@ -166,36 +227,46 @@ class HostBlocks:
         for at in range(num_tokens // BLOCK_TOKENS - 1, -(-first // BLOCK_TOKENS) - 1, -1):
             yield at + 1, Address(start + at * size)
 
-    def forget(self) -> None:
+    def forget(self, *, with_files: bool = True) -> None:
         """Forget all blocks; their memory stays for others. Locked."""
         self._kept_at.clear()
-        for key in tuple(self._places.blocks):
-            self._places.drop(key)
+        if self.files is not None and with_files:
+            self.files.forget()
+        for key in tuple(self.places.blocks):
+            self.places.drop(key)
 
     # ---- loading --------------------------------------------------------------------------
 
-    def find(self, prompt: Any, tenant: str | None, num_there: int) -> int:
+    def find(
+        self, prompt: Any, tenant: str | None, num_there: int, *, with_files: bool = False
+    ) -> int:
         """Return how many tokens of `prompt` a sequence can begin with, if rows hold `num_there`.
 
-        Whole blocks, without the prompt's last token. Changes nothing. Locked.
+        `with_files` it can once they are read. Whole blocks, without the prompt's last token.
+        Changes nothing. Locked.
         """
-        blocks, others = self._places.blocks, []
-        if not blocks:
+        here: Collection[BlockKey] = self.places.blocks
+        below: Collection[BlockKey] = ()
+        if with_files and self.files is not None:
+            below = self.files.places.blocks
+        if not here and not below:
             return num_there
+        others: list[LayerGroup] = []
         most = max(0, len(prompt) - 1) // BLOCK_TOKENS
         there = num_there // BLOCK_TOKENS
         hashes = self._hashes(prompt, tenant)
         for group in self._cache.groups:
             if self._sees_all(group):
                 end = there
-                while end < most and (group, hashes[end]) in blocks:
+                while end < most and ((key := (group, hashes[end])) in here or key in below):
                     end += 1
                 most = end
             else:
                 others.append(group)
         for num_blocks in range(most, there, -1):
             needed = [(group, self._needed(group, there, num_blocks)) for group in others]
-            if all((group, hashes[at]) in blocks for group, its in needed for at in its):
+            keys = ((group, hashes[at]) for group, its in needed for at in its)
+            if all(key in here or key in below for key in keys):
                 return num_blocks * BLOCK_TOKENS
         return num_there
 
@@ -214,6 +285,32 @@ class HostBlocks:
         if group.window_tokens is not None:
             first = max(0, num_blocks * BLOCK_TOKENS - group.window_tokens + 1) // BLOCK_TOKENS
         return range(max(first, there), num_blocks)
+
+    def read(
+        self, prompt: Any, tenant: str | None, num_there: int, token_s: float
+    ) -> Reading | None:
+        """Begin to read what files hold of a prompt, of which rows hold `num_there` tokens. Locked.
+
+        None if that is nothing, or takes much longer than computing it, at `token_s` each.
+        """
+        if self.files is None:
+            return None
+        num_tokens = self.find(prompt, tenant, num_there, with_files=True)
+        num_here = self.find(prompt, tenant, num_there)
+        if num_tokens <= num_here:
+            return None
+        hashes, keys = self._hashes(prompt, tenant), []
+        for group in self._cache.groups:
+            needed = self._needed(group, num_there // BLOCK_TOKENS, num_tokens // BLOCK_TOKENS)
+            keys += [(at, (group, hashes[at])) for at in needed]
+        keys.sort(key=lambda each: each[0])  # A part of them is of use, too.
+        compute_s = (num_tokens - num_here) * token_s
+        return self.files.read([key for _, key in keys], tenant_bytes(tenant), compute_s)
+
+    def memory(self, key: BlockKey, place: Place) -> memoryview:
+        """Return the memory of a block's place, or of a place that was taken for it."""
+        size = _block_bytes(key[0])
+        return memory_at(self._address(place, size), size)
 
     def extend(self, beginning: sequence.Sequence, prompt: Any) -> None:
         """Add the tokens of `prompt` that are here to a sequence that begins with those before.
@@ -271,13 +368,14 @@ class HostBlocks:
     def loading(self, row: int) -> Loading:
         """Return the copies to the parked row of a sequence of `begin_beside`."""
         fence = self._cache.pool.backend.record_fence(side_stream(self._cache))
-        return Loading(row, self._cache.rows.idle_since(row), fence)
+        return Loading(row, self._cache.rows.idle_since(row), fence, time.perf_counter())
 
     def has_loaded(self, loading: Loading) -> bool:
         """Whether the copies are complete, and no stream need wait for them."""
         if not loading.fence.has_passed():
             return False
         self._cache.rows.note_idle(loading.row, loading.tick)
+        self._load_s += time.perf_counter() - loading.begun_s
         return True
 
     def _load(self, row: int, hashes: Sequence[bytes], there: int, num_tokens: int) -> None:
@@ -289,10 +387,10 @@ class HostBlocks:
             needed = self._needed(group, there // BLOCK_TOKENS, num_tokens // BLOCK_TOKENS)
             for at in reversed(needed):
                 target = start if group.is_fixed else Address(start + at * size)
-                source = self._address(self._places.blocks[group, hashes[at]], size)
+                source = self._address(self.places.blocks[group, hashes[at]], size)
                 _add(ops, CopyOp(target, source, size))
             for at in needed:  # Rows hold these now; the last block goes before all others.
-                self._places.touch_first((group, hashes[at]))
+                self.places.touch_first((group, hashes[at]))
             if group.window_tokens is not None and needed.start * BLOCK_TOKENS > there:
                 # A kernel may fetch unused tokens before the window, which must not be NaN.
                 first = needed.start * BLOCK_TOKENS
@@ -310,6 +408,7 @@ class HostBlocks:
             cache.rows.touch(row)
         if current != side:
             backend.stream_wait(current, side)
+        self._num_loads += 1
         cache.sharing.loaded_bytes += sum(op.num_bytes for op in ops)
 
     # ---- memory ---------------------------------------------------------------------------
@@ -345,36 +444,50 @@ class HostBlocks:
             return 0
         while given_bytes < num_bytes and (ahead_bytes := memory.give_unused()):
             given_bytes += ahead_bytes
-        slabs = self._places.slabs
+        slabs = self.places.slabs
         if slabs and given_bytes < num_bytes:
             self._cache.pool.backend.record_fence(side_stream(self._cache)).wait()
         unused = [slab for slab, its in slabs.items() if not its.tenants and not its.num_pending]
         while given_bytes < num_bytes:
-            victim = self._places.next_to_go()
+            victim = self.places.next_to_go()
             if unused:
                 slab = unused.pop()
             elif victim is None:
                 break
-            elif slabs[slab := self._places.blocks[victim].slab].num_pending:
-                self._places.drop(victim)
+            elif slabs[slab := self.places.blocks[victim].slab].num_pending:
+                self.places.drop(victim)
                 continue
             memory.give(slab)
-            self._places.drop_slab(slab)
+            self.places.drop_slab(slab)
             given_bytes += memory.slab_bytes
         return given_bytes
 
     def check(self) -> None:
         """Raise `InternalError` where the books disagree. Locked."""
-        self._places.check()
+        self.places.check()
+        if self.files is not None:
+            self.files.places.check()
+
+    def close_files(self) -> None:
+        """Leave the folder of the files to others; what is there stays. Without the lock."""
+        if self.files is not None:
+            self.files.close()
+            self.files = None
+
+    def save(self) -> None:
+        """Write what rows hold to files, if there are any and as far as there is time."""
+        if self.files is not None:
+            self.files.save()
 
     def close(self) -> None:
         """Give its memory back, once the copies submitted so far are complete.
 
         Raises `DriverError`; another call continues.
         """
+        self.close_files()
         with self._cache.pool.lock:
             self._cache.pool.host_pressure.remove_source(self.victims)
-            self._places.clear()
+            self.places.clear()
             if self._memory is not None:
                 self._cache.pool.backend.record_fence(side_stream(self._cache)).wait()
                 self._memory.close()

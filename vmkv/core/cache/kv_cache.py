@@ -523,12 +523,12 @@ class KVCache(AbstractContextManager["KVCache"]):
         """Return how many tokens of `prompt` a sequence opened now would begin with."""
         return sum(forking.find_beginning(self, prompt, tenant))
 
-    def forget_prefixes(self) -> None:
-        """Forget all recorded tokens, here and in host memory; the memory stays with its rows."""
+    def forget_prefixes(self, *, with_files: bool = True) -> None:
+        """Forget all recorded tokens, here and below; the memory stays with its rows."""
         with self.pool.lock:
             for row in tuple(self.prefixes.recorded):
                 self.prefixes.truncate(row)
-            self.host_blocks.forget()
+            self.host_blocks.forget(with_files=with_files)
 
     def _restored(
         self, row: int, num_tokens: int, token_ids: abc.Sequence[int], tenant: str | None
@@ -661,6 +661,7 @@ class KVCache(AbstractContextManager["KVCache"]):
         """
         if self.is_closed:
             return
+        self.host_blocks.save()
         self.is_closing = True  # After a failing driver call another `close` continues from there.
         self.host_blocks.close()
         for sequence in self.sequences:

@@ -320,7 +320,7 @@ class PrefixIndex:
             return
         content = self._contents.get(row)
         if content is None:
-            content = self._contents[row] = self._empty(row, _tenant_bytes(tenant))
+            content = self._contents[row] = self._empty(row, tenant_bytes(tenant))
         tokens = content.tail + tokens
         whole_bytes = self._whole_bytes(len(tokens))
         self._tree.extend(content, tokens[:whole_bytes])
@@ -354,7 +354,7 @@ class PrefixIndex:
         for content, target, tenant in found:
             if content is not None:
                 # If the source keeps its tokens, its path is followed without comparing tokens.
-                if content.row not in targets and content.tenant == _tenant_bytes(tenant):
+                if content.row not in targets and content.tenant == tenant_bytes(tenant):
                     copies.append((target, tenant, content))
                 else:
                     held = memoryview(self._held(content, 0, num_bytes))
@@ -441,7 +441,7 @@ class PrefixIndex:
         Changes to rows between two matches are seen. Cost: about 5 ns per token, and a comparison
         for each place where rows part.
         """
-        whose, tokens = _tenant_bytes(tenant), as_bytes(token_ids)
+        whose, tokens = tenant_bytes(tenant), as_bytes(token_ids)
         num_bytes = len(tokens) if max_tokens is None else max_tokens * _TOKEN_BYTES
         while num_bytes:
             for node, end_bytes in reversed(self._tree.find(whose, tokens, num_bytes)):
@@ -476,7 +476,7 @@ class PrefixIndex:
 
 def block_hashes(token_ids: Sequence[int], tenant: str | None = None) -> Iterator[bytes]:
     """Yield the hashes of the whole blocks of `token_ids`, in every process the same."""
-    return _chain(as_bytes(token_ids), _first_parent(_tenant_bytes(tenant)))
+    return _chain(as_bytes(token_ids), _first_parent(tenant_bytes(tenant)))
 
 
 def _chain(tokens: bytes, parent: bytes) -> Iterator[bytes]:
@@ -499,7 +499,7 @@ def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
-def _tenant_bytes(tenant: str | None) -> bytes:
+def tenant_bytes(tenant: str | None) -> bytes:
     """Encode a tenant so that None differs from the empty name."""
     return b"" if tenant is None else b"." + tenant.encode(errors="surrogatepass")
 

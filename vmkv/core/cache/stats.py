@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ class SharingStats:
         swapped_in_bytes: Copied back.
         offloaded_bytes: Blocks of prefixes copied to host memory.
         loaded_bytes: Copied back.
+        written_bytes: Blocks of prefixes written to files.
     """
 
     num_forks: int = 0
@@ -40,6 +41,26 @@ class SharingStats:
     swapped_in_bytes: int = 0
     offloaded_bytes: int = 0
     loaded_bytes: int = 0
+    written_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class BelowStats:
+    """Blocks of prefixes in host memory, or in files.
+
+    Attributes:
+        num_bytes: Memory, or files, for blocks.
+        num_loads: Prefixes of requests that were brought up from here.
+        loaded_bytes: Their bytes.
+        load_s: From the beginning of each load to its end.
+        has_failed: Whether nothing is written any more, after an error.
+    """
+
+    num_bytes: int = 0
+    num_loads: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    has_failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +85,7 @@ class CacheStats:
         num_prefix_hit_tokens: Tokens that need not be computed again, over all hits.
         sharing: Bytes aliased and copied since the cache was made.
         driver_calls: Calls of each driver primitive since the pool was made.
+        below: Blocks of prefixes below the device: "host", and "files" where there are any.
     """
 
     num_sequences: int
@@ -81,6 +103,7 @@ class CacheStats:
     num_prefix_hit_tokens: int
     sharing: SharingStats
     driver_calls: Mapping[str, int]
+    below: Mapping[str, BelowStats] = field(default_factory=dict)
 
     def __str__(self) -> str:
         sequences = "1 sequence" if self.num_sequences == 1 else f"{self.num_sequences} sequences"
@@ -125,6 +148,7 @@ def collect_stats(cache: KVCache) -> CacheStats:
             num_prefix_hit_tokens=prefixes.num_hit_tokens,
             sharing=replace(cache.sharing),
             driver_calls=dict(cache.pool.backend.calls),
+            below=cache.host_blocks.stats(),
         )
 
 
@@ -144,4 +168,7 @@ def add_stats(stats: list[CacheStats]) -> CacheStats:
         # A sequence on several devices counts once, and so does its prefix.
         add = partial(max, default=0) if name.startswith("num_") else sum
         added[name] = add([getattr(each, name) for each in stats])
-    return CacheStats(**added, sharing=SharingStats(**sharing), driver_calls=dict(calls))
+    below = stats[0].below if len(stats) == 1 else {}
+    return CacheStats(
+        **added, sharing=SharingStats(**sharing), driver_calls=dict(calls), below=below
+    )

@@ -50,6 +50,11 @@ class HostSlabs:
         """Host memory that it holds."""
         return (len(self._made) + len(self._used)) * self.slab_bytes
 
+    @property
+    def has_more(self) -> bool:
+        """Whether a slab is ready, or being made ready, to be taken."""
+        return bool(self._made)
+
     def address(self, slab: int) -> Address:
         """The address of a slab, the same for the host and the device."""
         return Address(self._start + slab * self.slab_bytes)

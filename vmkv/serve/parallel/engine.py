@@ -199,6 +199,8 @@ def checked_options(options: Mapping[str, Any]) -> EngineOptions:
     given = EngineOptions(**options)
     if given.kv_scales is not None:
         raise ConfigError("kv_scales are of all heads, a rank has some only: leave kv_scales out")
+    if given.disk_folder is not None:
+        raise ConfigError("ranks do not keep files of blocks in lockstep: leave disk_folder out")
     return given
 
 
