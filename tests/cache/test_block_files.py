@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import resource
 import signal
 import stat
@@ -18,7 +19,7 @@ import torch
 from helpers.stamps import append, assert_holds
 
 from vmkv import ConfigError, HostBackend, KVCache
-from vmkv.core.cache import StateShape, block_files
+from vmkv.core.cache import StateShape, block_files, growing
 from vmkv.core.cache.forking import longest_beginning
 from vmkv.core.memory.slab_files import Kind, SlabFiles
 from vmkv.units import KiB, MiB
@@ -219,6 +220,57 @@ def test_what_takes_longer_than_computing_is_not_read(open_cache: MakeCache) -> 
         reading = cache.host_blocks.read([*LONG, 0], None, 0, token_s=1e3)
     assert reading is not None
     assert cache.host_blocks.files._bytes_per_s > 1.0
+
+
+def test_blocks_that_are_read_while_memory_is_mapped_are_left_out(
+    open_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sequence has memory for the blocks that were there before."""
+    cache = open_cache(windows=(2,), num_bytes=8 * MiB)
+    _say(cache, LONG)
+    _forget_above(cache)
+    assert 16 == _back(cache, range(1, 17))
+    map_rows = growing.map_rows
+
+    def map_and_read(*args: object) -> None:
+        map_rows(*args)
+        with cache.pool.lock:
+            reading = cache.host_blocks.read([*LONG, 0], None, 0, token_s=1.0)
+        reading.wait(60.0)
+
+    cache.trim()
+    monkeypatch.setattr(growing, "map_rows", map_and_read)
+    sequence = cache.open(prompt=[*LONG, 0])
+    assert 16 == sequence.num_tokens
+    assert_holds(sequence, range(1, 17))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_conversations_while_threads_write_and_read(
+    open_cache: MakeCache, seed: int
+) -> None:
+    """Over little memory of each kind; the threads are real ones."""
+    draw = random.Random(seed)
+    windows = draw.choice([(), (24,)])
+    cache = open_cache(
+        windows=windows,
+        budget_bytes=120 * PAGE * (1 + len(windows)),
+        host_budget_bytes=draw.choice([32, 64]) * PAGE * (1 + len(windows)),
+        num_bytes=draw.choice([1, 8]) * MiB,
+    )
+    num_found = 0
+    for _ in range(120):
+        tokens = [draw.randrange(1, 4)] * 16
+        for _ in range(draw.randrange(12)):
+            tokens += [draw.randrange(1, 4)] * 16
+        num_found += _back(cache, tokens)
+        _say(cache, tokens, saves=False)
+        if draw.random() < 0.3:
+            cache.trim(draw.choice([None, 8 * PAGE]))
+        if draw.random() < 0.1:
+            _forget_above(cache)
+        cache.check()
+    assert num_found > 0
 
 
 # ---- tenants, budgets ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ See DESIGN.md, Note [Blocks go on to files].
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -21,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import DriverError
@@ -123,7 +125,8 @@ class BlockFiles:
         self._num_reads = self._read_bytes = 0
         self._read_s = 0.0
         self._bytes_per_s: float | None = None  # Of reading, lately.
-        self._find()
+        with _without_collector():
+            self._find()
         self._writer = ThreadPoolExecutor(1, "vmkv-files-writer")
         self._reader = ThreadPoolExecutor(1, "vmkv-files-reader")
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "vmkv-files")
@@ -145,24 +148,28 @@ class BlockFiles:
     def _find(self) -> None:
         """Enter the blocks that are in the folder; files of another identity are removed."""
         groups = {self._kind(group): group for group in self._cache.groups}
-        found: list[tuple[int, BlockKey, Place, bytes]] = []
+        found: list[tuple[int, int, int, LayerGroup, bytes, bytes]] = []
+        places = self.places
         for slab, kind, entries in self._files.found():
             self._next_slab = max(self._next_slab, slab + 1)
             group = None if kind is None else groups.get(kind)
-            if group is None or len(self.places.slabs) >= self._num_slabs:
+            if group is None or len(places.slabs) >= self._num_slabs:
                 self._files.remove(slab)
                 continue
-            used = {at for at, each in enumerate(entries) if each.tick}
-            self.places.add_slab(slab, len(entries), group, used)
-            for at in used:
-                its = entries[at]
-                found.append((its.tick, (group, its.name), Place(slab, at), its.owner))
-        for tick, key, place, owner in sorted(found, key=lambda each: each[0]):
+            used = [
+                (tick, slab, at, group, name, owner)
+                for at, (name, owner, _, tick) in enumerate(entries)
+                if tick
+            ]
+            places.add_slab(slab, len(entries), group, {each[2] for each in used})
+            found += used
+        found.sort()
+        for tick, slab, at, group, name, owner in found:
             self._next_tick = tick + 1
-            if key in self.places.blocks:  # A copy that had given way before.
-                self.places.give_back(place)
+            if (group, name) in places.blocks:  # A copy that had given way before.
+                places.give_back(Place(slab, at))
             else:
-                self.places.add(key, place, owner)
+                places.add((group, name), Place(slab, at), owner)
 
     def _make_slab(self, group: LayerGroup) -> tuple[int, int] | None:
         if len(self.places.slabs) >= self._num_slabs:
@@ -421,6 +428,18 @@ class BlockFiles:
         for each in (self._writer, self._reader, self._threads):
             each.shutdown()
         self._files.close()
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Stop the collector of garbage, which would visit a million new tuples again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _submit(threads: ThreadPoolExecutor, work: Callable[..., None], *args: Any) -> None:

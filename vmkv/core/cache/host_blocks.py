@@ -238,12 +238,18 @@ class HostBlocks:
     # ---- loading --------------------------------------------------------------------------
 
     def find(
-        self, prompt: Any, tenant: str | None, num_there: int, *, with_files: bool = False
+        self,
+        prompt: Any,
+        tenant: str | None,
+        num_there: int,
+        *,
+        most_tokens: int | None = None,
+        with_files: bool = False,
     ) -> int:
         """Return how many tokens of `prompt` a sequence can begin with, if rows hold `num_there`.
 
-        `with_files` it can once they are read. Whole blocks, without the prompt's last token.
-        Changes nothing. Locked.
+        At most `most_tokens`. With `with_files` it can once they are read. Whole blocks, without
+        the prompt's last token. Changes nothing. Locked.
         """
         here: Collection[BlockKey] = self.places.blocks
         below: Collection[BlockKey] = ()
@@ -252,7 +258,8 @@ class HostBlocks:
         if not here and not below:
             return num_there
         others: list[LayerGroup] = []
-        most = max(0, len(prompt) - 1) // BLOCK_TOKENS
+        most = max(0, len(prompt) - 1) if most_tokens is None else most_tokens
+        most //= BLOCK_TOKENS
         there = num_there // BLOCK_TOKENS
         hashes = self._hashes(prompt, tenant)
         for group in self._cache.groups:
@@ -333,8 +340,8 @@ class HostBlocks:
         except (CapacityError, DriverError):
             return  # Nothing was mapped.
         with cache.pool.lock:
-            # Making room may have taken some of the blocks.
-            num_tokens = self.find(prompt, tenant, there)
+            # Making room may have taken some of the blocks, and reading may have added some.
+            num_tokens = self.find(prompt, tenant, there, most_tokens=wanted)
             has_windows = any(group.window_tokens is not None for group in cache.groups)
             if num_tokens < wanted and not there and has_windows:
                 # What is mapped of a window is what a query after `wanted` tokens sees.

@@ -20,7 +20,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -109,10 +109,10 @@ class SlabFiles:
         left_bytes = self.slab_bytes - 2 * _HEADER_BYTES  # The table ends at a page.
         return max(0, left_bytes // (kind.block_bytes + _ENTRY.size))
 
-    def found(self) -> Iterator[tuple[int, Kind | None, list[Entry]]]:
+    def found(self) -> Iterator[tuple[int, Kind | None, list[tuple[Any, ...]]]]:
         """Yield the slabs in the folder, newest first, with their entries; None for damaged ones.
 
-        Entries of places without a block have the tick 0.
+        Entries are tuples with the fields of `Entry`; the tick is 0 where there is no block.
         """
         slabs = [_NAME.fullmatch(each.name) for each in self.folder.iterdir()]
         for slab in sorted((int(each[1]) for each in slabs if each), reverse=True):
@@ -123,8 +123,7 @@ class SlabFiles:
                     num_bytes = self.num_places(kind) * _ENTRY.size
                     table = os.pread(file.fileno(), num_bytes, _HEADER_BYTES)
                     kind = kind if len(table) == num_bytes else None
-            entries = [] if kind is None else [Entry(*each) for each in _ENTRY.iter_unpack(table)]
-            yield slab, kind, entries
+            yield slab, kind, [] if kind is None else [*_ENTRY.iter_unpack(table)]
 
     def kind_of(self, header: bytes) -> Kind | None:
         """Return the kind in the header of a file of this size; None if it is damaged."""
