@@ -136,6 +136,30 @@ def test_a_killed_engine_is_restarted_and_ends_with_its_server(model: Path) -> N
         wait_for_end(engine)
 
 
+def test_a_killed_engine_leaves_conversations_in_files(model: Path, tmp_path: Path) -> None:
+    """The engine that is started in its place finds them."""
+    body = {"model": "tiny", "prompt": [5, 6, 7] * 20, "max_tokens": 4, "temperature": 0}
+    disk = ["--disk", str(tmp_path / "files"), "--disk-size", "0.0625"]
+    with (
+        serving(model, "--swap", "0.0625", *disk) as (child, url),
+        httpx.Client(timeout=60) as client,
+    ):
+        told = client.post(f"{url}/v1/completions", json=body).json()
+        written = 'vmkv_sharing_bytes_total{how="written"} '
+        while f"{written}0.0" in (text := client.get(f"{url}/metrics").text) or written not in text:
+            client.post(f"{url}/v1/completions", json={**body, "prompt": [9, 8]})
+        [engine] = engines_of(child.pid)
+        os.kill(engine, signal.SIGKILL)
+        wait_for_end(engine)
+        while client.get(f"{url}/health").status_code == 503:
+            pass
+        again = client.post(f"{url}/v1/completions", json=body).json()
+        assert told["choices"][0]["text"] == again["choices"][0]["text"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 40
+        assert 'vmkv_tier_loads_total{tier="files"} 1.0' in client.get(f"{url}/metrics").text
+        child.send_signal(signal.SIGTERM)
+
+
 def test_an_idle_model_sleeps_until_a_request(model: Path) -> None:
     """With a line in the log for each, and a gauge."""
     body = {"model": "tiny", "prompt": [5, 6, 7] * 20, "max_tokens": 4, "temperature": 0}

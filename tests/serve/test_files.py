@@ -14,7 +14,7 @@ from helpers.requests import finish_all
 from helpers.requests import reference as said_alone
 from helpers.tiny_models import unsupported_because
 
-from vmkv import ConfigError
+from vmkv import ConfigError, ExtentPool, HostBackend
 from vmkv.core.cache import block_files
 from vmkv.core.memory.slab_files import SlabFile
 from vmkv.serve.engine import Engine
@@ -23,7 +23,7 @@ from vmkv.serve.options import EngineOptions
 from vmkv.serve.parallel.engine import checked_options
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.request import RequestHandle, RequestState
-from vmkv.units import MiB
+from vmkv.units import KiB, MiB
 
 MakeEngine = Callable[..., Engine]
 LONG = [1 + at * 7 % 90 for at in range(70)]
@@ -206,6 +206,25 @@ def test_files_outlive_sleep(open_engine: MakeEngine) -> None:
     _check(late, LONG, 5)
     assert NUM_CACHED == late.requests[0].num_cached_tokens
     assert _read_bytes(engine) > 0
+
+
+def test_two_engines_over_one_pool(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """Each has a folder of its own. The first one takes the host memory."""
+    pool = ExtentPool(HostBackend(4 * KiB), 16 * MiB, host_budget_bytes=4 * MiB)
+    for _ in range(2):
+        engines = [
+            make_engine(pool=pool, disk_folder=tmp_path / each, disk_budget_bytes=8 * MiB)
+            for each in ("a", "b")
+        ]
+        late = [engine.add(prompt, _greedy(5)) for engine in engines for prompt in (LONG, OTHER)]
+        for engine in engines:
+            finish_all(engine)
+        for handle, prompt in zip(late, [LONG, OTHER] * 2, strict=True):
+            _check(handle, prompt, 5)
+        for engine in engines:
+            engine.cache.check()
+            engine.close()
+    assert [NUM_CACHED, 16] == [each.requests[0].num_cached_tokens for each in late[:2]]
 
 
 def test_metrics_of_tiers(open_engine: MakeEngine) -> None:
