@@ -17,9 +17,9 @@ from __future__ import annotations
 import logging
 import math
 from array import array
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -39,13 +39,15 @@ _LOG = logging.getLogger(__name__)
 
 #: Tokens that are compared to find where a text is repeated; both lengths are looked up.
 _SHORT, _LONG = 3, 6
+#: Tokens after the last wrong guess in its text, where it goes on after a small change.
+_RESUME_TOKENS = 4
 _BITS, _ODD, _MASK = 21, 0x9E3779B1, (1 << 62) - 1
 #: N-grams of a tenant's answers that are kept, twice; and tenants whose answers are.
 _ANSWERS_MAX, _TENANTS_MAX = 1 << 16, 64
 #: Tokens repeated so far, from which on a guess counts as of the next class.
-_CLASSES = (_LONG, 12, 24)
+_CLASSES = (_SHORT, _LONG, 12, 24)
 #: Right guesses of each class, of four, that are assumed at first.
-_ASSUMED = (1.0, 2.0, 3.0, 3.5)
+_ASSUMED = (1.0, 1.0, 2.0, 3.0, 3.5)
 _ASSUMED_TRIES = 4.0
 #: Tallies are halved at so many tries: of all requests, and of one.
 _TRIES_MAX, _OWN_TRIES_MAX = 256.0, 32.0
@@ -54,8 +56,12 @@ _TRIES_MAX, _OWN_TRIES_MAX = 256.0, 32.0
 _Places = dict[int, tuple[Sequence[int], int]]
 
 
+#: Classes by the tokens repeated so far, the last one for all beyond.
+_CLASS_OF = [sum(at >= each for each in _CLASSES) for at in range(_CLASSES[-1] + 1)]
+
+
 def _class_of(num_matched: int) -> int:
-    return sum([num_matched >= each for each in _CLASSES])
+    return _CLASS_OF[min(num_matched, _CLASSES[-1])]
 
 
 class _Tally:
@@ -104,8 +110,10 @@ class _Text:
         self.tally = _Tally()
         known = list(self.prompt[-_LONG:])
         self.tail = deque([0] * (_LONG - len(known)) + known, maxlen=_LONG)
+        self.keys = _keys(self.tail)
         self.source: Sequence[int] | None = None  # The text that goes on as this one should,
         self.at = self.num_matched = 0  # the place of the next token, and the tokens before it.
+        self.left: Any = None  # The text and the place where the last guess was wrong.
 
     def guess(self) -> int:
         """Return the next token's guess; -1 for none."""
@@ -125,12 +133,13 @@ class _Text:
     def take(self, token_id: int, answers: tuple[_Places, _Places] | None) -> None:
         """Add a token that was read to the text, and look up where to go on."""
         place, is_right = len(self.output), self.guess() == token_id
-        for key in _keys(self.tail):
+        for key in self.keys:
             self.in_output[key] = place
             if answers is not None:
                 answers[0][key] = self.output, place
         self.output.append(token_id)
         self.tail.append(token_id)
+        self.keys = _keys(self.tail)
         if is_right:
             self.at += 1
             self.num_matched += 1
@@ -138,8 +147,10 @@ class _Text:
             self._look_up(answers)
 
     def _look_up(self, answers: tuple[_Places, _Places] | None) -> None:
+        if self.guess() >= 0:
+            self.left = self.source, self.at
         self.source = None
-        for key, num_matched in zip(_keys(self.tail), (_LONG, _SHORT), strict=True):
+        for key, num_matched in zip(self.keys, (_LONG, _SHORT), strict=True):
             self.num_matched = num_matched
             if key in self.in_output:
                 self.source, self.at = self.output, self.in_output[key]
@@ -149,6 +160,12 @@ class _Text:
                 self.source, self.at = found
             if self.guess() >= 0:
                 return
+        if self.left is not None:
+            source, start = self.left
+            for at in range(start, min(start + _RESUME_TOKENS, len(source) - 1)):
+                if source[at] == self.tail[-1]:
+                    self.source, self.at, self.num_matched = source, at + 1, 1
+                    return
 
 
 # ---- times ---------------------------------------------------------------------------------------
@@ -215,13 +232,8 @@ def _rounded(num_tokens: int) -> int:
 
 #: Tokens per second by which guesses must be faster.
 _GAIN_MIN = 1.03
-
-
-class _Chance(NamedTuple):
-    """A guess: the probability that it and those before it are right, and whose it is."""
-
-    probability: float
-    request: Request
+#: Guesses that are less likely to be reached and right are not considered.
+_CHANCE_MIN = 0.05
 
 
 class Drafter:
@@ -297,22 +309,27 @@ class Drafter:
         left = min([request.max_total_tokens - 1, *ends]) - past - 1
         return max(0, min(self._asked.num_speculative_tokens, left))
 
-    def _chances(self, request: Request, skipped: int) -> Iterable[_Chance]:
-        """Yield the chances of guesses after the first `skipped`, in their order."""
+    def _chances(self, request: Request, skipped: int) -> list[float]:
+        """Return the probabilities that guesses after the first `skipped`, and all before, hold."""
         text = self._texts.get(request)
-        if text is None or text.guess() < 0:
-            return
-        probability, tally = 1.0, text.tally
+        if text is None or text.source is None:
+            return []
         count = skipped + self.room(request)
-        if text.source is not text.output and text.source is not None:
+        if text.source is not text.output:
             count = min(count, len(text.source) - text.at)
-        for number in range(count):
-            at = _class_of(text.num_matched + number)
-            prior = self._tally.right[at] / self._tally.tries[at]
-            right = tally.right[at] + _ASSUMED_TRIES * prior
-            probability *= right / (tally.tries[at] + _ASSUMED_TRIES)
-            if number >= skipped:
-                yield _Chance(probability, request)
+        own, everyone, found = text.tally, self._tally, list[float]()
+        of_class: dict[int, float] = {}
+        probability = 1.0
+        for num_matched in range(text.num_matched, text.num_matched + count):
+            at = _class_of(num_matched)
+            if at not in of_class:
+                right = own.right[at] + _ASSUMED_TRIES * everyone.right[at] / everyone.tries[at]
+                of_class[at] = right / (own.tries[at] + _ASSUMED_TRIES)
+            probability *= of_class[at]
+            if probability < _CHANCE_MIN:
+                break
+            found.append(probability)
+        return found[skipped:]
 
     def numbers(self, requests: Sequence[Request], *, skipped: int = 0) -> Mapping[Request, int]:
         """Return how many guesses of each decoding request to verify; empty if none pays.
@@ -323,21 +340,19 @@ class Drafter:
         decoding_s = self.times.decoding_s(num_decoding)
         if decoding_s is None:
             return {}
-        chances = [each for one in requests for each in self._chances(one, skipped)]
-        chances.sort(key=lambda each: -each.probability)
+        chances = [(-p, at) for at, one in enumerate(requests) for p in self._chances(one, skipped)]
+        chances.sort()
         sizes = self.times.drafting(decoding_s)[::-1]
         best, num_best = _GAIN_MIN * num_decoding / decoding_s, 0
         expected, took_s = float(num_decoding), 0.0
-        for count, chance in enumerate(chances[: self._max_rows - num_decoding], 1):
-            expected += chance.probability
+        for count, chance in enumerate(chances[: max(0, self._max_rows - num_decoding)], 1):
+            expected -= chance[0]
             while sizes and sizes[-1][0] <= _rounded(num_decoding + count):
                 took_s = sizes.pop()[1]
             if expected > best * took_s:
                 best, num_best = expected / took_s, count
-        found: dict[Request, int] = {}
-        for chance in chances[:num_best]:
-            found[chance.request] = found.get(chance.request, 0) + 1
-        return found
+        counts = Counter(at for _, at in chances[:num_best])
+        return {requests[at]: count for at, count in counts.items()}
 
     def drafts(self, requests: Sequence[Request]) -> Mapping[Request, Sequence[int]]:
         """Return the guesses of decoding requests, whose tokens were all read, that pay."""
