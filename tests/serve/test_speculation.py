@@ -297,6 +297,24 @@ def test_random_texts_are_indexed_alike() -> None:
         assert at < 2 or text.guess() == tokens[at + 1]
 
 
+def test_what_is_too_much_to_read_at_once_is_read_later(make_engine: MakeEngine) -> None:
+    """Meanwhile the request has no guesses."""
+    engine = make_engine("llama", speculative_config=SUFFIX)
+    drafter = drafter_of(engine)
+    drafter.times = _timed(1.2)
+    requests = [
+        Request(at, packed_prompt([1] * 8192, None, 99), SamplingParams(), max_total_tokens=9999)
+        for at in range(2)
+    ]
+    for request in requests:
+        request.output_token_ids += [5, 6, 7] * 20
+    read = []
+    for _ in range(3):
+        drafter.follow(requests)
+        read.append([each in drafter.numbers(requests) for each in requests])
+    assert read == [[False, False], [True, False], [True, True]]
+
+
 # ---- costs ---------------------------------------------------------------------------------------
 
 
@@ -324,6 +342,7 @@ def test_guesses_are_verified_where_they_pay(
         engine.step()
     assert 0 == engine.loop._guessed[1]
     drafter.times = _timed(drafting_s)
+    drafter.follow([request])
     assert (5 == drafter.numbers([request]).get(request)) == pays
     assert bool(drafter.numbers([request])) == pays
     drafter.times = StepTimes()

@@ -432,6 +432,8 @@ class StepLoop:
         scheduler.drafts = {}
         if any(each.num_drafted for each in self._pending):
             self._read()  # Their requests have an unknown number of tokens.
+        if len(scheduler.running) > drafter.most_requests:
+            return
         drafter.follow(scheduler.running)
         decoding = self._decoding()
         skipped = int(bool(self._pending))
