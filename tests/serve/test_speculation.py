@@ -23,7 +23,7 @@ from vmkv.serve.metrics import Metrics, in_vllms_names
 from vmkv.serve.options import EngineOptions, Speculation
 from vmkv.serve.params import StructuredOutputs
 from vmkv.serve.request import Request, packed_prompt
-from vmkv.serve.runner import LaunchedStep
+from vmkv.serve.runner import LaunchedStep, RunnerOptions
 from vmkv.step.piece import StepLogits
 from vmkv.units import MiB
 
@@ -214,6 +214,22 @@ def _p_value(counts: Any, chances: Any) -> float:
     statistic = ((seen - expected) ** 2 / expected).sum()
     half = torch.tensor([(len(seen) - 1) / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
+
+
+@pytest.mark.usefixtures("always")
+def test_steps_with_guesses_are_captured_where_prompts_are_not(make_engine: MakeEngine) -> None:
+    """Engines of rollouts capture no steps with prompts."""
+    its = RunnerOptions(capture=True, max_graph_tokens=0, few_sizes=True, show_progress=False)
+    options: dict[str, Any] = {"runner": "graphs", "runner_options": its}
+    engine = make_engine("llama", speculative_config=SUFFIX, **options)
+    graphs = engine.loop.runner.stepper.mixed_graphs
+    assert graphs is not None
+    assert all(bucket.draft_tokens for bucket in graphs.captured)
+    params = [SamplingParams(temperature=0, max_tokens=60, logit_bias={7: 60.0})] * 3
+    with mock.patch.object(graphs, "replay", wraps=graphs.replay) as replay:
+        found, num_steps = run(engine, [ROUND, [4, 5], ROUND * 2], params)
+    assert replay.call_count > num_steps / 3
+    assert found == [[(7,) * 60]] * 3
 
 
 @pytest.mark.gpu

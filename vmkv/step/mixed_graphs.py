@@ -133,7 +133,7 @@ class MixedGraphs(StepGraphs[Bucket]):
         #: Buckets in use, by size.
         self._buckets = [
             Bucket(num_tokens, width, _num_tiles(num_tokens, num_processors))
-            for num_tokens in token_buckets(max_step_tokens)
+            for num_tokens in (token_buckets(max_step_tokens) if max_step_tokens > 1 else ())
             for width in decode_widths(space.max_num_seqs)
             if width <= num_tokens
         ]

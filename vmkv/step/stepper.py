@@ -410,7 +410,8 @@ class Stepper:
         self.decode_graphs = DecodeGraphs(space, few=few)
         # Tiles may span chunks; other layers with states are called for each prompt.
         is_packed = not self.has_states or self.state_tokens > 0
-        if max_mixed_tokens > 1 and not self.chunk_sizes and is_packed:
+        is_wanted = max_mixed_tokens > 1 or max_drafted > 0
+        if is_wanted and not self.chunk_sizes and is_packed:
             its = {"max_drafted": max_drafted}
             self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self.num_processors, **its)
 
