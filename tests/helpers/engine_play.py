@@ -24,6 +24,7 @@ from helpers.stamp_runner import VOCABULARY, Mishap, StampRunner, answer
 from helpers.stamped_rows import STATES, History, StampedRows
 from vmkv import ExtentPool, KVCache, SamplingParams
 from vmkv import Sequence as Sequence_
+from vmkv.core.memory.arbiter import PATIENCE_STEPS
 from vmkv.errors import CapacityError, ConfigError, DriverError
 from vmkv.serve import engine
 from vmkv.serve.engine import Engine
@@ -261,7 +262,10 @@ class EnginePlay(PoolPlay):
                 for asked in self.asked
                 for request in asked.handle.requests
             )
-            for _ in range(100 + _STEPS_PER_TOKEN_MAX * num_tokens):
+            # A request for which memory never comes free is given up after that many steps.
+            num_requests = sum(len(asked.handle.requests) for asked in self.asked)
+            patience = (PATIENCE_STEPS + 2) * num_requests
+            for _ in range(100 + patience + _STEPS_PER_TOKEN_MAX * num_tokens):
                 if not self.engine.has_unfinished:
                     break
                 self.engine.step()
