@@ -23,10 +23,13 @@ PAGE = 4 * KiB
 MakeCache = Callable[..., KVCache]
 
 
-def _say(cache: KVCache, tokens: Iterable[int], tenant: str | None = None) -> None:
+def _say(
+    cache: KVCache, tokens: Iterable[int], tenant: str | None = None, kept_until_s: float = 0.0
+) -> None:
     """A conversation with these tokens, which has ended."""
     wanted = list(tokens)
     sequence = cache.open(prompt=[*wanted, 0], tenant=tenant)
+    sequence.kept_until_s = kept_until_s
     append(sequence, wanted[sequence.num_tokens :])
     sequence.record(wanted[sequence.num_recorded :])
     sequence.close()
@@ -352,6 +355,22 @@ def test_a_tenant_that_floods_pushes_no_other_out(make_cache: MakeCache) -> None
     assert [96] * 3 == [cache.find_prefix([*each, 0], "a") for each in said]
     last = range(10_000 + 200 * 59, 10_000 + 200 * 59 + 144)
     assert 144 == cache.find_prefix([*last, 0], "b")
+    cache.check()
+
+
+@pytest.mark.parametrize("time_passes", [False, True])
+def test_blocks_that_are_kept_give_way_last(make_cache: MakeCache, time_passes: bool) -> None:
+    """Of their tenant's, until their time."""
+    cache = make_cache(host_budget_bytes=256 * PAGE)
+    kept, other = range(1000, 1096), range(2000, 2096)
+    _say(cache, other)
+    _say(cache, kept, kept_until_s=10.0)
+    cache.rows.now_s = 10.0 if time_passes else 9.0
+    for at in range(60):
+        _say(cache, range(10_000 + 200 * at, 10_000 + 200 * at + 144))
+        _fill(cache)
+    found = [cache.find_prefix([*each, 0], None) for each in (kept, other)]
+    assert [0 if time_passes else 96, 0] == found
     cache.check()
 
 

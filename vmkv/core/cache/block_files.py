@@ -112,7 +112,9 @@ class BlockFiles:
         slab_bytes = max(slab_bytes, 2 * largest_bytes + 16 * KiB)
         self._files = SlabFiles(folder, slab_bytes)
         self._num_slabs = budget_bytes // slab_bytes
-        self.places = BlockPlaces(self._make_slab, lambda slab: self._unremoved.append(slab))
+        self.places = BlockPlaces(
+            self._make_slab, lambda slab: self._unremoved.append(slab), lambda: cache.rows.now_s
+        )
         #: Blocks in host memory that are in no file, with their tenants, first the next to go.
         self._unwritten: dict[BlockKey, bytes] = {}
         #: Slabs without a file yet, and files of slabs that have gone.
@@ -184,6 +186,8 @@ class BlockFiles:
         """Have a block of host memory written, if it is in no file; `write` begins it."""
         if key in self.places.blocks:
             self.places.touch(key)
+            if until_s := self._host.places.kept_until_s(key):
+                self.places.keep(key, until_s)
         elif not self._has_failed:
             self._unwritten[key] = tenant
         else:
@@ -289,6 +293,8 @@ class BlockFiles:
             self._cache.sharing.written_bytes += len(move.memory)
             if self._host.places.blocks.get(move.key) is move.host:
                 self._host.places.note_elsewhere(move.key)
+                if (until_s := self._host.places.kept_until_s(move.key)) > 0:
+                    places.keep(move.key, until_s)
 
     # ---- reading --------------------------------------------------------------------------
 

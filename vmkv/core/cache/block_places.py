@@ -2,7 +2,7 @@
 
 The books of host memory and of files. A slab holds blocks of one layer group. The tenant that has
 the most blocks gives way: first blocks that are elsewhere too, then the least recently used ones,
-and with a block its slab if another group needs the room.
+last those that are kept for a time; and with a block its slab if another group needs the room.
 """
 
 from __future__ import annotations
@@ -44,27 +44,35 @@ class _Order(NamedTuple):
 
     elsewhere: OrderedDict[BlockKey, None]
     only_here: OrderedDict[BlockKey, None]
+    kept: OrderedDict[BlockKey, float]  # Until these times.
 
     @property
     def num_blocks(self) -> int:
-        return len(self.elsewhere) + len(self.only_here)
+        return len(self.elsewhere) + len(self.only_here) + len(self.kept)
+
+    def remove(self, key: BlockKey) -> None:
+        """Take a block out."""
+        for part in self:
+            part.pop(key, None)
 
 
 class BlockPlaces:
     """The books of one tier. Guarded by its user.
 
     `make_slab` makes a slab for a group, and returns its number and its places; None where there is
-    no room. `free_slab` makes room by a slab that is not in the books any more.
+    no room. `free_slab` makes room by a slab that is not in the books any more. `now_s` tells the
+    time until which blocks are kept.
     """
 
     def __init__(
         self,
         make_slab: Callable[[LayerGroup], tuple[int, int] | None],
         free_slab: Callable[[int], None],
+        now_s: Callable[[], float],
     ):
         self.blocks: dict[BlockKey, Place] = {}
         self.slabs: dict[int, Slab] = {}
-        self._make_slab, self._free_slab = make_slab, free_slab
+        self._make_slab, self._free_slab, self._now_s = make_slab, free_slab, now_s
         self._orders: defaultdict[bytes, _Order] = defaultdict(_empty_order)
         self._free: defaultdict[LayerGroup, list[Place]] = defaultdict(list)
 
@@ -116,8 +124,7 @@ class BlockPlaces:
     def _forget(self, key: BlockKey, tenant: bytes) -> None:
         del self.blocks[key]
         order = self._orders[tenant]
-        order.elsewhere.pop(key, None)
-        order.only_here.pop(key, None)
+        order.remove(key)
         if not order.num_blocks:
             del self._orders[tenant]
 
@@ -130,9 +137,18 @@ class BlockPlaces:
     def touch(self, key: BlockKey, *, is_elsewhere: bool = False) -> None:
         """Let a block give way last, of those that are elsewhere too or of those that are not."""
         order = self._orders[self.tenant(key)]
-        order.elsewhere.pop(key, None)
-        order.only_here.pop(key, None)
+        order.remove(key)
         (order.elsewhere if is_elsewhere else order.only_here)[key] = None
+
+    def keep(self, key: BlockKey, until_s: float) -> None:
+        """Let a block give way after the tenant's others, until a time, or until it is touched."""
+        order = self._orders[self.tenant(key)]
+        order.remove(key)
+        order.kept[key] = until_s
+
+    def kept_until_s(self, key: BlockKey) -> float:
+        """The time until which a block is kept; 0 for others."""
+        return self._orders[self.tenant(key)].kept.get(key, 0.0)
 
     def note_elsewhere(self, key: BlockKey) -> None:
         """Note that a block is elsewhere too."""
@@ -148,7 +164,11 @@ class BlockPlaces:
         """The block that gives way next: one of the tenant that has the most, and not `spared`."""
         if not self.blocks:
             return None
-        most = max(self._orders.values(), key=lambda order: order.num_blocks)
+        most, now_s = max(self._orders.values(), key=lambda order: order.num_blocks), self._now_s()
+        while most.kept and next(iter(most.kept.values())) <= now_s:
+            key, _ = most.kept.popitem(last=False)
+            most.only_here[key] = None
+            most.only_here.move_to_end(key, last=False)
         return next((key for part in most for key in part if key not in spared), None)
 
     # ---- slabs ----------------------------------------------------------------------------
@@ -191,4 +211,4 @@ class BlockPlaces:
 
 
 def _empty_order() -> _Order:
-    return _Order(OrderedDict(), OrderedDict())
+    return _Order(OrderedDict(), OrderedDict(), OrderedDict())

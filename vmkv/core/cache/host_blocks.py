@@ -73,7 +73,9 @@ class HostBlocks:
         self._cache = cache
         #: Slabs that are taken and in no books.
         self._spare_slabs: list[int] = []
-        self.places = BlockPlaces(self._make_slab, self._spare_slabs.append)
+        self.places = BlockPlaces(
+            self._make_slab, self._spare_slabs.append, lambda: cache.rows.now_s
+        )
         #: Rows whose blocks are all here, and the ticks at which they were parked.
         self._kept_at: dict[int, int] = {}
         self._memory: HostSlabs | None = None
@@ -130,7 +132,7 @@ class HostBlocks:
         ops: list[CopyOp] = []
         made: list[BlockKey] = []
         places, files = self.places, self.files
-        tenant = cache.prefixes.tenant(row)
+        tenant, until_s = cache.prefixes.tenant(row), cache.rows.kept_until_s(row)
         with suppress(CapacityError, DriverError):
             is_all = True
             for group in cache.groups:
@@ -155,6 +157,8 @@ class HostBlocks:
                         _add(ops, CopyOp(self._address(place, size), source, size))
                         if files is not None and key in files.places.blocks:
                             places.note_elsewhere(key)
+                    if until_s > cache.rows.now_s:
+                        places.keep(key, until_s)
                     if files is not None:
                         files.want(key, tenant)
             if ops:
@@ -196,8 +200,9 @@ class HostBlocks:
             self._keep_some()
 
     def _keep_some(self) -> None:
-        for row, tick in self._cache.rows.parked.items():
-            if self._is_unkept(row, tick):
+        rows = self._cache.rows
+        for row in rows.in_order():
+            if self._is_unkept(row, rows.parked[row]):
                 self.keep(row, most_bytes=_AHEAD_BYTES)
                 break
 

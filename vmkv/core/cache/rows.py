@@ -282,7 +282,7 @@ class Rows:
         so on; of its rows first those that are kept no longer; of these the least recently used
         one. With one tenant, rows without a prefix wait for their turn as others do.
         """
-        kept = {row for row in self.parked if self.is_kept(row)}
+        kept = {row for row in self.parked if self.kept_until_s(row) > self.now_s}
         rows = sorted(self.parked, key=kept.__contains__) if kept else list(self.parked)
         tenants = [self._prefixes.tenant(row) for row in rows]
         recorded = self._prefixes.recorded
@@ -308,9 +308,9 @@ class Rows:
                 heapq.heappop(heap)
         return order
 
-    def is_kept(self, row: int) -> bool:
-        """Whether a parked row gives way after others of its tenant."""
-        return self._kept_until_s.get(row, 0.0) > self.now_s
+    def kept_until_s(self, row: int) -> float:
+        """The time until which a parked row gives way after others of its tenant."""
+        return self._kept_until_s.get(row, 0.0)
 
     def victims(self) -> Iterator[Victim]:
         """Yield the victims: checkpoints of live rows, and parked rows.
