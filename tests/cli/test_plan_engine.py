@@ -1,31 +1,22 @@
-"""`vmkv plan` against the rows of an engine: bytes of a token, for every family that is served.
+"""`vmkv plan` against the rows of an engine: bytes of a token.
 
 The plan comes from a configuration; the rows are laid out by what the proof of a model has seen, as
-an engine lays them out.
+an engine lays them out. `tests/hf/test_families.py` compares them for each family that is served.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from typing import Any
-
 import pytest
 import torch
-from helpers.families import UNBUILDABLE, causal_families, tiny_config, tiny_model
+from helpers.families import causal_families, tiny_config, tiny_model
 from helpers.latents import FAMILIES, latent_model
+from helpers.planned import engine_bytes, planned_bytes
 from helpers.tiny_models import VERSION
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vmkv import ConfigError
-from vmkv.cli.capacity import kind_bytes, model_shape
-from vmkv.hf.configuration import layer_windows
-from vmkv.hf.proof import prove
-from vmkv.hf.store import CacheOptions, Store
-from vmkv.units import KV_DTYPES, KiB
+from vmkv.cli.capacity import model_shape
+from vmkv.units import KV_DTYPES
 
-#: All layers of a kind lie side by side, as on a GPU.
-OPTIONS = CacheOptions(max_tokens=64, max_batch_size=2, layers_per_group=1000)
 #: Attention as published, in models that are small otherwise.
 _SMALL = {
     "vocab_size": 64,
@@ -55,37 +46,6 @@ _GLM_4_7_FLASH = {
     "v_head_dim": 256,
 }
 PUBLISHED = {"deepseek_v2": _V2_LITE, "glm4_moe_lite": _GLM_4_7_FLASH}
-
-
-def engine_bytes(model: Any, kv_dtype: str = "auto") -> list[int]:
-    """Bytes of a token in each group of rows, and last those of a sequence's states."""
-    signatures, calls, _ = prove(model, kv_dtype=kv_dtype)
-    options = dataclasses.replace(OPTIONS, kv_dtype=kv_dtype)
-    store = Store(model.config, options, layer_windows(model.config), past_stated=False)
-    with contextlib.closing(store):
-        store.bind_all(signatures, calls)
-        (cache,) = store.cores
-        states = 0 if cache.states is None else cache.states.state_bytes
-        return [*sorted(each.token_bytes for each in cache.groups if not each.is_fixed), states]
-
-
-def planned_bytes(config: Any, dtype: str, kv_dtype: str = "auto") -> list[int]:
-    shape = model_shape(config, dtype=dtype, kv_dtype=kv_dtype)
-    return [*sorted(kind_bytes(each, 1).token_bytes for each in shape.kinds), shape.state_bytes]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [each for each in causal_families() if each not in UNBUILDABLE])
-def test_plan_is_what_an_engine_keeps(name: str) -> None:
-    """Or the family is not served."""
-    try:
-        kept = engine_bytes(tiny_model(name))
-    except ConfigError:
-        return
-    *rows, states = planned_bytes(tiny_config(name), "float32")
-    assert kept[:-1] == rows
-    # States begin at multiples of some bytes; a row of them takes whole pages anyway.
-    assert states <= kept[-1] < states + 4 * KiB
 
 
 @pytest.mark.skipif("jetmoe" not in causal_families(), reason="this release has no JetMoe")

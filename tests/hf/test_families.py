@@ -12,6 +12,7 @@ import functools
 import pytest
 import transformers
 from helpers import families, survey
+from helpers.planned import check_planned
 
 from vmkv import ConfigError
 from vmkv.hf.proof import prove
@@ -30,7 +31,10 @@ def _lines() -> dict[str, str]:
 
 @pytest.mark.parametrize("family", families.surveyed())
 def test_a_family_is_served_or_refused_as_the_table_says(family: str) -> None:
-    """Never with wrong tokens or an error of another library; the proof agrees in bfloat16."""
+    """Never with wrong tokens or an error of another library; the proof agrees in bfloat16.
+
+    What a served family keeps is what `vmkv plan` promises.
+    """
     model = None if family in families.UNBUILDABLE else survey.model_of(family)
     verdict = survey.verdict(family, model)
     assert _lines()[family] == verdict.row(family)
@@ -41,6 +45,8 @@ def test_a_family_is_served_or_refused_as_the_table_says(family: str) -> None:
             )
         else:
             assert "model.generate" in verdict.instead
+    if model is not None and verdict.engine == survey.SERVED:
+        check_planned(model, families.tiny_config(family))
     if model is not None and verdict.generate != survey.NOT_TRIED:
         # Rounding neither hides a defect nor causes one.
         is_served = verdict.generate == survey.SERVED
