@@ -170,7 +170,7 @@ def rows_of(folder: Path, options: argparse.Namespace) -> Iterator[Row]:
             print("vLLM cannot be imported here: vmkv is measured alone")
             continue
         path = options.vllm_path if kind == VLLM else None
-        for each in options.loads:
+        for each in options.loads[:1] if options.smoke else options.loads:
             load = SMOKE if options.smoke else LOADS[each]
             with tempfile.TemporaryDirectory(dir=options.disk) as disk:
                 told = options_of(name, options, Path(disk))

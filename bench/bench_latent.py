@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = make_model(SHAPES[options.shape](smoke=options.smoke), options.device)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     for way in (CAPTURED, DYNAMIC, COMPILED):
-        if not (way.compiles and options.no_compile):
+        if not (way.compiles and (options.no_compile or options.smoke)):
             add(generate_row(model, way, smoke=options.smoke))
     clean(model)
     for row in engine_rows(model, smoke=options.smoke):

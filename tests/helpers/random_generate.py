@@ -29,7 +29,9 @@ def _random_prompt(draw: random.Random, play: GeneratePlay, longest: int) -> lis
         head = said[: draw.choice([len(said), draw.randint(0, len(said))])]
     length = draw.choice([1, draw.randint(1, 12), draw.randint(1, longest)])
     tail = [draw.randrange(3, 100) for _ in range(length)]
-    return [*head, *tail][:longest]
+    prompt = [*head, *tail][:longest]
+    # Answers may have the padding token; a prompt that ends with it would be padded on the right.
+    return [*prompt[:-1], prompt[-1] or 3]
 
 
 def _generate(draw: random.Random, play: GeneratePlay) -> None:

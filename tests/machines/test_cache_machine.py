@@ -44,7 +44,15 @@ from vmkv import (
     SequenceFullError,
 )
 from vmkv.core.backend import MemoryLocation
-from vmkv.core.cache import StateShape, layer_group, prefix
+from vmkv.core.cache import (
+    StateShape,
+    block_files,
+    forking,
+    growing,
+    host_blocks,
+    layer_group,
+    prefix,
+)
 from vmkv.core.cache.forking import CostModel
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend
@@ -87,7 +95,8 @@ class CacheMachine(RuleBasedStateMachine):
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(layer_group, "UNDERREAD_TOKENS", underread_tokens)
-        self.patch.setattr(prefix, "BLOCK_TOKENS", 4)
+        for module in (prefix, host_blocks, block_files, forking, growing):
+            self.patch.setattr(module, "BLOCK_TOKENS", 4)
         self.host = HostBackend(PAGE)
         self.backend = FaultInjectingBackend(self.host)
         pool = ExtentPool(
