@@ -14,7 +14,9 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -189,8 +191,18 @@ def serving(app: FastAPI, drain_timeout_s: float = 20) -> Iterator[tuple[str, Se
     finally:
         server.should_exit = True
         thread.join(60)
-    assert not thread.is_alive(), "the server does not end"
+    assert not thread.is_alive(), f"the server does not end\n{_stacks()}"
     assert not failures
+
+
+def _stacks() -> str:
+    """What each thread of this process does."""
+    names = {each.ident: each.name for each in threading.enumerate()}
+    found = [
+        f"{names.get(at)}\n{''.join(traceback.format_stack(frame)[-8:])}"
+        for at, frame in sys._current_frames().items()
+    ]
+    return "\n".join(found)
 
 
 @contextlib.contextmanager
