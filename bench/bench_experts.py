@@ -76,6 +76,13 @@ def microseconds(calls: Sequence[Callable[[], object]]) -> float:
     return 1e6 * seconds / len(calls)
 
 
+def read_us_per_byte(device: torch.device, *, smoke: bool) -> float:
+    """Microseconds in which the device reads a byte: torch adds up 4 GiB."""
+    size = 2**20 if smoke else 4 * GiB
+    memory = torch.zeros(size // 4, dtype=torch.int32, device=device)
+    return microseconds([memory.sum]) / size
+
+
 def exact(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
     """The experts' sum in float64."""
     form, out = form_of(module), torch.zeros(hidden.shape, dtype=torch.float64, device=ids.device)
@@ -146,10 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure both shapes."""
     bench = Bench("experts", __doc__ or "", needs_gpu=True)
     options = bench.parse(argv)
-    size = 2**20 if options.smoke else 4 * GiB
-    memory = torch.zeros(size // 4, dtype=torch.int32, device=options.device)
-    per_byte_us = microseconds([memory.sum]) / size
-    del memory
+    per_byte_us = read_us_per_byte(options.device, smoke=options.smoke)
     rows: list[Row] = []
     with torch.no_grad():
         for name in ("Qwen3-30B-A3B", "gpt-oss-20b"):

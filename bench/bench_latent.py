@@ -29,6 +29,7 @@ Not measured. Eight bits, in which these layers keep expanded keys; several GPUs
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -36,16 +37,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_experts import microseconds
+from bench_experts import microseconds, read_us_per_byte
 from bench_generate_captured import CAPTURED, COMPILED, DYNAMIC, Way, call, clean
 from bench_serve import BY_NAME, MAX_NUM_SEQS, MAX_TOKENS, Steps
-from harness import HAS_GPU, Bench, Figure, Row
+from harness import Bench, Figure, Row
 from models import SHAPES, make_model, random_prompts, reset_memory
 
 import vmkv
 from vmkv import Engine, SamplingParams
 from vmkv.attention import AttentionBatch, AttentionSpec, Call, select
-from vmkv.units import GiB, MiB
+from vmkv.units import MiB
 
 WIDTHS = (512, 64)
 NUM_SEQUENCES, NUM_TOKENS = 32, 8192
@@ -54,13 +55,6 @@ SHAPES_MEASURED = {"v2-lite": 16, "glm-4.7-flash": 20}
 
 
 # ---- one layer's attention --------------------------------------------------------------------
-
-
-def read_us_per_byte(device: torch.device) -> float:
-    """What the device needs to read a byte."""
-    size = 4 * GiB if HAS_GPU else 4 * MiB
-    data = torch.ones(size // 4, device=device)
-    return microseconds([lambda: data.sum()]) / size
 
 
 def attention_row(num_heads: int, device: torch.device, *, smoke: bool) -> Row:
@@ -77,15 +71,14 @@ def attention_row(num_heads: int, device: torch.device, *, smoke: bool) -> Row:
     calls = []
     for layer in range(layers):
         keys = rows[:, :, layer, None]
-        call_ = Call(query, keys, keys[..., : WIDTHS[0]], batch, scale=192**-0.5)
-        calls.append(lambda one=call_: backend.attend(one))
+        asked = Call(query, keys, keys[..., : WIDTHS[0]], batch, scale=192**-0.5)
+        calls.append(functools.partial(backend.attend, asked))
     took_us = microseconds(calls)
-    floor_us = count * tokens * width * rows.element_size() * read_us_per_byte(device)
-    name = backend.name
+    floor_us = count * tokens * width * rows.element_size() * read_us_per_byte(device, smoke=smoke)
     return {
         "what": "attention",
         "heads": num_heads,
-        "kernel": name,
+        "kernel": backend.name,
         "us": took_us,
         "floor_us": floor_us,
         "over_floor": took_us / floor_us,

@@ -49,13 +49,19 @@ def open_cache(make_cache: MakeCache, tmp_path: Path) -> MakeCache:
 
 
 def _say(
-    cache: KVCache, tokens: Iterable[int], tenant: str | None = None, *, saves: bool = True
+    cache: KVCache,
+    tokens: Iterable[int],
+    tenant: str | None = None,
+    *,
+    saves: bool = True,
+    kept_until_s: float = 0.0,
 ) -> None:
     """A conversation with these tokens, which has ended and, unless not `saves`, is in files."""
     wanted = list(tokens)
     sequence = cache.open(prompt=[*wanted, 0], tenant=tenant)
     append(sequence, wanted[sequence.num_tokens :])
     sequence.record(wanted[sequence.num_recorded :])
+    sequence.kept_until_s = kept_until_s
     sequence.close()
     if saves:
         cache.host_blocks.save()
@@ -515,3 +521,40 @@ def test_places_of_a_kind_fit_a_file(tmp_path: Path) -> None:
         kind = Kind(b"k" * 32, block_bytes)
         assert 0 < files.num_places(kind) * block_bytes < 2 * MiB
         files.close()
+
+
+@pytest.mark.parametrize("is_written_before", [False, True])
+@pytest.mark.parametrize("time_passes", [False, True])
+def test_blocks_that_are_kept_leave_files_last(
+    open_cache: MakeCache, time_passes: bool, is_written_before: bool
+) -> None:
+    """Until their time, of their tenant's; also where a later turn asks for it."""
+    cache = open_cache(num_bytes=MiB)  # Several times what is written at once.
+    other, kept = range(1000, 1096), range(2000, 2096)
+    _say(cache, other)
+    if is_written_before:
+        _say(cache, kept)
+        _say(cache, kept, kept_until_s=10.0)
+    else:
+        _say(cache, kept, kept_until_s=10.0)
+        cache.forget_prefixes(with_files=False)
+    cache.rows.now_s = 10.0 if time_passes else 9.0
+    for at in range(12):
+        _say(cache, range(10_000 + 200 * at, 10_000 + 200 * at + 96))
+    _forget_above(cache)
+    assert [0 if time_passes else 96, 0] == [_found(cache, each) for each in (kept, other)]
+
+
+def test_a_folder_that_cannot_be_looked_up_is_left_to_others(
+    open_cache: MakeCache, tmp_path: Path
+) -> None:
+    """Its lock is given back, so that it can be mended and used."""
+    folder = tmp_path / "files" / "slab-1.vmkv"
+    folder.mkdir(0o700, parents=True)
+    folder.parent.chmod(0o700)
+    with pytest.raises(OSError, match="slab-1"):
+        open_cache()
+    folder.rmdir()
+    cache = open_cache()
+    _say(cache, LONG)
+    assert 96 == _found(cache, LONG)

@@ -52,7 +52,7 @@ _ASSUMED_TRIES = 4.0
 #: Tallies are halved at so many tries: of all requests, and of one.
 _TRIES_MAX, _OWN_TRIES_MAX = 256.0, 32.0
 
-#: Where texts go on after an n-gram, by its hash: the text, and the place in it.
+#: The continuation of each n-gram, by the n-gram's hash: a text, and a place in it.
 _Places = dict[int, tuple[Sequence[int], int]]
 
 

@@ -257,15 +257,16 @@ class Engine:
                 self._observer.on(RequestAdded(request.request_id), self.cache)
         return handle
 
-    def _tell_ranks(self, *added: Any) -> None:
-        """Repeat `add` on other ranks, at the time of rank 0, until which prefixes are kept."""
-        *arguments, tenant = added
+    def _tell_ranks(
+        self, prompt: Any, params: SamplingParams, priority: int, tenant: str | None
+    ) -> None:
+        """Have the other ranks add a request too; the time of rank 0 is that of all."""
         if self._lockstep is None:
             self._tell_time(time.monotonic())
         elif not self._lockstep.group.rank:
             self._tell_time(now_s := time.monotonic())
             self._lockstep.repeat("_tell_time", now_s)
-            self._lockstep.repeat("add", *arguments, tenant=tenant)
+            self._lockstep.repeat("add", prompt, params, priority, tenant=tenant)
 
     def _tell_time(self, now_s: float) -> None:
         self.cache.rows.now_s = now_s

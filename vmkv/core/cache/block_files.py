@@ -127,8 +127,12 @@ class BlockFiles:
         self._num_reads = self._read_bytes = 0
         self._read_s = 0.0
         self._bytes_per_s: float | None = None  # Of reading, lately.
-        with _without_collector():
-            self._find()
+        try:
+            with _without_collector():
+                self._find()
+        except BaseException:
+            self._files.close()
+            raise
         self._writer = ThreadPoolExecutor(1, "vmkv-files-writer")
         self._reader = ThreadPoolExecutor(1, "vmkv-files-reader")
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "vmkv-files")

@@ -88,7 +88,7 @@ class Rows:
     Attributes:
         parked: The tick at which each parked row was parked, or last forked from; least recent
             first.
-        now_s: The time until which `park` has rows kept, as the cache's user tells it.
+        now_s: The present time, set by the cache's user; the times of `park` are compared with it.
     """
 
     def __init__(
@@ -278,9 +278,10 @@ class Rows:
     def in_order(self) -> list[int]:
         """Parked rows in the order in which they give way.
 
-        First those without a prefix; then one of the tenant that has the most tokens in them, and
-        so on; of its rows first those that are kept no longer; of these the least recently used
-        one. With one tenant, rows without a prefix wait for their turn as others do.
+        With several tenants rows without a prefix come first. Each next row is of the tenant whose
+        rows that are left have the most tokens: the least recently used one whose time has passed
+        (`kept_until_s`), else the least recently used one. With one tenant, rows without a prefix
+        are ordered like the others.
         """
         kept = {row for row in self.parked if self.kept_until_s(row) > self.now_s}
         rows = sorted(self.parked, key=kept.__contains__) if kept else list(self.parked)
@@ -315,7 +316,8 @@ class Rows:
     def victims(self) -> Iterator[Victim]:
         """Yield the victims: checkpoints of live rows, and parked rows.
 
-        The n-th parked row in order is as old as the n-th least recently used one.
+        Among the victims of other caches, the n-th row `in_order` counts as old as the n-th least
+        recently used one.
         """
         for group in self._groups:
             for row in {each for each, _, _ in group.checkpoints() if each not in self.parked}:

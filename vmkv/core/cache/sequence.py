@@ -35,8 +35,8 @@ class Sequence:
         num_tokens: How many tokens it holds.
         num_cached_tokens: How many of them were there when it began (a prefix hit).
         tenant: Its owner.
-        kept_until_s: Until `KVCache.rows.now_s` is that, its prefix gives way after the tenant's
-            others.
+        kept_until_s: Its prefix gives way after those of the tenant's other sequences, until
+            `KVCache.rows.now_s` reaches this time.
         transfer: The transfer to the host while it is under way, else None.
         swapped: The host copy while the sequence is swapped out, else None.
     """

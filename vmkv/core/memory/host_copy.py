@@ -65,9 +65,6 @@ class HostCopy:
     empty, and nobody may use them, until `come_back` or `drop`; the caller waits for the fence and
     gives the memory back. No other row maps their extents.
 
-    Attributes:
-        num_bytes: Memory that the rows had.
-
     Raises:
         OutOfPagesError: The pool's host memory does not hold them. Nothing has changed.
         DriverError: A call failed. Nothing has changed.
@@ -85,7 +82,6 @@ class HostCopy:
                 for table, row in rows
                 if table.rows[row].mappings
             ]
-            self.num_bytes = sum(each.extent.num_bytes for _, each in self._addresses())
             sources = [
                 (each.extent.size_class, address, each.extent.num_bytes)
                 for address, each in self._addresses()
