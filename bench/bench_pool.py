@@ -35,6 +35,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from typing import Any
 import torch
 from harness import HAS_GPU, Bench, Figure, Row, on_gpu, quartiles
 
-from vmkv import ExtentPool, HostBackend, KVCache, open_backend
+from vmkv import ExtentPool, HostBackend, KVCache, OutOfPagesError, open_backend
 from vmkv.core.memory import Broker, PoolMember
 from vmkv.core.memory.shares import HANG_S
 from vmkv.units import GiB, KiB, MiB, format_bytes
@@ -115,23 +116,28 @@ class Holder:
     def take(self, num_bytes: int) -> float:
         """Grow a row to so much memory, asking as an engine does; returns the seconds."""
         start_s = time.perf_counter()
-        self.member.ask(num_bytes, num_bytes, is_busy=True)
-        while (budget_bytes := self.pool.budget_bytes) < num_bytes:
-            self.member.wait(0.02, budget_bytes)
-        sequence = self.cache.open()
-        sequence.append(num_bytes // self.token_bytes - 1)
+        self.sequences.append(self.cache.open())
+        self._grow_first(num_bytes, num_bytes // self.token_bytes - 1)
         took_s = time.perf_counter() - start_s
-        self.sequences.append(sequence)
         self.member.ask(0, 0, is_busy=True)
         return took_s
+
+    def _grow_first(self, num_bytes: int, num_tokens: int) -> None:
+        """Ask for a budget, wait for it, and grow all rows; an order on its way may lower it."""
+        self.member.ask(num_bytes, num_bytes, is_busy=True)
+        while True:
+            budget_bytes = self.pool.budget_bytes
+            if budget_bytes >= num_bytes:
+                with suppress(OutOfPagesError):
+                    self.cache.grow([(each, num_tokens) for each in self.sequences])
+                    return
+            self.member.wait(0.02, budget_bytes)
 
     def steps(self, seconds: float) -> list[float]:
         """Append to rows every millisecond for so long; returns each step's seconds."""
         room, num_new = self.case.spare_bytes // 4, self.case.num_new_tokens
-        self.member.ask(2 * room, 2 * room, is_busy=True)
-        while (budget_bytes := self.pool.budget_bytes) < 2 * room:
-            self.member.wait(0.02, budget_bytes)
         self.sequences = [self.cache.open() for _ in range(NUM_ROWS)]
+        self._grow_first(2 * room, 1)
         taken: list[float] = []
         end_s = last_s = time.perf_counter()
         end_s += seconds
