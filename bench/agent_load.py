@@ -38,6 +38,7 @@ class Agents:
         new_tokens: Tokens of each answer.
         think_s: Between two turns, on average, distributed exponentially.
         limit_s: Turns begin within this time.
+        first_turn: Turns before this one were asked before, of another server.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Agents:
     new_tokens: int = 150
     think_s: float = 4.0
     limit_s: float = 300.0
+    first_turn: int = 0
 
 
 @dataclass
@@ -78,15 +80,16 @@ async def run_session(
     turns: list[Turn] = []
     wait_s = source.random() * 2 * agents.think_s
     for at in range(agents.num_turns):
-        await asyncio.sleep(wait_s)
-        due_s = time.perf_counter() - start_s
-        if due_s > agents.limit_s:
-            break
-        body = body_of(load, Arrival(due_s, prompt, agents.new_tokens), model)
-        timing = await ask(client, body, due_s, start_s)
-        turns.append(Turn(at, len(prompt), timing))
-        if timing.error:
-            break
+        if at >= agents.first_turn:
+            await asyncio.sleep(wait_s)
+            due_s = time.perf_counter() - start_s
+            if due_s > agents.limit_s:
+                break
+            body = body_of(load, Arrival(due_s, prompt, agents.new_tokens), model)
+            timing = await ask(client, body, due_s, start_s)
+            turns.append(Turn(at, len(prompt), timing))
+            if timing.error:
+                break
         prompt = prompt + drawn(agents.new_tokens, 0) + drawn(agents.tool_tokens, 0.7)
         wait_s = source.expovariate(1 / agents.think_s)
     return turns

@@ -23,11 +23,15 @@ begin with, 4,200 to 9,800 of their own, six turns, 450 to 2,550 tokens of a too
 of 150, an exponential think time of 4 s. Found tokens are `cached_tokens` of the usage, of turns
 after the first. TTFT and TPOT are of these turns as well.
 
+With `--killed` a server with files is killed by SIGKILL after the third turns, and started again
+over the same folder; the fourth turns are asked of it. What files held is the disk space that they
+take.
+
 Rivals. vLLM 0.26.0 as it comes, and with `--kv-offloading-size`, where it can be imported
 (`--vllm-path` names its folders).
 
 Not measured. Tenants that compete (tests/cache/test_host_blocks.py and test_eviction.py have
-them); a restart between two turns; several GPUs.
+them); several GPUs.
 """
 
 from __future__ import annotations
@@ -37,8 +41,9 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from agent_load import Agents, Turn
@@ -56,6 +61,7 @@ from bench_live import (
 from harness import Bench, Figure, Row
 from live_load import Timing
 from models import SHAPES
+from transformers import AutoConfig
 
 from vmkv.units import GiB
 
@@ -73,6 +79,8 @@ LOADS = {
     "fits": Agents("agents that fit", 12),
     "files": Agents("more agents", 60),
 }
+#: A server with files is killed after so many turns of all sessions, and started again.
+KILLED, TURNS_BEFORE = "agents, server killed", 3
 SMOKE = Agents(
     "agents",
     3,
@@ -120,7 +128,7 @@ def row_of(load: Agents, name: str, turns: Sequence[Turn]) -> Row:
         "load": load.name,
         "server": name,
         "turns": len(turns),
-        "missing": load.num_sessions * load.num_turns - len(good),
+        "missing": load.num_sessions * (load.num_turns - load.first_turn) - len(good),
         "found_share": found / prompts if prompts else None,
         "prompt_tokens_p50": percentile([each.num_prompt_tokens for each in later], 0.5),
         "ttft_p50_ms": milliseconds(ttft_s, 0.5),
@@ -151,6 +159,10 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
             rival = "" if theirs is None else f"vLLM {theirs[key]:,.0f} {unit}"
             what = f"agents beyond the device: {what}"
             figures.append(Figure(f"agents_{key}", what, ours[key], unit, bound, rival=rival))
+    if killed := by_place.get((KILLED, "vmkv-disk")):
+        missed = None if killed["found_of_held"] is None else 1 - killed["found_of_held"]
+        what = "agents, server killed: tokens in files that the next turns do not find"
+        figures.append(Figure("agents_killed_missed", what, missed, "%", 0.2))
     fits = LOADS["fits"].name
     if (with_tiers := by_place.get((fits, "vmkv"))) and (
         alone := by_place.get((fits, "vmkv-alone"))
@@ -164,7 +176,9 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
 
 def rows_of(folder: Path, options: argparse.Namespace) -> Iterator[Row]:
     """All loads on all servers that were asked for."""
-    for name in options.servers:
+    if options.killed or options.smoke:
+        yield killed_row(folder, options)
+    for name in options.servers[: 1 if options.smoke else None]:
         kind, _ = SERVERS[name]
         if kind == VLLM and (options.smoke or not has_vllm(options.vllm_path)):
             print("vLLM cannot be imported here: vmkv is measured alone")
@@ -175,8 +189,43 @@ def rows_of(folder: Path, options: argparse.Namespace) -> Iterator[Row]:
             with tempfile.TemporaryDirectory(dir=options.disk) as disk:
                 told = options_of(name, options, Path(disk))
                 its = {"smoke": options.smoke, "told": told}
-                with serving(kind, folder, options.logs, path, **its) as url:
+                with serving(kind, folder, options.logs, path, **its) as (url, _):
                     yield row_of(load, name, apply(load, url))
+
+
+def killed_row(folder: Path, options: argparse.Namespace) -> Row:
+    """The first turns that a server with files is asked after it was killed."""
+    load = replace(SMOKE if options.smoke else LOADS["agents"], name=KILLED)
+    before_turns = 1 if options.smoke else TURNS_BEFORE
+    before = replace(load, num_turns=before_turns)
+    after = replace(load, first_turn=before_turns, num_turns=before_turns + 1)
+    with tempfile.TemporaryDirectory(dir=options.disk) as disk:
+        its = {"smoke": options.smoke, "told": options_of("vmkv-disk", options, Path(disk))}
+        with serving(VMKV, folder, options.logs, None, **its) as (url, process):
+            asked = apply(before, url)
+            process.kill()
+            process.wait()
+        held_bytes = sum(512 * each.stat().st_blocks for each in Path(disk).glob("slab-*"))
+        start_s = time.perf_counter()
+        with serving(VMKV, folder, options.logs, None, **its) as (url, _):
+            started_s = time.perf_counter() - start_s
+            turns = apply(after, url)
+    row = row_of(after, "vmkv-disk", turns)
+    shared_tokens = load.shared_tokens  # All sessions find these in the same blocks.
+    found_tokens = shared_tokens + sum(
+        max(0, each.timing.num_cached_tokens - shared_tokens) for each in turns
+    )
+    held_tokens = held_bytes // token_bytes(folder)
+    row |= {"start_s": started_s, "held_bytes": held_bytes, "asked_turns": len(asked)}
+    return row | {"found_of_held": found_tokens / held_tokens if held_tokens else None}
+
+
+def token_bytes(folder: Path) -> int:
+    """Bytes of a token's keys and values in the dtype of the model in `folder`."""
+    config = AutoConfig.from_pretrained(folder)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_values = 2 * config.num_hidden_layers * config.num_key_value_heads * size
+    return num_values * config.dtype.itemsize
 
 
 def apply(load: Agents, url: str) -> list[Turn]:
@@ -198,7 +247,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = Bench("agents", __doc__, needs_gpu=True)
     add = bench.option
     add("--loads", nargs="+", choices=LOADS, default=["agents", "fits"], help="by default two")
-    add("--servers", nargs="+", choices=SERVERS, default=["vmkv", "vmkv-alone", "vllm"])
+    add("--servers", nargs="*", choices=SERVERS, default=["vmkv", "vmkv-alone", "vllm"])
+    add("--killed", action="store_true", help="also kill a server with files, and start it again")
     add("--device-gib", type=float, default=24.0, help="GiB of the device for keys and values")
     add("--host-gib", type=float, default=48.0, help="GiB of host memory below it")
     add("--disk-gib", type=float, default=64.0, help="GiB of files below that")

@@ -129,7 +129,7 @@ def chat_rows(roots: dict[str, Path], options: argparse.Namespace) -> Iterator[R
         urls = {}
         for name, root in roots.items():
             server = serving("vmkv", folder, logs, str(root), smoke=False, told=told)
-            urls[name] = stack.enter_context(server)
+            urls[name] = stack.enter_context(server).url
         for load in (chat(rate, CHAT_S) for rate in (12, 24)):
             for number in range(-1, options.rounds):
                 for name, url in urls.items():

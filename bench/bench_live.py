@@ -57,7 +57,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from harness import HAS_GPU, VLLM_CONFIG, VLLM_ENVIRONMENT, Bench, Figure, Row, environment
@@ -207,20 +207,27 @@ def serving(
     *,
     smoke: bool,
     told: Sequence[str] = (),
-) -> Iterator[str]:
-    """Run a server and yield its address; its output goes to `logs`, `told` are further options."""
+) -> Iterator[Running]:
+    """Run a server; its output goes to `logs`, and `told` are further options."""
     port = free_port()
     command = [*command_of(server, folder, port, smoke=smoke), *told]
     log = logs / f"{server}-{port}.log"
-    with running(server, command, environment_of(server, path), log, port) as url:
-        yield url
+    with running(server, command, environment_of(server, path), log, port) as server_there:
+        yield server_there
+
+
+class Running(NamedTuple):
+    """A server that is healthy."""
+
+    url: str
+    process: subprocess.Popen[bytes]
 
 
 @contextlib.contextmanager
 def running(
     server: str, command: Sequence[str], environment: dict[str, str], log: Path, port: int
-) -> Iterator[str]:
-    """Run a server's command and yield its address, once it is healthy."""
+) -> Iterator[Running]:
+    """Run a server's command, and yield once it is healthy."""
     start = time.perf_counter()
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -235,7 +242,7 @@ def running(
             url = f"http://127.0.0.1:{port}"
             await_health(url, process, log)
             print(f"{server} is up after {time.perf_counter() - start:.0f} s", flush=True)
-            yield url
+            yield Running(url, process)
         finally:
             process.terminate()
             try:
@@ -488,7 +495,7 @@ def server_rows(
 ) -> Iterator[Row]:
     """All loads on one server."""
     path = options.vllm_path if server == VLLM else None
-    with serving(server, folder, options.logs, path, smoke=options.smoke) as url:
+    with serving(server, folder, options.logs, path, smoke=options.smoke) as (url, _):
         # Warm-up, with other prompts than any load's.
         first = next(iter(loads.values()))
         apply(replace(first, name="warm-up", rate_per_s=0, num_requests=8), url)

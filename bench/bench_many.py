@@ -246,7 +246,7 @@ def serving(
             port = free_port()
             log = options.logs / f"{server.replace(', ', '-').replace(' ', '-')}-{port}.log"
             running_one = running(server, command(names, port), environment, log, port)
-            urls += [stack.enter_context(running_one)] * len(names)
+            urls += [stack.enter_context(running_one).url] * len(names)
         yield urls
 
 
