@@ -49,11 +49,14 @@ def asked(client: httpx.Client, url: str, **body: object) -> httpx.Response:
 
 
 @pytest.mark.slow
-def test_models_are_chosen_by_name_and_do_not_disturb_each_other(models: list[str]) -> None:
-    """Names, lengths, metrics and `vmkv top` by model; an engine that dies is started anew."""
+def test_models_are_chosen_by_name_and_do_not_disturb_each_other(
+    models: list[str], tmp_path: Path
+) -> None:
+    """Names, lengths, metrics, files and `vmkv top` by model; an engine that dies starts anew."""
     expected = [plain(name, [5, 6, 7]) for name in models]
     assert expected[0] != expected[1]
-    its = [*models, "--memory", MEMORY, "--enable-sleep-mode"]
+    its = [*models, "--memory", MEMORY, "--enable-sleep-mode", "--swap", MEMORY]
+    its += ["--disk", str(tmp_path), "--disk-size", MEMORY]
     with serving_process(*its, drains=True) as (child, url), httpx.Client(timeout=60) as client:
         assert re.fullmatch(
             r"other programs join its memory at /\S+/pool.sock\n", child.stdout.readline()
@@ -105,6 +108,10 @@ def test_models_are_chosen_by_name_and_do_not_disturb_each_other(models: list[st
             assert asked(client, url, model=models[1]).status_code == 200
         assert asked(client, url, model=models[0]).json()["choices"][0]["token_ids"] == expected[0]
         assert second in engines_of(child.pid)
+        folders = {each.name for each in tmp_path.iterdir()}
+        assert folders == {name.strip("/").replace("/", "--") for name in models}
+        for folder in folders:
+            assert (tmp_path / folder / "lock").exists()
 
 
 @pytest.mark.slow

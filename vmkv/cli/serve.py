@@ -330,6 +330,8 @@ def _part_of(arguments: Namespace, model: str, broker: Broker | None) -> Namespa
     part.model = model
     if broker is not None:
         part.pool_socket, part.budget_bytes = broker.socket_path, None
+    if arguments.disk_folder and len(arguments.models) > 1:  # A folder is for one engine.
+        part.disk_folder = Path(arguments.disk_folder) / model.strip("/").replace("/", "--")
     return part
 
 
@@ -429,8 +431,6 @@ def _check_sharing(arguments: Namespace) -> None:
         return
     if len(set(arguments.models)) < len(arguments.models):
         raise ConfigError("a model is named twice, and clients choose by its name: leave one out")
-    if arguments.disk_folder:
-        raise ConfigError("--disk is for one model: start one server per model, with a --pool")
     for flag in _OF_ONE_MODEL:
         if getattr(arguments, flag[2:].replace("-", "_")) is not None:
             raise ConfigError(f"{flag} is for one model: start one server per model, with a --pool")
