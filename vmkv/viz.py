@@ -178,11 +178,12 @@ def page_map(cache: KVCache | ModelCache) -> PageMap:
 def _group_map(cache: KVCache, group: LayerGroup) -> GroupMap:
     found: list[tuple[int, _State, int, list[_Place]]] = []
     for sequence in cache.sequences:
-        swapped = () if sequence.swapped is None else sequence.swapped.extents
-        # Host memory, at the pages that the sequence had.
-        places = [(each.extent, each.page, Access.NONE) for each in swapped if each.group is group]
-        state: _State = "live" if sequence.swapped is None else "swapped"
-        places = _mapped(group, sequence.row) + places
+        state: _State = "live"
+        places = _mapped(group, sequence.row)
+        if sequence.swapped is not None:  # Host memory, at the pages that the sequence had.
+            moved = zip(sequence.swapped.extents, sequence.swapped.parts, strict=True)
+            its = [(extent, part.page) for extent, part in moved if part.table is group.table]
+            state, places = "swapped", places + [(*each, Access.NONE) for each in its]
         found.append((sequence.row, state, sequence.num_tokens, places))
     for row in cache.rows.parked:
         if places := _mapped(group, row):

@@ -377,7 +377,7 @@ class MemoryView:
         if sequence.swapped is None:
             return pages
         # Shared pages have stayed.
-        moved_pages: int = sequence.swapped.num_pages
+        moved_pages: int = sum(1 << part.size_class for part in sequence.swapped.parts)
         return min(pages, moved_pages + pages - self.peak_pages(sequence.num_tokens))
 
     # ---- for the scheduler ----------------------------------------------------------------

@@ -28,6 +28,7 @@ from ..core.cache.device_memory import open_member_pool
 from ..core.cache.layer_group import bytes_over, stream_getter
 from ..core.interrupts import uninterrupted
 from ..core.memory import Extent, ExtentPool, HostCopy, PageTable, PoolMember, size_classes
+from ..core.memory.host_copy import Part
 from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
 from ..step.joined_layers import AWAY, join, separate
 from ..step.model_guard import has_users
@@ -235,8 +236,18 @@ class Weights:
         pool, backend = self._table.pool, self._table.pool.backend
         backend.note_stream(self._current_stream())
         backend.join_streams(self._side_stream)
-        rows = [(self._table, row) for row in range(self._table.num_rows)]
-        self._away.append(HostCopy(pool, rows, self._side_stream))
+        parts = [
+            Part(self._table, row, each.first_page, each.extent.size_class, each.extent.num_bytes)
+            for row, pages in enumerate(self._table.rows)
+            for each in pages.mappings
+        ]
+        copy = HostCopy(pool, parts, self._side_stream)
+        try:
+            copy.leave()
+        except BaseException:
+            copy.drop()
+            raise
+        self._away.append(copy)
         pool.reclaimer.wait()
         pool.trim()
 
@@ -245,7 +256,7 @@ class Weights:
         """Map memory at the weights' addresses, and submit the copies back. Idempotent.
 
         The current stream waits for the copies, the caller does not. Raises as
-        `HostCopy.come_back`; another call then tries again.
+        `HostCopy.coming_back`; another call then tries again.
         """
         if self._away and not self._has_budget():
             raise CapacityError(
@@ -253,7 +264,8 @@ class Weights:
                 "the pool hold the memory: call again once they use less"
             )
         while self._away:
-            self._away[0].come_back(self._side_stream, self._current_stream())
+            with self._away[0].coming_back(self._side_stream, self._current_stream()):
+                pass
             del self._away[0]
         if hook := vars(self._model).pop(AWAY, None):
             hook.remove()

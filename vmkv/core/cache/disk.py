@@ -34,10 +34,10 @@ from safetensors import SafetensorError, safe_open
 from ...errors import ConfigError, OutOfPagesError
 from ...units import Address, MiB
 from ..interrupts import interruptible
+from ..memory import HostCopy
 from .device_memory import call_with_room
 from .growing import Target, map_rows
 from .layer_group import LayerGroup
-from .swap import Swapped
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache
@@ -194,7 +194,7 @@ def _device_buffer(cache: KVCache) -> torch.Tensor:
 # ---- saving --------------------------------------------------------------------------------------
 
 
-def save(sequence: Sequence, swapped: Swapped | None, path: str | os.PathLike[str]) -> None:
+def save(sequence: Sequence, swapped: HostCopy | None, path: str | os.PathLike[str]) -> None:
     """Implement `Sequence.save`; `swapped` is the sequence's host copy. Its row is pinned."""
     cache, row, num_tokens = sequence.cache, sequence.row, sequence.num_tokens
     with cache.pool.lock:
@@ -263,7 +263,7 @@ def _span(group: LayerGroup, first_token: int, num_tokens: int) -> tuple[int, in
 
 
 def _ranges(
-    group: LayerGroup, row: int, first_token: int, num_tokens: int, swapped: Swapped | None
+    group: LayerGroup, row: int, first_token: int, num_tokens: int, swapped: HostCopy | None
 ) -> Iterator[tuple[int, int]]:
     """Yield the address and bytes of token rows `first_token` to `num_tokens`.
 
@@ -271,9 +271,9 @@ def _ranges(
     """
     page_bytes, (start, end) = group.page_bytes, _span(group, first_token, num_tokens)
     moved, moved_address = end, Address(0)  # Bytes from `moved` on were swapped out.
-    for each in () if swapped is None else swapped.firsts():
-        if swapped is not None and each.group is group:
-            moved, moved_address = each.page * page_bytes, swapped.staged(each)
+    for part, address in () if swapped is None else swapped.firsts:
+        if part.table is group.table:
+            moved, moved_address = part.page * page_bytes, address
     yield group.table.page_address(row, 0) + start, min(end, moved) - start
     skipped = max(start, moved) - moved
     yield moved_address + skipped, end - moved - skipped

@@ -13,10 +13,11 @@ import torch
 
 from ...errors import ClosedError, ConfigError
 from ..interrupts import uninterrupted
+from ..memory import HostCopy
 from .disk import save
 from .forking import fork
 from .process import PrefixExporter
-from .swap import Swapped, Transfer, begin_swap_out, swap_in
+from .swap import Transfer, begin_swap_out, swap_in
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache
@@ -48,7 +49,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.tenant = tenant
         self.transfer: Transfer | None = None
-        self.swapped: Swapped | None = None
+        self.swapped: HostCopy | None = None
         self.kept_until_s = 0.0
         self.is_closed = False
         cache.live[row] = self

@@ -1,69 +1,43 @@
-"""Rows without device memory: their contents wait in host memory, and return to the same addresses.
+"""Parts of rows whose contents wait in host memory, and return to the same addresses.
 
-    mapped --HostCopy()--> in host memory --come_back--> mapped
-                                '---------drop--------> empty
+    mapped --HostCopy()--> copied --leave--> in host memory --coming_back--> mapped
+                              '--drop--> mapped     '-----------drop--> empty
 
-All extents that the rows map move at once. The weights of a sleeping model move so.
+Swapped sequences and the weights of a sleeping model move so.
 
-See DESIGN.md, Note [Weights sleep in host memory].
+See DESIGN.md, Note [Swapping keeps addresses].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from ...units import Address
-from ..backend import CopyOp, Fence, MemoryLocation, Op
-from ..interrupts import uninterrupted
-from .page_table import Extent, PageMapping, PageTable
+from ..backend import MemoryLocation
+from .change import Change, RowChange
+from .page_table import Extent, PageTable
 from .pool import ExtentPool
 
 
-class _Moved(NamedTuple):
-    """A row's run of mappings as it was."""
+class Part(NamedTuple):
+    """An extent's pages of a row, from `page` on; the first `num_bytes` are copied."""
 
     table: PageTable
     row: int
-    mappings: Sequence[PageMapping]
-
-
-def copied_to_host(
-    pool: ExtentPool, sources: Sequence[tuple[int, Address, int]], stream: int
-) -> PageTable:
-    """Submit copies of `sources` to host memory; return the table that has them in its one row.
-
-    A source has the size class of the extent to copy to, the address and the bytes. The table's
-    mappings own the extents. After any error nothing has changed.
-    """
-    pool.reclaimer.close_left()  # Tables that could not be closed before hold host memory.
-    classes = [size_class for size_class, *_ in sources]
-    extents = pool.acquire_or_evict(classes, MemoryLocation.HOST)
-    try:
-        staging = PageTable(pool, 1, max(1, sum(extent.num_pages for extent in extents)))
-        try:
-            page = 0
-            for (_, source, num_bytes), extent in zip(sources, extents, strict=True):
-                staging.map(0, page, [extent])
-                if num_bytes:
-                    pool.backend.copy(staging.page_address(0, page), source, num_bytes, stream)
-                page += extent.num_pages
-            pool.reclaimer.poll()  # Work for the CPU while the copies run.
-        except BaseException:
-            pool.reclaimer.close_soon(staging.close_behind)
-            raise
-    finally:
-        pool.disown(extents)  # The staging mappings own them from here on.
-    return staging
+    page: int
+    size_class: int
+    num_bytes: int
 
 
 class HostCopy:
-    """Moves the contents of rows to host memory; their mappings are retired behind a fence.
+    """A copy of parts of rows in host memory, row by row and each from some page to its end.
 
-    The copies run on `stream`, which must be noted, after the work submitted to it. The rows stay
-    empty, and nobody may use them, until `come_back` or `drop`; the caller waits for the fence and
-    gives the memory back. No other row maps their extents.
+    Submits the copies to `stream`, which must be noted. The copy stays mapped for both ways,
+    because granting access takes half as long as copying. Copies go extent by extent: mapping the
+    next one costs less than copying this one. After `leave` nobody may use the rows until
+    `coming_back`.
 
     Raises:
         OutOfPagesError: The pool's host memory does not hold them. Nothing has changed.
@@ -71,96 +45,86 @@ class HostCopy:
 
     Cost: a mapping and an asynchronous copy per extent; host memory that the pool has to create
         takes ten times as long as filling it (10 ms for 64 MiB).
+
+    Attributes:
+        parts: The parts that were copied.
+        firsts: The first part of each row, and the address of its copy.
     """
 
-    @uninterrupted
-    def __init__(self, pool: ExtentPool, rows: Iterable[tuple[PageTable, int]], stream: int):
-        self._pool = pool
-        with pool.lock:
-            self._rows = [
-                _Moved(table, row, tuple(table.rows[row].mappings))
-                for table, row in rows
-                if table.rows[row].mappings
-            ]
-            sources = [
-                (each.extent.size_class, address, each.extent.num_bytes)
-                for address, each in self._addresses()
-            ]
-            self._staging = copied_to_host(pool, sources, stream)
+    def __init__(self, pool: ExtentPool, parts: Sequence[Part], stream: int):
+        self.parts, self._pool = parts, pool
+        pool.reclaimer.close_left()  # Tables that could not be closed before hold host memory.
+        classes = [part.size_class for part in parts]
+        extents = pool.acquire_or_evict(classes, MemoryLocation.HOST)
+        try:
+            self._staging = PageTable(pool, 1, max(1, sum(1 << each for each in classes)))
             try:
-                self._retire(pool.reclaimer.new_fence())
+                page = 0
+                for part, extent in zip(parts, extents, strict=True):
+                    self._staging.map(0, page, [extent])
+                    page += extent.num_pages
+                    if part.num_bytes:
+                        source = part.table.page_address(part.row, part.page)
+                        pool.backend.copy(self._staged[-1], source, part.num_bytes, stream)
+                pool.reclaimer.poll()  # Work for the CPU while the copies run.
             except BaseException:
-                pool.reclaimer.close_soon(self._staging.close_behind)
+                self.drop()
                 raise
+        finally:
+            pool.disown(extents)  # The staging mappings own them from here on.
+        firsts: dict[tuple[int, int], tuple[Part, Address]] = {}
+        for part, address in zip(parts, self._staged, strict=True):
+            firsts.setdefault((id(part.table), part.row), (part, address))
+        self.firsts = [*firsts.values()]
 
-    def _addresses(self) -> Iterator[tuple[Address, PageMapping]]:
-        for table, row, mappings in self._rows:
-            for each in mappings:
-                yield table.page_address(row, each.first_page), each
+    @property
+    def _staged(self) -> Sequence[Address]:
+        address, mappings = self._staging.page_address, self._staging.rows[0].mappings
+        return [address(0, each.first_page) for each in mappings]
 
-    def _retire(self, fence: Fence) -> None:
-        for table, row, _ in self._rows:
-            table.retire_back(row, 0, fence)
+    @property
+    def extents(self) -> Sequence[Extent]:
+        """The host memory of each part."""
+        return [each.extent for each in self._staging.rows[0].mappings]
 
-    @uninterrupted
-    def come_back(self, stream: int, user: int) -> None:
-        """Map new memory at the rows' addresses and submit the copies back; all or nothing.
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are copied each way."""
+        return sum(part.num_bytes for part in self.parts)
 
-        The copies run on `stream`, and later work on stream `user` waits for them.
+    def leave(self) -> None:
+        """Retire the rows' mappings of these parts, behind a fence that covers the copies."""
+        fence = self._pool.reclaimer.new_fence()
+        for (table, row, page, *_), _ in self.firsts:
+            table.retire_back(row, page, fence)
+
+    @contextmanager
+    def coming_back(self, stream: int, user: int, tenant: object = None) -> Iterator[None]:
+        """Map new memory at the same addresses and submit the copies back; all or nothing.
+
+        The copies run on `stream`, and work on stream `user` after the block waits for them; the
+        caller does not. If the block fails, the contents stay on the host.
 
         Raises:
             OutOfPagesError: Budget or device cannot supply all. The contents stay on the host.
             DriverError: A call failed; likewise, and it can be tried again.
 
-        Cost: 35 µs and a copy per extent; the caller does not wait for the copies.
+        Cost: 35 µs and a copy per extent.
         """
-        pool = self._pool
-        with pool.lock:
-            pool.reclaimer.close_left()
-            pool.reclaimer.wait_for(self._ranges())
-            classes = [each.extent.size_class for _, each in self._addresses()]
-            fresh = pool.acquire_or_evict(classes)
-            try:
-                self._map(fresh)
-            finally:
-                pool.disown(fresh)
-            try:
-                pool.backend.copy_many(self._copies_back(), stream)
-                pool.backend.stream_wait(user, stream)
-            except BaseException:
-                pool.reclaimer.close_soon(self._retire)
-                raise
-            pool.reclaimer.close_soon(self._staging.close_behind)
-
-    def _ranges(self) -> list[tuple[Address, Address]]:
-        return [
-            (
-                table.page_address(row, mappings[0].first_page),
-                table.page_address(row, mappings[-1].end_page),
-            )
-            for table, row, mappings in self._rows
+        backend = self._pool.backend
+        changes = [
+            RowChange(table, row, page, [size_class], tenant)
+            for table, row, page, size_class, _ in self.parts
         ]
-
-    def _map(self, fresh: Sequence[Extent]) -> None:
-        extents, ops = iter(fresh), list[Op]()
-        made: list[list[PageMapping]] = []
-        for table, row, mappings in self._rows:
-            made.append([replace(each, extent=next(extents), num_pins=0) for each in mappings])
-            ops += table.ops_to_map(row, made[-1])
-        self._pool.backend.execute(ops)
-        for (table, row, mappings), its in zip(self._rows, made, strict=True):
-            table.note_mapped(row, its)
-            for old, new in zip(mappings, its, strict=True):
-                of, extent = old.extent, new.extent
-                extent.is_dirty, extent.tenant, extent.contents = True, of.tenant, of.contents
-
-    def _copies_back(self) -> list[CopyOp]:
-        staged = self._staging.rows[0].mappings
-        address = self._staging.page_address
-        return [
-            CopyOp(target, address(0, each.first_page), each.extent.num_bytes)
-            for (target, _), each in zip(self._addresses(), staged, strict=True)
-        ]
+        with Change(self._pool, changes) as made:
+            mapped = made.one_by_one(stream)
+            for part, staged, _ in zip(self.parts, self._staged, mapped, strict=True):
+                if part.num_bytes:
+                    target = part.table.page_address(part.row, part.page)
+                    backend.copy(target, staged, part.num_bytes, stream)
+            yield
+            backend.stream_wait(user, stream)
+            self.drop()
 
     def drop(self) -> None:
         """Forget the contents, once the copies submitted so far are complete. Cannot fail."""
