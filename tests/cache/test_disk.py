@@ -120,30 +120,6 @@ def test_another_process_loads_the_file(device: str, tmp_path: Path) -> None:
     assert 0 == done.returncode, done.stderr
 
 
-# ---- memory pressure ----------------------------------------------------------------------
-
-
-def test_moving_sequence_is_not_evicted_while_it_is_saved(
-    host: HostBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory pressure during a save does not finish the sequence's swap-out."""
-    cache, sequence = _world(host)
-    sequence.swap_out(wait=False)
-
-    def be_short(_: int) -> None:
-        cache.pool.make_room(cache.pool.stats().budget_bytes)
-
-    monkeypatch.setattr(host, "join_streams", be_short)
-    sequence.save(tmp_path / "kv")
-    assert sequence.transfer is not None
-    be_short(0)
-    assert sequence.transfer is None
-    monkeypatch.undo()
-    sequence.save(tmp_path / "again")
-    assert (tmp_path / "kv").read_bytes() == (tmp_path / "again").read_bytes()
-    cache.close()
-
-
 # ---- the file -----------------------------------------------------------------------------
 
 

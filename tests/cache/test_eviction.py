@@ -206,19 +206,6 @@ def test_source_of_a_prefix_keeps_its_windows_while_it_is_copied(make_cache: Mak
     assert_holds(fork, said)
 
 
-def test_moving_sequence_is_not_evicted_while_a_prompt_reads_it(make_cache: MakeCache) -> None:
-    """The moving sequence is the only victim, so the prompt begins without a prefix."""
-    cache = make_cache(budget_bytes=28 * PAGE, host_budget_bytes=64 * PAGE)
-    said = list(range(100))
-    first = _say(cache, said)
-    first.swap_out(wait=False)
-    second = cache.open(prompt=[*said[:50], 7])
-    cache.check()
-    assert_holds(second, said[: second.num_tokens])
-    first.swap_in()
-    assert_holds(first, said)
-
-
 # ---- victims that share -------------------------------------------------------------------
 
 

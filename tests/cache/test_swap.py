@@ -60,14 +60,10 @@ def test_layers_stay_while_a_sequence_is_swapped_out(cache: KVCache) -> None:
 
 
 def test_swapped_in_sequence_has_the_over_read_resident(cache: KVCache) -> None:
-    """`keep_resident` may be called while the sequence is swapped out, but not while it moves."""
+    """`keep_resident` may be called while the sequence is swapped out."""
     sequence = cache.open()
     append(sequence, range(40))
-    transfer = sequence.swap_out(wait=False)
-    with pytest.raises(ConfigError, match="on its way"):
-        cache.keep_resident(64)
-    assert 0 == cache.overread_tokens
-    transfer.finish()
+    sequence.swap_out()
     cache.keep_resident(64)
     sequence.swap_in()
     cache.check()
@@ -131,50 +127,31 @@ def test_stats_count_swapped_bytes(cache: KVCache) -> None:
     assert sharing.swapped_out_bytes == sharing.swapped_in_bytes == 2 * 16 * KiB
 
 
-# ---- moving -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("comes_back", [False, True], ids=["growth", "swap-in"])
-def test_need_finishes_the_swap_out_of_another_sequence(
-    host: HostBackend, make_cache: MakeCache, comes_back: bool
-) -> None:
-    """The moving sequence keeps its device memory until another one needs it."""
-    pool = ExtentPool(host, 150 * PAGE, host_budget_bytes=300 * PAGE, close_when_unused=True)
-    cache = make_cache(pool, windows=(40,))
-    needy, moving = cache.open(), cache.open()
-    if comes_back:
-        append(needy, range(240))
-        needy.swap_out()
-    append(moving, range(500, 740))
-    moving.swap_out(wait=False)
-    if comes_back:
-        needy.swap_in()
-    else:
-        append(needy, range(240))
-    assert moving.transfer is None
-    assert not moving.is_resident
-    assert_holds(needy, range(240))
+# ---- fences -------------------------------------------------------------------------------
 
 
 def test_nothing_is_unmapped_while_the_device_may_read_it(
-    host: HostBackend, cache: KVCache
+    host: HostBackend, cache: KVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy to the host is device work, so memory is unmapped after its fence."""
     sequence = cache.open()
     append(sequence, range(50))
     host.hold_fences()
-    transfer = sequence.swap_out(wait=False)
-    cache.pool.reclaimer.poll()
-    assert 0 == host.calls["mem_unmap"]
-    host.pass_fences()
-    transfer.finish()
-    assert host.calls["mem_unmap"] > 0
+    unmapped: list[int] = []
+    wait = HostFence.wait
+
+    def waits(fence: HostFence) -> None:
+        unmapped.append(host.calls["mem_unmap"])
+        wait(fence)
+
+    monkeypatch.setattr(HostFence, "wait", waits)
+    sequence.swap_out()
+    assert 0 == unmapped[0] < host.calls["mem_unmap"]
 
 
 # ---- refusals -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_moving", [True, False])
 @pytest.mark.parametrize(
     "use",
     [
@@ -187,13 +164,11 @@ def test_nothing_is_unmapped_while_the_device_may_read_it(
         lambda sequence: sequence.swap_out(),
     ],
 )
-def test_a_swapped_sequence_cannot_be_used(
-    cache: KVCache, is_moving: bool, use: Callable[[object], object]
-) -> None:
+def test_a_swapped_sequence_cannot_be_used(cache: KVCache, use: Callable[[object], object]) -> None:
     """The error names `swap_in`, and no token is lost."""
     sequence = cache.open()
     append(sequence, range(9))
-    sequence.swap_out(wait=not is_moving)
+    sequence.swap_out()
     with pytest.raises(ConfigError, match=r"swapped out; swap_in\(\) first"):
         use(sequence)
     cache.check()
@@ -211,11 +186,10 @@ def test_no_host_memory_left(make_cache: MakeCache) -> None:
     assert_holds(sequence, range(9))
 
 
-@pytest.mark.parametrize("is_moving", [True, False])
-def test_close_frees_the_host_memory(cache: KVCache, is_moving: bool) -> None:
+def test_close_frees_the_host_memory(cache: KVCache) -> None:
     sequence = cache.open()
     append(sequence, range(80))
-    sequence.swap_out(wait=not is_moving)
+    sequence.swap_out()
     sequence.close()
     cache.pool.reclaimer.wait()
     assert 0 == _host_bytes(cache)
@@ -257,10 +231,8 @@ def test_a_captured_graph_is_valid_after_swapping() -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out.copy_(keys.float().sum(0))
-        for wait in (True, False):
-            transfer = sequence.swap_out(wait=wait)
-            if transfer is not None:
-                transfer.finish()
+        for _ in range(2):
+            sequence.swap_out()
             other = cache.open()
             other.append(6000)
             other.keys(1).fill_(float("nan"))

@@ -388,18 +388,16 @@ class EnginePlay(PoolPlay):
                 except CapacityError:
                     pass
 
-    def guest_swap(self, pick: int, wait: bool) -> None:
-        """Swap a guest out, on stream 0, or in; without `wait` a transfer may stay unfinished."""
+    def guest_swap(self, pick: int) -> None:
+        """Swap a guest out, on stream 0, or in."""
         guest = self._guest(pick)
         if guest is not None:
             sequence = guest.sequence
             stream = 0 if sequence.is_resident else guest.stream
-            with self._doing(f"guest_swap({pick}, {wait})", stream):
+            with self._doing(f"guest_swap({pick})", stream):
                 try:
                     if sequence.is_resident:
-                        sequence.swap_out(wait=wait)
-                    elif sequence.transfer is not None and wait:
-                        sequence.transfer.finish()
+                        sequence.swap_out()
                     else:
                         sequence.swap_in()
                 except CapacityError:

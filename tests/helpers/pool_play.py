@@ -213,12 +213,10 @@ class PoolPlay:
         live = {}
         for cache in self._caches():
             for row in cache.live:
-                is_moving = cache.live[row].transfer is not None
                 for group in cache.groups:
                     for mapping in group.table.rows[row].mappings:
                         extent = mapping.extent
-                        may_go = is_moving and extent.num_live_mappings == 1
-                        if extent.location is MemoryLocation.DEVICE and not may_go:
+                        if extent.location is MemoryLocation.DEVICE:
                             live[id(extent)] = extent.num_pages
         return sum(live.values())
 

@@ -377,13 +377,14 @@ class CacheMachine(RuleBasedStateMachine):
     # ---- host memory ------------------------------------------------------------------
 
     @has_sequences
-    @rule(pick=picks, wait=st.booleans(), fail_at=st.sampled_from([0, 0, 0, 1, 2, 3, 5, 7]))
-    def swap_out(self, pick: int, wait: bool, fail_at: int) -> None:
+    @rule(pick=picks, fail_at=st.sampled_from([0, 0, 0, 1, 2, 3, 5, 7]))
+    def swap_out(self, pick: int, fail_at: int) -> None:
         sequence = self.by_id[self._picked(pick)]
         was_resident = sequence.is_resident
         self._fault(fail_at)
+        self.unmaps_at_hold = None  # It waits for the device.
         try:
-            sequence.swap_out(wait=wait)
+            sequence.swap_out()
         except ConfigError:
             assert not was_resident
         except OutOfPagesError:
@@ -392,7 +393,6 @@ class CacheMachine(RuleBasedStateMachine):
             assert self._end_fault()  # It is whole on either side, as `swap_in` shows.
         else:
             assert not sequence.is_resident
-            assert (sequence.transfer is None) == wait
         self._end_fault()
 
     @has_sequences
@@ -413,24 +413,6 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             assert sequence.is_resident
             assert address == self.cache.keys(0)[sequence.row].data_ptr()
-        self._end_fault()
-
-    @has_sequences
-    @rule(pick=picks, cancels=st.booleans(), fail_at=st.sampled_from([0, 0, 1, 2, 3]))
-    def end_transfer(self, pick: int, cancels: bool, fail_at: int) -> None:
-        """A moving sequence has left after `finish`, and stays after `cancel`."""
-        sequence = self.by_id[self._picked(pick)]
-        transfer = sequence.transfer
-        if transfer is None:
-            return
-        self._fault(fail_at)
-        self.unmaps_at_hold = None  # Finishing waits for the device.
-        try:
-            transfer.cancel() if cancels else transfer.finish()
-        except DriverError:
-            assert self._end_fault()
-        else:
-            assert cancels == sequence.is_resident
         self._end_fault()
 
     # ---- disk, and other processes ----------------------------------------------------
@@ -533,7 +515,7 @@ class CacheMachine(RuleBasedStateMachine):
         if "park" in then:
             self.close(pick, 0)
         if "move" in then:
-            self.swap_out(pick, False, 0)
+            self.swap_out(pick, 0)
 
     @has_sequences
     @is_stateless

@@ -242,11 +242,7 @@ class Weights:
             for each in pages.mappings
         ]
         copy = HostCopy(pool, parts, self._side_stream)
-        try:
-            copy.leave()
-        except BaseException:
-            copy.drop()
-            raise
+        copy.leave()
         self._away.append(copy)
         pool.reclaimer.wait()
         pool.trim()

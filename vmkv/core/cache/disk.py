@@ -195,7 +195,7 @@ def _device_buffer(cache: KVCache) -> torch.Tensor:
 
 
 def save(sequence: Sequence, swapped: HostCopy | None, path: str | os.PathLike[str]) -> None:
-    """Implement `Sequence.save`; `swapped` is the sequence's host copy. Its row is pinned."""
+    """Implement `Sequence.save`; `swapped` is the sequence's host copy."""
     cache, row, num_tokens = sequence.cache, sequence.row, sequence.num_tokens
     with cache.pool.lock:
         token_ids = cache.prefixes.token_ids(row)

@@ -157,8 +157,7 @@ def _fill(
 ) -> None:
     pool, stream = cache.pool, cache.current_stream()
     plan = plan_fork(origin, cache, rows, num_tokens, tenant)
-    # Pins the source's extents: making room must not evict them, even if the source is parked or
-    # moving to the host.
+    # Pins the source's extents: making room must not evict them, even if the source is parked.
     with Change(pool, plan.changes, reads=plan.reads) as made:
         made.map(stream)
         made.fill(stream, plan.copies)

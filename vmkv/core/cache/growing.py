@@ -94,8 +94,6 @@ def keep_resident(cache: KVCache, overread_tokens: int) -> None:
             f"a kernel that fetches {overread_tokens} tokens past the length would fetch the NaN "
             'of scrub="poison"; choose another attention backend, or another scrub'
         )
-    if cache.moving:
-        raise ConfigError("a sequence is on its way to the host; finish that, or cancel it, first")
     cache.overread_tokens = overread_tokens
     try:
         live = cache.live_sequences()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -69,7 +69,6 @@ class KVCache(AbstractContextManager["KVCache"]):
         host_blocks: Blocks of evicted prefixes in host memory.
         states: The one of them that keeps layers' states; None without such layers.
         live: The sequence of each live row.
-        moving: By row on its way to the host, a function that makes its victim.
         overread_tokens: Tokens past every length that are kept resident; see `keep_resident`.
         keeps_past: Keep tokens that have left a sliding window (for rollback).
         device: The device of the cache's tensors.
@@ -107,7 +106,6 @@ class KVCache(AbstractContextManager["KVCache"]):
         self.states: StateGroup | None = None
         self.places: dict[int, tuple[KVGroup, int]] = {}
         self.live: dict[int, Sequence] = {}
-        self.moving: dict[int, Callable[[], Victim]] = {}
         self.prefixes = PrefixIndex()
         self.device = torch_device(backend)
         self.current_stream = stream_getter(backend)
@@ -292,13 +290,8 @@ class KVCache(AbstractContextManager["KVCache"]):
         return all([group.reaches(row, end_tokens) for group in self.groups])
 
     def live_sequences(self) -> list[Sequence]:
-        """The sequences that kernels can read: neither swapped out nor moving."""
+        """The sequences that kernels can read: those not swapped out."""
         return [each for each in self.live.values() if each.is_resident]
-
-    def pinned_row(self, row: int) -> AbstractContextManager[None]:
-        """Keep the extents of `row` mapped where they are while a block reads them."""
-        its = (mapping for group in self.groups for mapping in group.table.rows[row].mappings)
-        return pinned(self.pool, its)
 
     def pinned_state(self, row: int, num_tokens: int) -> AbstractContextManager[None]:
         """Keep the state of `row` after `num_tokens`, if any, in a block that reads it. Locked."""
@@ -341,7 +334,7 @@ class KVCache(AbstractContextManager["KVCache"]):
             self.check_open()
         targets, max_tokens = list(wanted), self.max_tokens
         for sequence, num_tokens in targets:
-            if sequence.is_closed or sequence.transfer or sequence.swapped:
+            if sequence.is_closed or sequence.swapped:
                 sequence.check_open()
             if sequence.cache is not self:
                 raise ConfigError(f"{sequence} is of another cache")
@@ -399,7 +392,7 @@ class KVCache(AbstractContextManager["KVCache"]):
                     end_tokens = row_tokens
                 if end_tokens - overread_tokens < room:
                     room = end_tokens - overread_tokens
-            if not books or sequence.transfer or sequence.swapped or room < 0:
+            if not books or sequence.swapped or room < 0:
                 room = 0
             found.append(room)
         return found
@@ -420,8 +413,7 @@ class KVCache(AbstractContextManager["KVCache"]):
         """Keep `overread_tokens` past every sequence's length mapped, now and from now on.
 
         For kernels that fetch past the length they are told. The number never decreases. Raises
-        `OutOfPagesError`, and `ConfigError` if the pool poisons memory or a sequence is moving to
-        the host.
+        `OutOfPagesError`, and `ConfigError` if the pool poisons memory.
         """
         self.check_open()
         if overread_tokens > self.overread_tokens:
@@ -597,10 +589,8 @@ class KVCache(AbstractContextManager["KVCache"]):
         return collect_stats(self)
 
     def victims(self) -> Iterable[Victim]:
-        """Yield the victims: sequences moving to the host, checkpoints, and parked rows."""
-        for victim in tuple(self.moving.values()):
-            yield victim()
-        yield from self.rows.victims()
+        """Yield the victims: checkpoints, and parked rows."""
+        return self.rows.victims()
 
     @uninterrupted
     def make_room(self, num_bytes: int) -> int:

@@ -17,7 +17,7 @@ from ..memory import HostCopy
 from .disk import save
 from .forking import fork
 from .process import PrefixExporter
-from .swap import Transfer, begin_swap_out, swap_in
+from .swap import swap_in, swap_out
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache
@@ -38,7 +38,6 @@ class Sequence:
         tenant: Its owner.
         kept_until_s: Its prefix gives way after those of the tenant's other sequences, until
             `KVCache.rows.now_s` reaches this time.
-        transfer: The transfer to the host while it is under way, else None.
         swapped: The host copy while the sequence is swapped out, else None.
     """
 
@@ -48,7 +47,6 @@ class Sequence:
         self.num_tokens = num_tokens
         self.num_cached_tokens = 0
         self.tenant = tenant
-        self.transfer: Transfer | None = None
         self.swapped: HostCopy | None = None
         self.kept_until_s = 0.0
         self.is_closed = False
@@ -165,43 +163,33 @@ class Sequence:
     # ---- host memory ----------------------------------------------------------------------
 
     @uninterrupted
-    def swap_out(self, *, wait: bool = True) -> Transfer | None:
+    def swap_out(self) -> None:
         """Move the sequence to host memory; it keeps its row, its addresses and its length.
 
-        Until `swap_in` it can only be saved or closed. Extents shared with others stay in device
-        memory.
-
-        Args:
-            wait: Return when the device memory is free. Otherwise return a `Transfer`, whose
-                `finish` frees it and whose `cancel` undoes it. Where memory is short, moving
-                sequences leave first.
+        Returns when its device memory is free. Until `swap_in` it can only be saved or closed.
+        Extents shared with others stay in device memory.
 
         Raises:
-            ConfigError: It is swapped out, or moving, already.
+            ConfigError: It is swapped out already.
             OutOfPagesError: No host memory is left (`host_budget_bytes`).
             OutOfAddressSpaceError: No staging addresses are left.
-            DriverError: Nothing changed; or, in the last steps, it is moving or swapped out, its
-                contents intact, and `swap_in` brings it back.
+            DriverError: Nothing changed; or, in the last step, it is swapped out, its contents
+                intact, and `swap_in` brings it back.
 
-        Ordering: after all work submitted so far; concurrent with later work on the current stream.
+        Ordering: after all work submitted so far; host-synchronous.
         """
         self.check_open()
-        transfer = begin_swap_out(self)
-        if wait:
-            transfer.finish()
-        return self.transfer
+        swap_out(self)
 
     @uninterrupted
     def swap_in(self) -> None:
         """Bring the sequence back to the same addresses. Does nothing if it is resident.
 
-        Views of it and CUDA graphs captured over it are valid again. A transfer that is still under
-        way is cancelled. Without device memory (`OutOfPagesError`) it stays swapped out. Later work
-        on the current stream waits for the copies; the caller does not.
+        Views of it and CUDA graphs captured over it are valid again. Without device memory
+        (`OutOfPagesError`) it stays swapped out. Later work on the current stream waits for the
+        copies; the caller does not.
         """
         self._check_not_closed()
-        if self.transfer is not None:
-            self.transfer.stay()
         if self.swapped is not None:
             self.cache.pool.asking_broker(partial(swap_in, self, self.swapped))
             self.swapped = None
@@ -221,8 +209,7 @@ class Sequence:
             host-synchronous.
         """
         self._check_not_closed()
-        with self.cache.pinned_row(self.row):  # First, so that nothing moves it meanwhile.
-            save(self, self.swapped, path)
+        save(self, self.swapped, path)
 
     @uninterrupted
     def export(
@@ -247,8 +234,7 @@ class Sequence:
         """The length up to which tokens can be written without a driver call or a copy.
 
         Memory from `num_tokens` to there is mapped, unshared and unprotected, and kernels'
-        over-read past it is mapped. `append` extends it. 0 while the sequence is swapped out or
-        moving.
+        over-read past it is mapped. `append` extends it. 0 while the sequence is swapped out.
         """
         return self.cache.writable_tokens([self])[0]
 
@@ -259,9 +245,8 @@ class Sequence:
 
     @property
     def is_resident(self) -> bool:
-        """Whether kernels can read it: neither swapped out nor moving."""
-        # In this order: another thread may be making the sequence leave.
-        return self.transfer is None and self.swapped is None
+        """Whether kernels can read it: it is not swapped out."""
+        return self.swapped is None
 
     def first_token(self, layer: int) -> int:
         """Return the first token present in `layer`; `num_tokens` if none is.
@@ -298,9 +283,7 @@ class Sequence:
         close_idle(self, None)
 
     def drop_host_copy(self) -> None:
-        """Release the host copy, finished or not, of a sequence that ends."""
-        if self.transfer is not None:
-            self.transfer.stay()
+        """Release the host copy of a sequence that ends."""
         if self.swapped is not None:
             self.swapped.drop()
             self.swapped = None

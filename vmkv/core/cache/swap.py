@@ -1,12 +1,10 @@
 """Swapping: memory of sequences moves to the host and back, at the same addresses.
 
-    resident --swap_out--> moving --leave--> swapped --swap_in--> resident
-                              '----cancel--> resident
+    resident --swap_out--> swapped --swap_in--> resident
 
-A sequence leaves when its transfer is finished, or earlier when memory is short: its device memory
-is retired behind a fence that covers the copies. The copies run on a stream of their own: outwards
-after work submitted so far, inwards before the compute stream's next work. Shared extents stay on
-the device, because others hold them anyway.
+The copies run on a stream of their own: outwards after work submitted so far, inwards before the
+compute stream's next work. The device memory is retired behind a fence that covers the copies.
+Shared extents stay on the device, because others hold them anyway.
 
 See DESIGN.md, Note [Swapping keeps addresses].
 """
@@ -16,92 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ...errors import ConfigError
-from ..interrupts import uninterrupted
-from ..memory import Extent, HostCopy, Victim, size_classes
+from ..memory import HostCopy, size_classes
 from ..memory.host_copy import Part
 from .growing import Target, map_rows
 from .prefix import Where
-from .rows import victim_of
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache
     from .sequence import Sequence
-
-
-class Transfer:
-    """A sequence on its way to host memory, which holds its device memory until it leaves.
-
-    It is the sequence's `transfer` until then, and `swapped` is the host memory.
-    """
-
-    def __init__(self, sequence: Sequence, swapped: HostCopy):
-        self.swapped = swapped
-        self._sequence = sequence
-        self._cache = sequence.cache
-        with self._cache.pool.lock:
-            sequence.transfer = self
-            self._cache.moving[sequence.row] = self._victim
-
-    @uninterrupted
-    def finish(self) -> None:
-        """Wait until the sequence is swapped out and its device memory free. Idempotent."""
-        self._leave()
-        rows = [(part.table, part.row, part.page) for part, _ in self.swapped.firsts]
-        self._cache.pool.reclaimer.wait_for(
-            [
-                (table.page_address(row, page), table.page_address(row, table.row_pages))
-                for table, row, page in rows
-            ]
-        )
-
-    @uninterrupted
-    def cancel(self) -> None:
-        """Keep the sequence on the device and drop its copy.
-
-        Raises `ConfigError` if it has left, by `finish` or because memory was short.
-        """
-        if not self.stay():
-            raise ConfigError(f"{self._sequence} is swapped out already; swap_in() brings it back")
-
-    def stay(self) -> bool:
-        """Cancel the transfer if it is still under way; returns whether it was."""
-        with self._cache.pool.lock:
-            if self._sequence.transfer is not self:
-                return False
-            self.swapped.drop()
-            self._end()
-            return True
-
-    def _leave(self) -> None:
-        cache, sequence = self._cache, self._sequence
-        with cache.pool.lock:
-            if sequence.transfer is self:
-                self.swapped.leave()
-                sequence.swapped = self.swapped  # Before the end: it is not resident in between.
-                self._end()
-                cache.prefixes.move(sequence.row, Where.AWAY)
-                cache.sharing.swapped_out_bytes += self.swapped.num_bytes
-
-    def _end(self) -> None:
-        self._sequence.transfer = None
-        del self._cache.moving[self._sequence.row]
-
-    def _victim(self) -> Victim:
-        """Present this transfer as the first victim in line: its eviction loses nothing."""
-        return victim_of(self._gives, lambda _: self._leave(), last_used=0)
-
-    def _gives(self) -> list[tuple[int, Extent]]:
-        """List the extents that leaving frees: all of them, or none while any is pinned."""
-        if self._sequence.transfer is not self:
-            return []
-        mappings = [
-            mapping
-            for (table, row, page, *_), _ in self.swapped.firsts
-            for mapping in table.overlapping(row, page, table.row_pages)
-        ]
-        is_pinned = any(mapping.num_pins for mapping in mappings)
-        return [] if is_pinned else [(0, mapping.extent) for mapping in mappings]
 
 
 def side_stream(cache: KVCache) -> int:
@@ -111,19 +31,27 @@ def side_stream(cache: KVCache) -> int:
     return cache.side_stream
 
 
-def begin_swap_out(sequence: Sequence) -> Transfer:
-    """Start copying a sequence's own memory to the host; after any error nothing has changed.
+def swap_out(sequence: Sequence) -> None:
+    """Move a sequence's own memory to the host, and wait until its device memory is free.
 
-    Cost: a mapping and an asynchronous copy per extent; host memory that the pool has to create
-        takes ten times as long as filling it (10 ms for 64 MiB).
+    Cost: a mapping and a copy per extent; host memory that the pool has to create takes ten times
+        as long as filling it (10 ms for 64 MiB).
     """
-    cache = sequence.cache
+    cache, row = sequence.cache, sequence.row
     cache.note_stream()
-    cache.pool.reclaimer.free_idle_reservations()
-    parts = [*_to_move(cache, sequence.row, sequence.num_tokens)]
+    reclaimer = cache.pool.reclaimer
+    reclaimer.free_idle_reservations()
+    parts = [*_to_move(cache, row, sequence.num_tokens)]
     side = side_stream(cache)
     cache.pool.backend.join_streams(side)
-    return Transfer(sequence, HostCopy(cache.pool, parts, side))
+    with cache.pool.lock:
+        copy = HostCopy(cache.pool, parts, side)
+        copy.leave()
+        sequence.swapped = copy
+        cache.prefixes.move(row, Where.AWAY)
+        cache.sharing.swapped_out_bytes += copy.num_bytes
+    tables = [group.table for group in cache.groups]
+    reclaimer.wait_for([(its.page_address(row, 0), its.page_address(row + 1, 0)) for its in tables])
 
 
 def _to_move(cache: KVCache, row: int, num_tokens: int) -> Iterator[Part]:

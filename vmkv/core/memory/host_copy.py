@@ -1,7 +1,7 @@
 """Parts of rows whose contents wait in host memory, and return to the same addresses.
 
-    mapped --HostCopy()--> copied --leave--> in host memory --coming_back--> mapped
-                              '--drop--> mapped     '-----------drop--> empty
+    mapped --HostCopy(), leave--> in host memory --coming_back--> mapped
+                                      '-----------drop--> empty
 
 Swapped sequences and the weights of a sleeping model move so.
 
@@ -93,8 +93,15 @@ class HostCopy:
         return sum(part.num_bytes for part in self.parts)
 
     def leave(self) -> None:
-        """Retire the rows' mappings of these parts, behind a fence that covers the copies."""
-        fence = self._pool.reclaimer.new_fence()
+        """Retire the rows' mappings of these parts, behind a fence that covers the copies.
+
+        After a `DriverError` they stay, and the copy is dropped.
+        """
+        try:
+            fence = self._pool.reclaimer.new_fence()
+        except BaseException:
+            self.drop()
+            raise
         for (table, row, page, *_), _ in self.firsts:
             table.retire_back(row, page, fence)
 
