@@ -138,19 +138,14 @@ def _shortened(value: object) -> str:
 
 
 class _Buffer:
-    """A buffer between a cache's memory and the CPU's.
+    """A buffer on the device, between a cache's memory and the CPU's.
 
-    On a GPU there are two, pinned and device memory: for a copy from swapped extents, which lie in
-    host memory, the driver would use the CPU, which has no access to them.
+    For a copy from swapped extents, which lie in host memory, to the CPU's the driver would use the
+    CPU, which has no access to them.
     """
 
     def __init__(self, cache: KVCache):
-        self._cache = cache
-        self._is_cuda = cache.device.type == "cuda"
-        self._near = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._is_cuda)
-        self._far = self._near
-        if self._is_cuda:
-            self._far = _device_buffer(cache)
+        self._cache, self._bytes = cache, _device_buffer(cache)
 
     def read(self, address: int, total_bytes: int) -> Iterator[memoryview]:
         """Yield the contents of a range in parts, each valid until the next."""
@@ -158,22 +153,15 @@ class _Buffer:
         for start in range(0, total_bytes, _CHUNK_BYTES):
             num_bytes = min(_CHUNK_BYTES, total_bytes - start)
             at, stream = Address(address + start), cache.current_stream()
-            cache.pool.backend.copy(Address(self._far.data_ptr()), at, num_bytes, stream)
-            if self._is_cuda:
-                self._near[:num_bytes].copy_(self._far[:num_bytes], non_blocking=True)
-                torch.cuda.current_stream(cache.device).synchronize()
-            yield self._near.numpy().data[:num_bytes]
+            cache.pool.backend.copy(Address(self._bytes.data_ptr()), at, num_bytes, stream)
+            yield self._bytes[:num_bytes].cpu().numpy().data
 
     def write(self, address: Address, data: torch.Tensor) -> None:
         """Copy CPU bytes, at most a buffer full, to an address of the cache's memory."""
         cache, num_bytes = self._cache, len(data)
-        interruptible(self._near[:num_bytes].copy_, data)  # Reads the file.
-        if self._is_cuda:
-            self._far[:num_bytes].copy_(self._near[:num_bytes], non_blocking=True)
-        source, stream = Address(self._far.data_ptr()), cache.current_stream()
+        interruptible(self._bytes[:num_bytes].copy_, data)  # Reads the file.
+        source, stream = Address(self._bytes.data_ptr()), cache.current_stream()
         cache.pool.backend.copy(address, source, num_bytes, stream)
-        if self._is_cuda:
-            torch.cuda.current_stream(cache.device).synchronize()
 
 
 def _device_buffer(cache: KVCache) -> torch.Tensor:
