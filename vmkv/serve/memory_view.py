@@ -198,7 +198,7 @@ class MemoryView:
         """
         self.loading.discard(request)
         if isinstance(request.loading, Reading):
-            request.loading.cancel()
+            request.loading.is_cancelled = True
         sequence = request.sequence
         if sequence is None:
             return
@@ -359,7 +359,7 @@ class MemoryView:
             if isinstance(loading, Reading):
                 if waits:
                     loading.wait(_READ_WAIT_S)
-                if loading.has_ended:
+                if loading.is_set():
                     self.loading.remove(request)
                     request.loading = None
             else:

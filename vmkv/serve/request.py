@@ -164,9 +164,7 @@ class Request:
     rank: tuple[float, int] = (0, 0)  # Place in the schedule, smallest first; never changes.
     state: RequestState = RequestState.WAITING
     slot: int = -1
-    num_computed: int = (
-        0  # Tokens whose keys and values are computed, or will be by submitted steps.
-    )
+    num_computed: int = 0  # Tokens computed, or to be computed by submitted steps.
     num_unread: int = 0  # Sampled tokens that were not read.
     is_on_device: bool = False  # Whether its slot holds the last token,
     is_set: bool = False  # and whether it holds its parameters.

@@ -52,28 +52,11 @@ _WORTH, _TYPICAL_BYTES, _RATE_GROWTH = 4.0, 8 * MiB, 1.1
 _SAVE_S = 5.0
 
 
-class Reading:
-    """Blocks that are read for a request."""
+class Reading(threading.Event):
+    """Blocks that are read for a request; set once host memory holds all that can be had."""
 
-    def __init__(self) -> None:
-        self._has_ended, self.is_cancelled = threading.Event(), False
-
-    def cancel(self) -> None:
-        """Read no more; what was read stays."""
-        self.is_cancelled = True
-
-    def end(self) -> None:
-        """Note that host memory holds all that can be had."""
-        self._has_ended.set()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether host memory holds all that can be had."""
-        return self._has_ended.is_set()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the end, no longer than `timeout_s`."""
-        self._has_ended.wait(timeout_s)
+    is_cancelled = False
+    """Whether no more is read; what was read stays."""
 
 
 class _Move(NamedTuple):
@@ -342,7 +325,7 @@ class BlockFiles:
         except DriverError:
             _LOG.warning("blocks could not be read from files", exc_info=True)
         finally:
-            reading.end()
+            reading.set()
 
     def _next_reads(
         self, keys: Iterator[BlockKey], spared: Collection[BlockKey], tenant: bytes

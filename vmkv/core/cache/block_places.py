@@ -73,7 +73,9 @@ class BlockPlaces:
         self.blocks: dict[BlockKey, Place] = {}
         self.slabs: dict[int, Slab] = {}
         self._make_slab, self._free_slab, self._now_s = make_slab, free_slab, now_s
-        self._orders: defaultdict[bytes, _Order] = defaultdict(_empty_order)
+        self._orders: defaultdict[bytes, _Order] = defaultdict(
+            lambda: _Order(OrderedDict(), OrderedDict(), OrderedDict())
+        )
         self._free: defaultdict[LayerGroup, list[Place]] = defaultdict(list)
 
     def take(self, group: LayerGroup, spared: Collection[BlockKey] = ()) -> Place | None:
@@ -208,7 +210,3 @@ class BlockPlaces:
                 raise InternalError(f"slab {at} has lost or gained places")
         if in_use or len(set(used)) < len(used):
             raise InternalError("a place is used twice, or in a slab that has gone")
-
-
-def _empty_order() -> _Order:
-    return _Order(OrderedDict(), OrderedDict(), OrderedDict())
