@@ -25,11 +25,11 @@ from transformers import Trainer
 from trl import GRPOTrainer, RLOOTrainer
 
 from .errors import ConfigError
+from .phases import without_collections
 from .serve.engine import Engine
 from .serve.options import EngineOptions
 from .serve.params import SamplingParams
 from .serve.runner import RunnerOptions
-from .serve.start import without_collections
 from .step.model_guard import eval_mode
 
 #: Most samples of one request, and requests at once; each of these takes memory of its own.

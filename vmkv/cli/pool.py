@@ -7,11 +7,10 @@ import signal
 from typing import TextIO
 
 from ..core.memory import Broker, default_socket_path
+from ..serve.start import SIGNALS, holding_signals
 from ..units import format_bytes
 from . import arguments as types
 from .progress import on_stderr
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def add_parser(commands: types.Commands) -> None:
@@ -35,16 +34,12 @@ def add_parser(commands: types.Commands) -> None:
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Serve members until a signal."""
     path = arguments.socket or default_socket_path()
-    # Before the broker's thread is made, which inherits it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        with on_stderr("vmkv.core.memory.broker"), Broker(path, arguments.memory) as broker:
-            what = "the device's memory"
-            if broker.budget_bytes is not None:
-                what = format_bytes(broker.budget_bytes)
-            out.write(f"vmkv pool shares {what} at {broker.socket_path}\n")
-            out.flush()
-            signal.sigwait(_SIGNALS)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    log = on_stderr("vmkv.core.memory.broker")
+    with holding_signals(), log, Broker(path, arguments.memory) as broker:  # For its thread too.
+        what = "the device's memory"
+        if broker.budget_bytes is not None:
+            what = format_bytes(broker.budget_bytes)
+        out.write(f"vmkv pool shares {what} at {broker.socket_path}\n")
+        out.flush()
+        signal.sigwait(SIGNALS)
     return 0

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
 from .. import compile_cache
 from ..errors import CapacityError, ConfigError, VMKVError, one_line
-from ..phases import phase
+from ..phases import phase, without_collections
 from ..serve.options import LOGPROBS_MODES, EngineOptions, Limits, ServerOptions, described
 from ..units import DTYPES, KV_DTYPES, GiB, MiB, format_bytes
 from . import arguments as types
@@ -174,13 +174,7 @@ def run(arguments: Namespace, out: TextIO) -> int:
     for each in arguments.models:
         check_folder(each)
     options_for = [server_options(_part_of(arguments, each, None)) for each in arguments.models]
-    from ..serve.start import (
-        ending_in_order,
-        holding_signals,
-        open_socket,
-        start_process,
-        without_collections,
-    )
+    from ..serve.start import ending_in_order, holding_signals, open_socket, start_process
 
     arguments.began_s = time.monotonic()
     with contextlib.ExitStack() as stack:

@@ -13,13 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from ..core.backend import MemoryLocation
-from ..core.cache import (
-    KVCache,
-    LayerGroup,
-    Sequence,
-    begun_checkpoint,
-    close_idle,
-)
+from ..core.cache import KVCache, LayerGroup, Sequence, begun_checkpoint, close_idle
 from ..core.cache.block_files import Reading
 from ..core.cache.forking import find_beginning, pages_to_fork
 from ..core.cache.growing import surplus_bytes

@@ -8,7 +8,6 @@ ended if one of these fails.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import multiprocessing
 import os
@@ -25,13 +24,14 @@ from typing import Any, NamedTuple
 
 from .. import compile_cache
 from ..errors import ConfigError, one_line
+from ..phases import without_collections
 
 #: 24 days: the system counts milliseconds in an int32.
 _UNREAD_TIMEOUT_S_MAX = 2_147_483
 #: Time for an orderly end of a process whose parent has ended.
 _END_S = 5.0
-#: Termination signals, which the parent handles: Ctrl+C reaches the whole process group.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Termination signals, which the parent handles: Ctrl+C reaches the whole process group."""
 
 
 def open_socket(host: str, port: int, *, unread_timeout_s: float) -> socket.socket:
@@ -85,8 +85,11 @@ def ending_in_order() -> Iterator[None]:
 
 @contextlib.contextmanager
 def holding_signals() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back until the end: modules being imported may lose an exception."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    """Hold SIGINT and SIGTERM back until the end: modules being imported may lose an exception.
+
+    Threads and processes that are started meanwhile inherit it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
@@ -103,12 +106,8 @@ def start_child(
     # Not fork: the child would inherit locks of threads that do not exist in it.
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=target, args=arguments, name=name, daemon=daemon)
-    # Blocked until the child ignores them.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
+    with holding_signals():  # Until the child ignores them.
         process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return process
 
 
@@ -118,9 +117,9 @@ def be_child(connection: Any) -> None:
     `connection` is a socket or a duplex pipe to the parent. The process leads a group of its own.
     """
     os.setpgid(0, 0)
-    for each in _SIGNALS:
+    for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     poll = select.poll()
     poll.register(connection, 0)  # Reports a hang-up without a mask.
 
@@ -185,20 +184,3 @@ def _run(connection: socket.socket, pickled: bytes) -> None:
         if Path("/dev/nvidiactl").exists():  # Layers are compiled on CUDA only.
             importlib.import_module("torch._inductor.compile_fx")
     run_engine(pickle.loads(pickled), connection)
-
-
-@contextlib.contextmanager
-def without_collections(*, freezes: bool = True) -> Iterator[None]:
-    """Context without garbage collection, which takes a fifth of the time of imports.
-
-    With `freezes`, objects that live at its end are excluded from later collections.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-        if freezes:
-            gc.freeze()
-    finally:
-        if was_enabled:
-            gc.enable()

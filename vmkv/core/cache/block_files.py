@@ -13,7 +13,6 @@ See DESIGN.md, Note [Blocks go on to files].
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import logging
@@ -22,10 +21,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import DriverError
+from ...phases import without_collections
 from ...units import KiB, MiB
 from ..backend import Fence
 from ..memory.slab_files import Entry, Kind, SlabFile, SlabFiles
@@ -111,7 +110,7 @@ class BlockFiles:
         self._read_s = 0.0
         self._bytes_per_s: float | None = None  # Of reading, lately.
         try:
-            with _without_collector():
+            with without_collections(freezes=False):
                 self._find()
         except BaseException:
             self._files.close()
@@ -421,18 +420,6 @@ class BlockFiles:
         for each in (self._writer, self._reader, self._threads):
             each.shutdown()
         self._files.close()
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Stop the collector of garbage, which would visit a million new tuples again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _submit(threads: ThreadPoolExecutor, work: Callable[..., None], *args: Any) -> None:
