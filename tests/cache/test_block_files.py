@@ -552,7 +552,7 @@ def test_a_folder_that_cannot_be_looked_up_is_left_to_others(
     folder = tmp_path / "files" / "slab-1.vmkv"
     folder.mkdir(0o700, parents=True)
     folder.parent.chmod(0o700)
-    with pytest.raises(OSError, match="slab-1"):
+    with pytest.raises(ConfigError, match="slab-1"):
         open_cache()
     folder.rmdir()
     cache = open_cache()

@@ -16,6 +16,7 @@ import gc
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -379,6 +380,62 @@ def test_trim_forgets_all_prefixes(new_cache: NewCache) -> None:
     redraw_weights(model, 7)
     cache.trim()
     _assert_exact(model, PROMPTS, cache=cache)
+
+
+# ---- host memory and files ----------------------------------------------------------------------
+
+
+def _tiers(folder: Path | None = None) -> dict[str, Any]:
+    disk = {"disk_folder": folder, "disk_budget_bytes": 32 * MiB} if folder else {}
+    return {"backend": HostBackend(4 * KiB), "host_budget_bytes": 8 * MiB, **disk}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prefixes_come_back_from_host_memory(name: str) -> None:
+    """What `trim` takes from the device is found; after a change of weights nothing is."""
+    model = copy.deepcopy(tiny_model(name))
+    with RaggedCache(model.config, **_tiers()) as cache:
+        _assert_exact(model, PROMPTS, cache=cache)
+        cache.trim()
+        with _passes(model) as sizes:
+            _assert_exact(model, PROMPTS, cache=cache)
+        assert _num_prefilled(sizes, len(PROMPTS)) < 2 * sum(map(len, PROMPTS)) - SYSTEM_TOKENS
+        cache.check()
+        redraw_weights(model, 7)
+        cache.forget_prefixes()
+        _assert_exact(model, PROMPTS, cache=cache)
+
+
+def test_files_outlive_a_cache(tmp_path: Path) -> None:
+    """A later cache of the same weights finds the prompts, one of other weights does not."""
+    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    blocks = (len(PROMPTS[0]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    for is_found in (False, True):
+        with RaggedCache(model.config, **_tiers(tmp_path / "files")) as cache:
+            num_tokens = len(PROMPTS[0]) - is_found * blocks
+            _assert_computed(num_tokens, model, PROMPTS[:1], cache=cache)
+    with RaggedCache(other.config, **_tiers(tmp_path / "files")) as cache:
+        _assert_computed(len(PROMPTS[0]), other, PROMPTS[:1], cache=cache)
+        with (
+            RaggedCache(other.config, **_tiers(tmp_path / "files")) as second,
+            pytest.raises(ConfigError, match="in use by another"),
+        ):
+            _generate(other, PROMPTS[:1], cache=second)
+
+
+def test_tiers_are_refused_by_halves(pool: ExtentPool) -> None:
+    """Files need host memory and a size, and a pool brings its own host memory."""
+    model = tiny_model("llama")
+    with pytest.raises(ConfigError, match="go together"):
+        RaggedCache(model.config, disk_folder="files")
+    with pytest.raises(ConfigError, match="a pool has its own host_budget_bytes"):
+        RaggedCache(model.config, pool=pool, host_budget_bytes=MiB)
+    its = {"disk_folder": "files", "disk_budget_bytes": MiB}
+    with (
+        RaggedCache(model.config, pool=pool, **its) as cache,
+        pytest.raises(ConfigError, match="needs host_budget_bytes"),
+    ):
+        _generate(model, PROMPTS[:1], cache=cache)
 
 
 # ---- refusals -----------------------------------------------------------------------------------

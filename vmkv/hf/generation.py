@@ -31,6 +31,8 @@ See DESIGN.md, Note [A batch needs no scheduler].
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import weakref
 from collections import abc
 from collections.abc import Iterator
@@ -39,7 +41,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from ..core.backend import MemoryLocation
 from ..core.cache import KVCache, Sequence
+from ..core.cache.forking import find_beginning
 from ..core.cache.geometry import check_positive
 from ..core.cache.prefix import BLOCK_TOKENS
 from ..core.memory import ExtentPool
@@ -420,23 +424,40 @@ class RaggedCache(StoreOwner):
     """The rows of many sequences, on every device that the model is spread over. Not thread-safe.
 
     The first call with a model allocates memory and determines devices and shapes. Cached prefixes
-    were computed with the weights and adapters of that time: after changing these, call `trim()`.
+    were computed with the weights and adapters of that time: after changing these, call
+    `forget_prefixes()`.
 
     Args:
         config: The model's configuration.
         options: Those of `VMKVCache`; `max_batch_size` is the number of sequences that are
             generated or kept at most, by default up to 256.
+        host_budget_bytes: Host memory for evicted prefixes, of all devices.
+        disk_folder: Folder for prefixes that leave host memory, which a later cache of the same
+            model finds; no other cache may use it. Prompts wait for what is read from it.
+        disk_budget_bytes: Size of the files in `disk_folder`.
 
     Raises:
         ConfigError: An option is invalid; or the model has layers whose state is not keys and
-            values of their own.
+            values of their own. The first call raises it for a folder that cannot be used.
         TypeError: There is no such option.
 
     `close()` or the end of a `with` block frees the cache. A cache dropped without `close` is freed
     when the next one is made, with a ResourceWarning.
     """
 
-    def __init__(self, config: Any, **options: Any):
+    def __init__(
+        self,
+        config: Any,
+        *,
+        host_budget_bytes: int = 0,
+        disk_folder: str | os.PathLike[str] | None = None,
+        disk_budget_bytes: int = 0,
+        **options: Any,
+    ):
+        if (disk_folder is not None) != (disk_budget_bytes > 0):
+            raise ConfigError("disk_folder and disk_budget_bytes go together: give both or neither")
+        if host_budget_bytes and options.get("pool") is not None:
+            raise ConfigError("a pool has its own host_budget_bytes: leave it out here")
         self._own(Store(config, CacheOptions(**options), layer_windows(config), num_spare_rows=1))
         self.store = self._store  #: The memory of all sequences.
         # Per sequence, its part on each device.
@@ -444,6 +465,8 @@ class RaggedCache(StoreOwner):
         self._model: weakref.ref[Any] | None = None
         self._tenant: str | None = None
         self._is_serving = False
+        self._host_budget_bytes = host_budget_bytes
+        self._disk = (disk_folder, disk_budget_bytes) if disk_folder is not None else None
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(Cache, name):  # An access by transformers.
@@ -498,6 +521,8 @@ class RaggedCache(StoreOwner):
             self._is_serving = False
             for sequence_id in tuple(self._sequences):
                 self.end(sequence_id)
+            for core in self.store.cores:
+                core.host_blocks.keep_ahead()
 
     def _bind(self, model: Any, proof: Proof) -> None:
         """Lay out the layers of the first model, or check that it is the same, unchanged."""
@@ -508,6 +533,11 @@ class RaggedCache(StoreOwner):
                     "with this model's configuration"
                 )
             self.store.bind_all(proof.signatures, proof.calls)
+            for core in self.store.cores if self._host_budget_bytes else ():
+                its_bytes = self._host_budget_bytes // len(self.store.cores)
+                core.pool.set_budget(its_bytes, MemoryLocation.HOST)
+            if self._disk is not None:
+                self.store.open_files(model, *self._disk)
             self._model = weakref.ref(model)
         elif self._model() is not model:
             raise ConfigError(
@@ -522,6 +552,11 @@ class RaggedCache(StoreOwner):
                     f"cache holds {before.k_shape[0]} of {before.k_shape[1]} in {before.dtype} "
                     f"on {before.device}, from before the model was changed: make a new one"
                 )
+
+    def forget_prefixes(self) -> None:
+        """Forget cached prefixes in device memory, host memory and files: weights have changed."""
+        for core in self.store.cores:
+            core.forget_prefixes()
 
     # ---- sequences ------------------------------------------------------------------------
 
@@ -538,6 +573,8 @@ class RaggedCache(StoreOwner):
         """
         parts = self._sequences[sequence_id] = []  # Ended with the call, if one cannot be opened.
         for core in self.store.cores:
+            if prompt is not None:
+                _read(core, prompt, self._tenant)
             parts.append(_open(core, num_tokens, prompt, self._tenant))
         return _cut_to_least(parts)
 
@@ -568,6 +605,15 @@ class RaggedCache(StoreOwner):
         """End a sequence; its rows are parked for the next one, on every device."""
         for sequence in self._sequences.pop(sequence_id):
             sequence.close()
+
+
+def _read(core: KVCache, prompt: abc.Sequence[int], tenant: str | None) -> None:
+    """Wait until host memory holds what files hold of a prompt."""
+    with core.pool.lock:
+        num_there, _ = find_beginning(core, prompt, tenant)
+        reading = core.host_blocks.read(prompt, tenant, num_there, math.inf)
+    if reading is not None:
+        reading.wait()
 
 
 def _open(

@@ -15,7 +15,9 @@ Note [An unclosed cache is closed later].
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
+import json
 import math
 import os
 import threading
@@ -25,6 +27,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,6 +42,7 @@ from ..core.cache.geometry import check_positive, fitting_rows
 from ..core.cache.stats import add_stats
 from ..core.memory import ExtentPool, PoolMember, default_socket_path
 from ..errors import CapacityError, ClosedError, ConfigError
+from ..step.model_guard import fingerprint_of
 from ..step.row_attention import AttentionCalls
 from . import compat
 from .configuration import default_max_tokens, rows_and_tokens
@@ -262,6 +266,20 @@ class Store:
         self.close_gaps()
         if calls is not None:
             calls.add_rows(self.cores[0])
+
+    def open_files(self, model: Any, folder: str | os.PathLike[str], budget_bytes: int) -> None:
+        """Keep evicted prefixes in files too; on several devices each has a folder in `folder`.
+
+        Raises `ConfigError` as `HostBlocks.open_files`. Cost: one read of the weights.
+        """
+        config = model.config.to_dict()
+        for name in ("_name_or_path", "transformers_version"):
+            config.pop(name, None)
+        text = json.dumps(config, sort_keys=True, default=str)
+        identity = hashlib.sha256(text.encode() + fingerprint_of(model)).digest()
+        for at, core in enumerate(self.cores):
+            its = folder if len(self.cores) == 1 else Path(folder) / f"device-{at}"
+            core.host_blocks.open_files(its, budget_bytes // len(self.cores), identity)
 
     def close_gaps(self) -> None:
         """Compact groups with gaps, between two passes; without room in the pool the gaps stay."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +18,6 @@ from ..hf.configuration import check_length, layer_windows
 from ..hf.proof import prove
 from ..hf.store import CacheOptions, Signature, Store
 from ..phases import phase
-from ..step.model_guard import fingerprint_of
 from ..step.row_attention import AttentionCalls
 from ..units import format_bytes
 from .options import EngineOptions
@@ -65,30 +61,14 @@ def open_rows(model: Any, pool: ExtentPool, options: EngineOptions) -> ServedRow
         try:
             store.bind_all(signatures, calls)
             if options.disk_folder is not None:
-                _open_files(store.cores[0], model, options.disk_folder, options.disk_budget_bytes)
+                with phase("looking up the blocks of earlier servers"):
+                    store.open_files(model, options.disk_folder, options.disk_budget_bytes)
         except BaseException:
             store.close()
             raise
         return ServedRows(store.cores[0], calls, store.close, signatures)
     finally:
         pool.detach()
-
-
-def _open_files(
-    cache: KVCache, model: Any, folder: str | os.PathLike[str], budget_bytes: int
-) -> None:
-    if not cache.pool.host_budget_bytes:
-        raise ConfigError("disk_folder needs host_budget_bytes: blocks go to files through it")
-    config = model.config.to_dict()
-    for name in ("_name_or_path", "transformers_version"):
-        config.pop(name, None)
-    text = json.dumps(config, sort_keys=True, default=str)
-    with phase("looking up the blocks of earlier servers"):
-        identity = hashlib.sha256(text.encode() + fingerprint_of(model)).digest()
-        try:
-            cache.host_blocks.open_files(folder, budget_bytes, identity)
-        except OSError as error:
-            raise ConfigError(f"{folder} cannot hold files of blocks: {error}") from error
 
 
 def make_store(config: Any, options: EngineOptions, pool: ExtentPool | None = None) -> Store:

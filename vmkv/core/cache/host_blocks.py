@@ -26,7 +26,7 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...errors import CapacityError, DriverError
+from ...errors import CapacityError, ConfigError, DriverError
 from ...units import Address, MiB
 from ..backend import CopyOp, Fence, MemoryLocation
 from ..memory import Victim
@@ -91,12 +91,20 @@ class HostBlocks:
     ) -> None:
         """Keep blocks in the files of a folder too, and find those that are there.
 
-        `identity` stands for the model and its weights; the cache has its layers. Raises
-        `ConfigError` if another engine has the folder, or other users may read it, and `OSError`
-        if it cannot be made. Cost: some 2 µs for each block there.
+        `identity` stands for the model and its weights; the cache has its layers. Cost: some 2 µs
+        for each block there.
+
+        Raises:
+            ConfigError: The pool has no host memory; or another cache has the folder, other users
+                may read it, or it cannot be used.
         """
+        if not self._cache.pool.host_budget_bytes:
+            raise ConfigError("disk_folder needs host_budget_bytes: blocks go to files through it")
         with self._cache.pool.lock:
-            self.files = BlockFiles(self._cache, self, folder, budget_bytes, identity)
+            try:
+                self.files = BlockFiles(self._cache, self, folder, budget_bytes, identity)
+            except OSError as error:
+                raise ConfigError(f"{folder} cannot hold files of blocks: {error}") from error
 
     @property
     def num_bytes(self) -> int:
