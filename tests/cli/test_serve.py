@@ -20,6 +20,7 @@ import pytest
 from helpers.serving import MAX_TOKENS, engines_of, serving_process
 from helpers.tiny_models import VERSION
 from helpers.warm_python import Child
+from transformers import AutoConfig
 
 from vmkv.cli.main import main
 
@@ -145,9 +146,13 @@ def test_a_killed_engine_leaves_conversations_in_files(model: Path, tmp_path: Pa
         httpx.Client(timeout=60) as client,
     ):
         told = client.post(f"{url}/v1/completions", json=body).json()
-        written = 'vmkv_sharing_bytes_total{how="written"} '
-        while f"{written}0.0" in (text := client.get(f"{url}/metrics").text) or written not in text:
+        written = re.compile(r'vmkv_sharing_bytes_total{how="written"} (\S+)')
+        config = AutoConfig.from_pretrained(model)
+        token_bytes = 8 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        found = None  # A conversation is written from its end: the first block is the last one.
+        while found is None or float(found[1]) < 48 * token_bytes:
             client.post(f"{url}/v1/completions", json={**body, "prompt": [9, 8]})
+            found = written.search(client.get(f"{url}/metrics").text)
         [engine] = engines_of(child.pid)
         os.kill(engine, signal.SIGKILL)
         wait_for_end(engine)
@@ -156,7 +161,9 @@ def test_a_killed_engine_leaves_conversations_in_files(model: Path, tmp_path: Pa
         again = client.post(f"{url}/v1/completions", json=body).json()
         assert told["choices"][0]["text"] == again["choices"][0]["text"]
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 40
-        assert 'vmkv_tier_loads_total{tier="files"} 1.0' in client.get(f"{url}/metrics").text
+        loads = 'vmkv_tier_loads_total{tier="files"} 1.0'  # Statistics may be a second old.
+        while loads not in client.get(f"{url}/metrics").text:
+            client.post(f"{url}/v1/completions", json={**body, "prompt": [9, 8]})
         child.send_signal(signal.SIGTERM)
 
 
