@@ -104,8 +104,10 @@ class BlockFiles:
         self._unremoved: list[int] = []
         self._next_slab = self._next_tick = 1
         self._num_forgotten = 0
-        self._is_writing = self._is_saving = self._is_closing = self._has_failed = False
+        self._is_saving = self._is_closing = self._has_failed = False
+        #: Set while no thread writes.
         self._has_written = threading.Event()
+        self._has_written.set()
         self._num_reads = self._read_bytes = 0
         self._read_s = 0.0
         self._bytes_per_s: float | None = None  # Of reading, lately.
@@ -181,8 +183,7 @@ class BlockFiles:
 
     def write(self) -> None:
         """Let a thread write what is wanted, unless it does."""
-        if not (self._is_writing or self._is_closing or self._has_failed):
-            self._is_writing = True
+        if self._has_written.is_set() and not (self._is_closing or self._has_failed):
             self._has_written.clear()
             _submit(self._writer, self._write)
 
@@ -191,9 +192,7 @@ class BlockFiles:
         with self._cache.pool.lock:
             self._is_saving = True
             self.write()
-            is_writing = self._is_writing
-        if is_writing:
-            self._has_written.wait(_SAVE_S)
+        self._has_written.wait(_SAVE_S)
         self._is_saving = False
 
     def _write(self) -> None:
@@ -208,7 +207,6 @@ class BlockFiles:
             folder = self._files.folder
             _LOG.warning("%s gets no more blocks, those there are used: %s", folder, error)
         with self._cache.pool.lock:
-            self._is_writing = False
             self._has_written.set()
 
     def _write_some(self) -> bool:
@@ -217,7 +215,6 @@ class BlockFiles:
             unremoved, self._unremoved = self._unremoved, []
             moves, fence = self._next_writes()
             if fence is None and not unremoved:
-                self._is_writing = False
                 self._has_written.set()
                 return False
         for slab in unremoved:
