@@ -1,7 +1,7 @@
 """An engine that guesses tokens, compared with one that decodes them one by one.
 
-Guesses come from texts, from the true answer with random mistakes, or at random, in any number, so
-that every number of them is accepted in every state of the engine.
+Guesses come from texts, from the true answer with random mistakes, or at random, or from a draft
+model, in any number, so that every number of them is accepted in every state of the engine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from helpers.serving import TEXT, tiny_llama, tiny_tokenizer
 from helpers.tiny_models import tiny_model
 from vmkv import ExtentPool, HostBackend, SamplingParams
+from vmkv.serve.draft_model import ModelDrafter
 from vmkv.serve.drafts import Drafter
 from vmkv.serve.engine import Engine
 from vmkv.serve.params import StructuredOutputs
@@ -70,6 +71,37 @@ class PlayedDrafter(Drafter):
         return found
 
 
+class PlayedModelDrafter(ModelDrafter):
+    """A draft model that guesses more than would pay; it may guess again for a lost row."""
+
+    def __init__(self, drafter: ModelDrafter, draw: random.Random):
+        vars(self).update(vars(drafter))
+        self.draw = draw
+
+    def numbers(self, requests: Sequence[Request], *, skipped: int = 0) -> Mapping[Request, int]:
+        draw, found = self.draw, {}
+        for each in requests:
+            if self._held.get(each, 0) < 0 and draw.random() < 0.5:
+                del self._held[each]
+            count = draw.randint(0, self.room(each)) if self._chances(each, 0) else 0
+            if count and draw.random() < 0.8:
+                found[each] = count
+        self._tally.right[0] = self._tally.tries[0]  # Chances stay high.
+        return found
+
+
+def other_weights(model: Any, draw: random.Random) -> Any:
+    """Return a copy of a model with some noise in its weights, so that some guesses are wrong."""
+    model = copy.deepcopy(model)
+    source = torch.Generator().manual_seed(draw.getrandbits(32))
+    share = draw.choice([0.0, 0.02, 0.3])
+    with torch.no_grad():
+        for each in model.parameters():
+            noise = torch.empty_like(each).normal_(generator=source)
+            each += share * each.std(correction=0) * noise
+    return model
+
+
 @dataclass
 class _Asked:
     handle: RequestHandle
@@ -99,14 +131,22 @@ class SpeculationPlay:
             plain[key] = self.options[key]
         self.plain = self._engine(copy.deepcopy(model), 64 * MiB, 0, plain)
         options = {**self.options, "preemption_costs": PreemptionCosts(flops_per_s=1.0)}
-        asked = {"method": "suffix", "num_speculative_tokens": self.draw.choice([1, 3, 5, 8])}
+        asked: dict[str, Any] = {"method": "suffix"}
+        if self.draw.random() < 0.4:
+            asked = {"method": "draft_model", "model": other_weights(model, self.draw)}
+        asked["num_speculative_tokens"] = self.draw.choice([1, 3, 5, 8])
         options["speculative_config"] = asked
         budgets = self.budget_bytes, self.host_bytes
         self.engine = self._engine(copy.deepcopy(model), *budgets, options)
         drafter = self.engine.loop._drafter
         assert drafter is not None
-        self.drafter = PlayedDrafter(drafter, self.draw)
+        self.drafter: Drafter
+        if isinstance(drafter, ModelDrafter):
+            self.drafter = PlayedModelDrafter(drafter, self.draw)
+        else:
+            self.drafter = PlayedDrafter(drafter, self.draw)
         self.engine.loop._drafter = self.drafter
+        self.num_padding = [len(each.live) for each in self.drafter.caches]
         self.asked: list[_Asked] = []
         self.num_guesses = self.num_accepted = 0
         self.said: list[list[int]] = []
@@ -139,7 +179,8 @@ class SpeculationPlay:
         truth = told.output()
         self.said += [[*prompt, *each.token_ids] for each in truth.outputs]
         for request, output in zip(handle.requests, truth.outputs, strict=True):
-            self.drafter.answers[request] = output.token_ids
+            if isinstance(self.drafter, PlayedDrafter):
+                self.drafter.answers[request] = output.token_ids
         self.asked.append(_Asked(handle, truth))
 
     def step(self, count: int) -> None:
@@ -153,7 +194,9 @@ class SpeculationPlay:
             self.num_guesses += num_guesses
             self.num_accepted += num_accepted
             self.engine.loop._guessed = [0, 0, 0]
-        self.engine.cache.check()
+        for cache in (self.engine.cache, *self.drafter.caches):
+            cache.check()
+        assert self.num_padding == [len(each.live) for each in self.drafter.caches]
         self.check()
 
     def cancel(self) -> None:
@@ -169,6 +212,11 @@ class SpeculationPlay:
         self.trace.append("pause")
         with self.engine.paused():
             pass
+
+    def sleep(self) -> None:
+        self.end()
+        self.trace.append("sleep")
+        self.engine.sleep(graphs=self.draw.random() < 0.5, prefixes=self.draw.random() < 0.5)
 
     def check(self) -> None:
         """Compare what has ended with what decoding gives."""
@@ -258,10 +306,13 @@ class RandomSpeculation:
             if name in ("llama", "text")
             else "auto",
         }
-        budget, host = draw.choice([256 * KiB, 512 * KiB, 16 * MiB]), draw.choice([0, 256 * KiB])
+        budget, host = (
+            draw.choice([128 * KiB, 256 * KiB, 512 * KiB, 16 * MiB]),
+            draw.choice([0, 256 * KiB]),
+        )
         self.shape = (name, options, budget, host)
         self.play = SpeculationPlay(name, draw, options, budget, host)
-        kinds = {"add": 3, "step": 5, "cancel": 0.3, "pause": 0.1}
+        kinds = {"add": 3, "step": 5, "cancel": 0.3, "pause": 0.1, "sleep": 0.1}
         self.kinds = {name: weight for name, weight in kinds.items() if name not in without}
 
     def operate(self) -> None:

@@ -398,7 +398,7 @@ def test_sizes_that_were_slow_are_tried_again() -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"method": "eagle"}, "draft models and heads are not"),
+        ({"method": "eagle"}, "draft heads are not served"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "from 1 to 32"),
         ({"method": "ngram", "num_speculative_tokens": True}, "from 1 to 32"),
         ({"method": "ngram", "prompt_lookup_max": 4}, "is found out while serving"),

@@ -1,9 +1,10 @@
 """Guesses for the next tokens of requests, and how many of them a step should verify.
 
-Guesses come from text: what a request has read and written and, with the method "suffix", what
-other requests of its tenant have answered. Whoever writes three or six tokens that stand there is
-expected to go on as it goes on there. Each token that is read shows whether it was guessed, also
-while no guess is verified, so acceptance is known at no cost to the device.
+Guesses come from a draft model (`draft_model.py`), or from text: what a request has read and
+written and, with the method "suffix", what other requests of its tenant have answered. Whoever
+writes three or six tokens that stand there is expected to go on as it goes on there. Each token
+that is read shows whether it was guessed from text, also while no guess is verified, so acceptance
+is known at no cost to the device.
 
 A step with guesses is planned after the step before was read, so the device waits for the host. It
 is worth it if tokens come faster than by steps that are planned ahead, by the measured times of
@@ -14,7 +15,6 @@ See DESIGN.md, Note [Guesses are verified where they pay].
 
 from __future__ import annotations
 
-import logging
 import math
 from array import array
 from collections import Counter, OrderedDict, deque
@@ -24,16 +24,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..step.mixed_graphs import DRAFT_ROWS_MAX
 from .guided import Grammars
-from .options import EngineOptions, Speculation
+from .options import Speculation
 from .request import Request
-from .served_rows import ServedRows
 
 if TYPE_CHECKING:
-    from .parallel.lockstep import Lockstep
-
-_LOG = logging.getLogger(__name__)
+    from ..core.cache import KVCache
 
 # ---- texts ---------------------------------------------------------------------------------------
 
@@ -48,9 +44,9 @@ _ANSWERS_MAX, _TENANTS_MAX = 1 << 16, 64
 _CLASSES = (_SHORT, _LONG, 12, 24)
 #: Right guesses of each class, of four, that are assumed at first.
 _ASSUMED = (1.0, 1.0, 2.0, 3.0, 3.5)
-_ASSUMED_TRIES = 4.0
+ASSUMED_TRIES = 4.0
 #: Tallies are halved at so many tries: of all requests, and of one.
-_TRIES_MAX, _OWN_TRIES_MAX = 256.0, 32.0
+TRIES_MAX, OWN_TRIES_MAX = 256.0, 32.0
 
 #: The continuation of each n-gram, by the n-gram's hash: a text, and a place in it.
 _Places = dict[int, tuple[Sequence[int], int]]
@@ -64,13 +60,14 @@ def _class_of(num_matched: int) -> int:
     return _CLASS_OF[min(num_matched, _CLASSES[-1])]
 
 
-class _Tally:
+class Tally:
     """Right guesses and tries by class."""
 
     def __init__(self) -> None:
         self.right, self.tries = [0.0] * len(_ASSUMED), [0.0] * len(_ASSUMED)
 
     def add(self, at: int, *, is_right: bool, most: float) -> None:
+        """Count a try of class `at`; from `most` tries on, all of them count half."""
         self.right[at] += is_right
         self.tries[at] += 1
         if self.tries[at] >= most:
@@ -107,7 +104,7 @@ class _Text:
         self.in_prompt = places  # Shared by the samples of a prompt.
         self.output = array("q")
         self.in_output: dict[int, int] = {}
-        self.tally = _Tally()
+        self.tally = Tally()
         known = list(self.prompt[-_LONG:])
         self.tail = deque([0] * (_LONG - len(known)) + known, maxlen=_LONG)
         self.keys = _keys(self.tail)
@@ -214,6 +211,10 @@ class StepTimes:
         near = [each for each in sizes if each <= _rounded(num_tokens)][-1:] or sizes[:1]
         return min(known[near[0]]) if near else None
 
+    def leave_out(self, took_s: float) -> None:
+        """Leave `took_s` out of the time of the next step."""
+        self._read_s += took_s
+
     def drafting(self, decoding_s: float) -> list[tuple[int, float]]:
         """Return known sizes of steps with guesses, each with the time from that size on."""
         found, most_s = [(0, _ASSUMED_FACTOR * decoding_s)], 0.0
@@ -236,7 +237,7 @@ _GAIN_MIN = 1.03
 #: Tokens that are taken in one call, some 5 ms; a prompt's count as so many fewer.
 _FOLLOW_TOKENS, _PROMPT_DIVISOR = 512, 16
 #: Guesses that are less likely to be reached and right are not considered.
-_CHANCE_MIN = 0.05
+CHANCE_MIN = 0.05
 
 
 class Drafter:
@@ -246,12 +247,13 @@ class Drafter:
     guesses end with the chunk. The guesses of guided requests fit their grammar.
     """
 
+    caches: Sequence[KVCache] = ()  #: Of a draft model.
+
     def __init__(
         self,
         asked: Speculation,
         max_rows: int,
-        chunk_sizes: Iterable[int] = (),
-        *,
+        chunk_sizes: Iterable[int],
         grammars: Grammars,
         agree: Callable[[int], int] = int,
     ):
@@ -262,8 +264,8 @@ class Drafter:
         self.times = StepTimes(agree)
         self._texts: WeakKeyDictionary[Request, _Text] = WeakKeyDictionary()
         self._answers: OrderedDict[str | None, tuple[_Places, _Places]] = OrderedDict()
-        self._tally = _Tally()
-        self._tally.right, self._tally.tries = list(_ASSUMED), [_ASSUMED_TRIES] * len(_ASSUMED)
+        self._tally = Tally()
+        self._tally.right, self._tally.tries = list(_ASSUMED), [ASSUMED_TRIES] * len(_ASSUMED)
 
     def follow(self, requests: Iterable[Request]) -> None:
         """Take tokens that were read; what is too much waits for the next call.
@@ -292,8 +294,8 @@ class Drafter:
                 guess, at = text.guess(), _class_of(text.num_matched)
                 if guess >= 0:
                     is_right = guess == token_id
-                    text.tally.add(at, is_right=is_right, most=_OWN_TRIES_MAX)
-                    self._tally.add(at, is_right=is_right, most=_TRIES_MAX)
+                    text.tally.add(at, is_right=is_right, most=OWN_TRIES_MAX)
+                    self._tally.add(at, is_right=is_right, most=TRIES_MAX)
                 text.take(token_id, answers)
             is_behind = len(text.output) < len(request.output_token_ids)
             if is_behind or request.matcher is None:
@@ -341,10 +343,10 @@ class Drafter:
         for num_matched in range(text.num_matched, text.num_matched + count):
             at = _class_of(num_matched)
             if at not in of_class:
-                right = own.right[at] + _ASSUMED_TRIES * everyone.right[at] / everyone.tries[at]
-                of_class[at] = right / (own.tries[at] + _ASSUMED_TRIES)
+                right = own.right[at] + ASSUMED_TRIES * everyone.right[at] / everyone.tries[at]
+                of_class[at] = right / (own.tries[at] + ASSUMED_TRIES)
             probability *= of_class[at]
-            if probability < _CHANCE_MIN:
+            if probability < CHANCE_MIN:
                 break
             found.append(probability)
         return found[skipped:]
@@ -362,37 +364,31 @@ class Drafter:
         chances.sort()
         sizes = self.times.drafting(decoding_s)[::-1]
         best, num_best = _GAIN_MIN * num_decoding / decoding_s, 0
-        expected, took_s = float(num_decoding), 0.0
-        for count, chance in enumerate(chances[: max(0, self._max_rows - num_decoding)], 1):
-            expected -= chance[0]
+        expected, took_s, guessing_s = float(num_decoding), 0.0, 0.0
+        number, most = [0] * num_decoding, 0
+        for count, (chance, at) in enumerate(chances[: max(0, self._max_rows - num_decoding)], 1):
+            expected -= chance
+            number[at] += 1
+            guessing_s += self._added_s(requests[at], number[at], most)
+            most = max(most, number[at])
             while sizes and sizes[-1][0] <= _rounded(num_decoding + count):
                 took_s = sizes.pop()[1]
-            if expected > best * took_s:
-                best, num_best = expected / took_s, count
+            if expected > best * (took_s + guessing_s):
+                best, num_best = expected / (took_s + guessing_s), count
         counts = Counter(at for _, at in chances[:num_best])
         return {requests[at]: count for at, count in counts.items()}
 
+    def _added_s(self, request: Request, number: int, most: int) -> float:
+        """Return the time that guess `number` of a request adds, where others have `most`."""
+        return 0.0  # Texts are followed anyway.
+
     def drafts(self, requests: Sequence[Request]) -> Mapping[Request, Sequence[int]]:
         """Return the guesses of decoding requests, whose tokens were all read, that pay."""
-        numbers = self.numbers(requests).items()
-        found: dict[Request, Sequence[int]]
-        found = {each: self._texts[each].guesses(count) for each, count in numbers}
+        found = self._guesses(self.numbers(requests))
         for each in found:
             if each.matcher is not None:
                 found[each] = self._grammars.fitting(each, found[each])
         return {each: guesses for each, guesses in found.items() if guesses}
 
-
-def make_drafter(
-    given: EngineOptions, rows: ServedRows, grammars: Grammars, lockstep: Lockstep | None
-) -> Drafter | None:
-    """Make an engine's drafter; None without `speculative_config`, or if layers keep states."""
-    asked = given.speculation
-    if asked is None:
-        return None
-    if rows.cache.states is not None:
-        _LOG.warning("no tokens are guessed: layers keep states, which cannot go back")
-        return None
-    agree = int if lockstep is None else lockstep.group.max
-    max_rows, chunk_sizes = max(DRAFT_ROWS_MAX, given.max_num_seqs), rows.calls.chunks.values()
-    return Drafter(asked, max_rows, chunk_sizes, grammars=grammars, agree=agree)
+    def _guesses(self, numbers: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
+        return {each: self._texts[each].guesses(count) for each, count in numbers.items()}

@@ -32,7 +32,7 @@ from ..errors import CapacityError, ClosedError, ConfigError, DriverError, Pause
 from ..hf.compat import given_or_loaded
 from ..hf.store import close_later, close_orphans
 from ..units import GiB, format_bytes
-from .drafts import make_drafter
+from .draft_model import make_drafter
 from .guided import Grammars
 from .memory_view import MemoryView
 from .observer import EngineObserver, FirstToken, Idle, RequestAdded, RequestRecord
@@ -144,12 +144,12 @@ class Engine:
             renew = partial(renewed_runner, model, rows, given, self._weights)
             self._turns = TrainingTurns(model, vocabulary, runner, renew)
             undo.callback(lambda: self._runner.close())
-            self._view.begin_serving()  # Checks that one token fits, with the over-read.
+            its = (tokenizer, vocabulary.num_logits, vocabulary.ends)
+            self.grammars = Grammars(*its, is_pinned=self.cache.device.type == "cuda")
+            drafter = make_drafter(self, model, rows, given, self.grammars, lockstep, undo)
+            self._view.begin_serving(drafter.caches if drafter is not None else ())
             undo.callback(self._release)
             self._undo = undo.pop_all()
-        is_cuda = self.cache.device.type == "cuda"
-        its = (tokenizer, vocabulary.num_logits, vocabulary.ends)
-        self.grammars = Grammars(*its, is_pinned=is_cuda)
         self.loop = StepLoop(
             self._scheduler,
             self._view,
@@ -157,7 +157,7 @@ class Engine:
             accept=self._accept,
             ended=self._ended,
             masks=self.grammars.masks,
-            drafter=make_drafter(given, rows, self.grammars, lockstep),
+            drafter=drafter,
             observer=observer,
         )
         spare = spare_bytes(self.cache.device, given)

@@ -63,10 +63,18 @@ class MemoryView:
         self.loading: set[Request] = set()
         self._padding: list[Sequence] = []  # Without memory, from `sleep` to the next step.
         self._num_padding = 0  # Sequences that padding writes to.
+        self._beside: abc.Sequence[KVCache] = ()
+        self._pages_beside = 0  # Of padding there.
 
-    def begin_serving(self) -> None:
-        """Count open sequences as padding; `ConfigError` if no token fits the remaining budget."""
-        self._num_padding = len(self.cache.live_sequences())
+    def begin_serving(self, beside: abc.Sequence[KVCache]) -> None:
+        """Count open sequences as padding, also of draft models in the caches `beside`.
+
+        `ConfigError` if no token fits the remaining budget.
+        """
+        self._num_padding, self._beside = len(self.cache.live_sequences()), beside
+        for cache in beside:
+            pages = sum([each.pages_for(1 + cache.overread_tokens) for each in cache.groups])
+            self._pages_beside += pages * len(cache.live_sequences())
         self.fitting_tokens()
 
     # ---- requests -------------------------------------------------------------------------
@@ -225,7 +233,10 @@ class MemoryView:
     def reclaim(self, num_bytes: int | None = None) -> int:
         """Return `num_bytes` or more, or all, of unused memory to the device; returns the bytes."""
         self.close_ended()
-        return self.cache.trim(num_bytes)
+        released = 0
+        for cache in (*self._beside, self.cache):
+            released += cache.trim(None if num_bytes is None else max(0, num_bytes - released))
+        return released
 
     def sleep(self, *, keeps_prefixes: bool) -> None:
         """Return all memory to the device; no request has a sequence. Waits for the device.
@@ -238,9 +249,10 @@ class MemoryView:
             self._padding = self.cache.live_sequences()
             for sequence in self._padding:
                 sequence.truncate(0)
-        if not keeps_prefixes:
-            self.cache.forget_prefixes(with_files=False)  # The weights stay the same.
-        self.cache.trim()
+        for cache in (*self._beside, self.cache):
+            if not keeps_prefixes:
+                cache.forget_prefixes(with_files=False)  # The weights stay the same.
+            cache.trim()
 
     def _record(self, request: Request) -> None:
         sequence = request.sequence
@@ -480,7 +492,8 @@ class MemoryView:
         asked = (self.total_pages, self.cache.overread_tokens)
         if self._fitting[0] != asked:
             lengths = range(1, self.cache.max_tokens + 1)
-            left_pages = self.total_pages - self._num_padding * self.peak_pages(1)
+            padding_pages = self._num_padding * self.peak_pages(1) + self._pages_beside
+            left_pages = self.total_pages - padding_pages
             self._fitting = asked, bisect_right(lengths, left_pages, key=self.peak_pages)
         if not self._fitting[1]:
             raise ConfigError(

@@ -30,17 +30,18 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _MAY_BE_ZERO = ("max_queued", "max_priority")
 
 
-SPECULATION_METHODS = ("ngram", "suffix")
+SPECULATION_METHODS = ("ngram", "suffix", "draft_model")
 """Methods of `EngineOptions.speculative_config`."""
 #: Guesses of a request in a step: by default, and at most.
 _NUM_GUESSES, _NUM_GUESSES_MAX = 8, 32
 
 
 class Speculation(NamedTuple):
-    """How tokens are guessed, and the most guesses of a request in a step."""
+    """How tokens are guessed, the most guesses of a request in a step, and a draft model."""
 
     method: str
     num_speculative_tokens: int = _NUM_GUESSES
+    model: Any = None  # A folder, a Hub name, or a module.
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | str) -> Speculation:
@@ -49,16 +50,19 @@ class Speculation(NamedTuple):
             given = dict(json.loads(config) if isinstance(config, str) else config)
             found = cls(**given)
         except (TypeError, ValueError) as error:
-            names = " and ".join(cls._fields)
             raise ConfigError(
-                f"speculative_config={shown(config)} must be a JSON object with {names} alone: "
+                f"speculative_config={shown(config)} must be a JSON object with method, "
+                "num_speculative_tokens and, for a draft model, model alone: "
                 "where texts are looked up, and when guesses pay, is found out while serving"
             ) from error
         if found.method not in SPECULATION_METHODS:
-            names = " and ".join(SPECULATION_METHODS)
             raise ConfigError(
-                f"speculative_config: method={shown(found.method)} is not served; {names} are, "
-                "which guess from texts; draft models and heads are not"
+                f"speculative_config: method={shown(found.method)} is none of "
+                f"{', '.join(SPECULATION_METHODS)}; draft heads are not served"
+            )
+        if (found.method == "draft_model") != (found.model is not None):
+            raise ConfigError(
+                'speculative_config: the method "draft_model" needs a model, and no other takes one'
             )
         count = found.num_speculative_tokens
         if type(count) is not int or not 1 <= count <= _NUM_GUESSES_MAX:
@@ -137,10 +141,12 @@ class EngineOptions:
             biases, penalties, masks, logits processors, temperature, top-k, top-p and min-p; for
             greedy requests, as in vLLM, without the last four. Those of prompts are the model's.
 
-        speculative_config: Guess tokens from texts and verify several a step, where that is faster,
-            as vLLM's JSON: `{"method": "suffix", "num_speculative_tokens": 8}`. The method "ngram"
-            looks in the request's own prompt and answer, "suffix" in its tenant's recent answers
-            too. Tokens stay those of decoding one by one. Requests with logits processors (or bad
+        speculative_config: Guess tokens and verify several a step, where that is faster, as vLLM's
+            JSON: `{"method": "suffix", "num_speculative_tokens": 8}`. The method "ngram" looks in
+            the request's own prompt and answer, "suffix" in its tenant's recent answers too.
+            "draft_model" asks a small model of the same vocabulary, `"model"`: a folder, a Hub name
+            or a module, with rows in the same pool, on one device. Its weights do not sleep.
+            Tokens stay those of decoding one by one. Requests with logits processors (or bad
             words of several tokens) and models with states guess nothing; not with
             `deterministic`, for which every token has a pass of the same shape.
 

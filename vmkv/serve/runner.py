@@ -157,7 +157,7 @@ def score(
         cache.note_stream()
     scores: list[Scores] = []
     ends: dict[int, torch.Tensor] = {}
-    for group in _passes(pieces, stepper.chunk_sizes):
+    for group in passes(pieces, stepper.chunk_sizes, _PASS_TOKENS):
         group = [group[at] for at in packing_order([part for _, part in group])]
         follow: list[int] = []
         spans: list[Span] = []
@@ -176,12 +176,12 @@ def score(
     return StepLogits(torch.cat([logits[:0], *ends.values()]), list(ends)), scores
 
 
-def _passes(
-    pieces: Mapping[int, Piece], chunk_sizes: Collection[int]
+def passes(
+    pieces: Mapping[int, Piece], chunk_sizes: Collection[int], most_tokens: int
 ) -> Iterator[list[tuple[int, Piece]]]:
-    """Divide pieces into passes of at most `_PASS_TOKENS`; no part of a piece crosses a chunk."""
+    """Divide pieces into passes of at most `most_tokens`; no part of a piece crosses a chunk."""
     group: list[tuple[int, Piece]] = []
-    room = _PASS_TOKENS
+    room = most_tokens
     for at, piece in pieces.items():
         past, end = piece.num_past_tokens, piece.num_tokens
         while past < end:
@@ -190,7 +190,7 @@ def _passes(
             past, room = stop, room - (stop - past)
             if past < end or not room:
                 yield group
-                group, room = [], _PASS_TOKENS
+                group, room = [], most_tokens
     if group:
         yield group
 
