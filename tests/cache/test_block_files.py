@@ -412,6 +412,41 @@ def test_a_folder_has_one_user(open_cache: MakeCache) -> None:
     open_cache()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_forked_child_leaves_the_folder_to_its_parent(
+    open_cache: MakeCache, closes: bool
+) -> None:
+    """A child may close its parent's cache, and does not keep the folder of a closed one."""
+    cache = open_cache()
+    _say(cache, LONG)
+    ended, end = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # Ends a child that waits.
+        status = 1
+        try:
+            os.close(end)
+            if closes:
+                cache.close()
+            else:
+                os.read(ended, 1)
+            status = 0
+        finally:
+            os._exit(status)
+    if closes:
+        assert 0 == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with pytest.raises(ConfigError, match="in use"):
+            open_cache()
+        cache.trim()
+        assert len(LONG) == _back(cache, LONG)
+    cache.close()
+    assert len(LONG) == _found(open_cache(), LONG)
+    os.close(end)
+    if not closes:
+        assert 0 == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def test_modes(open_cache: MakeCache, tmp_path: Path) -> None:
     cache = open_cache()
     _say(cache, LONG)

@@ -189,6 +189,8 @@ class BlockFiles:
 
     def save(self) -> None:
         """Write what rows and host memory hold, as far as there is time. Without the lock."""
+        if self._cache.pool.is_forked:  # Without the thread.
+            return
         with self._cache.pool.lock:
             self._is_saving = True
             self.write()
@@ -416,7 +418,7 @@ class BlockFiles:
         self._is_closing = True
         for each in (self._writer, self._reader, self._threads):
             each.shutdown()
-        self._files.close()
+        self._files.close(unlocks=not self._cache.pool.is_forked)
 
 
 def _submit(threads: ThreadPoolExecutor, work: Callable[..., None], *args: Any) -> None:

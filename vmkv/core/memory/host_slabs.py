@@ -20,6 +20,9 @@ from .pool import ExtentPool
 _NUM_AHEAD, _NUM_THREADS = 16, 4
 _HUGE_PAGE_BYTES = 2 * MiB
 _MAP_NORESERVE = 0x4000  # Linux; Python names it since 3.13.
+#: Leaves pages out of forked children, as MADV_DONTFORK, but not their range: what a child maps
+#: there would be unmapped with this object.
+_MADV_WIPEONFORK = 18
 
 
 class HostSlabs:
@@ -34,7 +37,7 @@ class HostSlabs:
         self._pool = pool
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self._map = mmap.mmap(-1, num_slabs * slab_bytes + _HUGE_PAGE_BYTES, flags=flags)
-        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
             with suppress(OSError):  # A kernel without huge pages.
                 self._map.madvise(advice)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -110,7 +113,9 @@ class HostSlabs:
         self._pool.return_host(self.slab_bytes)
 
     def close(self) -> None:
-        """Give everything back; nothing copies any more."""
+        """Give everything back; nothing copies any more. A forked child has nothing of it."""
+        if self._pool.is_forked:
+            return
         while self.give_unused():
             pass
         for slab in tuple(self._used):

@@ -491,9 +491,14 @@ class ExtentPool:
             raise ClosedError("this pool is closed")
         self.check_process()
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a forked child of the one that made the pool."""
+        return self._process_id != os.getpid()
+
     def check_process(self) -> None:
         """Raise `ConfigError` in a forked child, whose memory and locks are also its parent's."""
-        if self._process_id != os.getpid():
+        if self.is_forked:
             raise ConfigError(
                 f"this memory is that of process {self._process_id}, and a forked child cannot use "
                 "it: make a cache in the child"

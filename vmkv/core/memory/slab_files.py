@@ -96,8 +96,10 @@ class SlabFiles:
                 f"{self.folder} is in use by another engine or server: give each a folder"
             ) from error
 
-    def close(self) -> None:
-        """Leave the folder to others."""
+    def close(self, *, unlocks: bool = True) -> None:
+        """Leave the folder to others; without `unlocks` to other processes that have it open."""
+        if unlocks:  # Forked children may have it open still.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
         os.close(self._lock)
 
     def path(self, slab: int) -> Path:
