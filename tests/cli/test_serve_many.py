@@ -109,7 +109,7 @@ def test_models_are_chosen_by_name_and_do_not_disturb_each_other(
         assert asked(client, url, model=models[0]).json()["choices"][0]["token_ids"] == expected[0]
         assert second in engines_of(child.pid)
         folders = {each.name for each in tmp_path.iterdir()}
-        assert folders == {name.strip("/").replace("/", "--") for name in models}
+        assert folders == {f"model-{name.replace('/', '--')}" for name in models}
         for folder in folders:
             assert (tmp_path / folder / "lock").exists()
 

@@ -325,7 +325,7 @@ def _part_of(arguments: Namespace, model: str, broker: Broker | None) -> Namespa
     if broker is not None:
         part.pool_socket, part.budget_bytes = broker.socket_path, None
     if arguments.disk_folder and len(arguments.models) > 1:  # A folder is for one engine.
-        part.disk_folder = Path(arguments.disk_folder) / model.strip("/").replace("/", "--")
+        part.disk_folder = Path(arguments.disk_folder) / f"model-{model.replace('/', '--')}"
     return part
 
 

@@ -87,8 +87,8 @@ class BlockFiles:
         budget_bytes: int,
         identity: bytes,
     ):
-        self._cache, self._host, self._identity = cache, host, identity
-        self._kinds: dict[LayerGroup, Kind] = {}
+        self._cache, self._host = cache, host
+        self._kinds = _kinds_of(cache, identity)  # Replaced as a whole: threads read it.
         largest_bytes = max(group.bytes_for(BLOCK_TOKENS) for group in cache.groups)
         slab_bytes = min(_SLAB_BYTES, budget_bytes // _NUM_SLABS_MIN)
         slab_bytes = max(slab_bytes, 2 * largest_bytes + 16 * KiB)
@@ -127,17 +127,9 @@ class BlockFiles:
         read = self._num_reads, self._read_bytes, self._read_s
         return BelowStats(num_bytes, *read, self._has_failed)
 
-    def _kind(self, group: LayerGroup) -> Kind:
-        if group not in self._kinds:
-            layout = describe_groups(self._cache)[self._cache.groups.index(group)]
-            text = json.dumps([BLOCK_TOKENS, layout], sort_keys=True).encode()
-            identity = hashlib.sha256(self._identity + text).digest()
-            self._kinds[group] = Kind(identity, group.bytes_for(BLOCK_TOKENS))
-        return self._kinds[group]
-
     def _find(self) -> None:
         """Enter the blocks that are in the folder; files of another identity are removed."""
-        groups = {self._kind(group): group for group in self._cache.groups}
+        groups = {kind: group for group, kind in self._kinds.items()}
         found: list[tuple[int, int, int, LayerGroup, bytes, bytes]] = []
         places = self.places
         for slab, kind, entries in self._files.found():
@@ -166,7 +158,7 @@ class BlockFiles:
             return None
         slab, self._next_slab = self._next_slab, self._next_slab + 1
         self._unmade.add(slab)
-        return slab, self._files.num_places(self._kind(group))
+        return slab, self._files.num_places(self._kinds[group])
 
     # ---- writing --------------------------------------------------------------------------
 
@@ -223,7 +215,7 @@ class BlockFiles:
             self._files.remove(slab)
         if fence is not None:
             fence.wait()
-        for slab, kind in {move.file.slab: self._kind(move.key[0]) for move in moves}.items():
+        for slab, kind in {move.file.slab: self._kinds[move.key[0]] for move in moves}.items():
             if slab in self._unmade:
                 self._unmade.remove(slab)
                 self._files.make(slab, kind)
@@ -257,7 +249,7 @@ class BlockFiles:
         owner = hashlib.blake2b(move.tenant, digest_size=16).digest()
         (group, name), (slab, at) = move.key, move.file
         try:
-            with SlabFile(self._files, slab, self._kind(group)) as file:
+            with SlabFile(self._files, slab, self._kinds[group]) as file:
                 checksum = file.write(at, move.memory, name)
                 with lock:  # Else it was written in part with what took its place.
                     is_same = self._host.places.blocks.get(move.key) is move.host
@@ -360,7 +352,7 @@ class BlockFiles:
         """Read a block; returns whether it is right. The entry of a wrong one is deleted."""
         (group, name), (slab, at) = move.key, move.file
         try:
-            with SlabFile(self._files, slab, self._kind(group)) as file:
+            with SlabFile(self._files, slab, self._kinds[group]) as file:
                 if file.read(at, move.memory, name):
                     return True
                 with self._cache.pool.lock:
@@ -408,8 +400,7 @@ class BlockFiles:
         self._unremoved += self.places.slabs
         self.places.clear()
         self._unwritten.clear()
-        self._kinds.clear()
-        self._identity = os.urandom(32)
+        self._kinds = _kinds_of(self._cache, os.urandom(32))
         self._num_forgotten += 1
         self.write()
 
@@ -419,6 +410,15 @@ class BlockFiles:
         for each in (self._writer, self._reader, self._threads):
             each.shutdown()
         self._files.close(unlocks=not self._cache.pool.is_forked)
+
+
+def _kinds_of(cache: KVCache, identity: bytes) -> dict[LayerGroup, Kind]:
+    kinds = {}
+    for group, layout in zip(cache.groups, describe_groups(cache), strict=True):
+        text = json.dumps([BLOCK_TOKENS, layout], sort_keys=True).encode()
+        digest = hashlib.sha256(identity + text).digest()
+        kinds[group] = Kind(digest, group.bytes_for(BLOCK_TOKENS))
+    return kinds
 
 
 def _submit(threads: ThreadPoolExecutor, work: Callable[..., None], *args: Any) -> None:
