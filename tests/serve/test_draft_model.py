@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 from helpers.hybrids import HYBRIDS, model_named
 from helpers.serving import tiny_llama, tiny_tokenizer
-from helpers.tiny_models import tiny_model
+from helpers.tiny_models import kernel_model, tiny_model
 
 from vmkv import ConfigError, Engine, SamplingParams
 from vmkv.serve.draft_model import ModelDrafter, make_drafter
@@ -99,6 +99,20 @@ def test_other_weights_change_no_token(make_engine: MakeEngine, name: str) -> No
     _, num_guesses, num_accepted = engine.loop._guessed
     assert expected == found
     assert num_accepted < 0.5 * num_guesses
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("always")
+def test_captured_drafts_change_no_token() -> None:
+    """Decode steps of both models are captured. Rounding differs, so each step has a sure token."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=60, logit_bias={7 + at: 90.0}) for at in range(4)
+    ]
+    found = []
+    for config in (None, asked(kernel_model())):
+        with Engine(kernel_model(), max_num_seqs=4, speculative_config=config, seed=0) as engine:
+            found.append(run(engine, params))
+    assert found[0][0] == found[1][0]
 
 
 @pytest.mark.usefixtures("always")
