@@ -420,6 +420,7 @@ def test_a_forked_child_leaves_the_folder_to_its_parent(
     """A child may close its parent's cache, and does not keep the folder of a closed one."""
     cache = open_cache()
     _say(cache, LONG)
+    cache.host_blocks.save()  # No thread holds the lock then.
     ended, end = os.pipe()
     child = os.fork()
     if not child:
