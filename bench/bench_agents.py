@@ -221,7 +221,7 @@ def killed_row(folder: Path, options: argparse.Namespace) -> Row:
 
 
 def token_bytes(folder: Path) -> int:
-    """Bytes of a token's keys and values in the dtype of the model in `folder`."""
+    """Bytes of a token's keys and values, which every layer of the model in `folder` keeps."""
     config = AutoConfig.from_pretrained(folder)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num_values = 2 * config.num_hidden_layers * config.num_key_value_heads * size

@@ -17,6 +17,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ import vmkv
 from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, RaggedCache
 from vmkv.core.cache.prefix import BLOCK_TOKENS
 from vmkv.hf.proof import prove
+from vmkv.hf.store import Store
 from vmkv.units import KiB, MiB
 
 NEW_TOKENS = 6
@@ -423,6 +425,23 @@ def test_files_outlive_a_cache(tmp_path: Path) -> None:
             _generate(other, PROMPTS[:1], cache=second)
 
 
+def test_files_of_all_devices_are_opened_or_none(tmp_path: Path) -> None:
+    """After a refusal the same call can be made again."""
+    model, folder = tiny_model("llama"), tmp_path / "files"
+    with RaggedCache(model.config, **_tiers()) as one, RaggedCache(model.config, **_tiers()) as two:
+        for cache in (one, two):
+            _generate(model, PROMPTS[:1], cache=cache)
+        cores = [cache.store.cores[0] for cache in (one, two)]
+        store: Any = SimpleNamespace(cores=cores)
+        (folder / "device-1").mkdir(0o755, parents=True)
+        with pytest.raises(ConfigError, match="chmod 700"):
+            Store.open_files(store, model, folder, 32 * MiB)
+        assert [core.host_blocks.files for core in cores] == [None, None]
+        (folder / "device-1").chmod(0o700)
+        Store.open_files(store, model, folder, 32 * MiB)
+        assert None not in [core.host_blocks.files for core in cores]
+
+
 def test_tiers_are_refused_by_halves(pool: ExtentPool) -> None:
     """Files need host memory and a size, and a pool brings its own host memory."""
     model = tiny_model("llama")
@@ -497,8 +516,9 @@ def test_a_busy_or_closed_cache_is_refused(new_cache: NewCache) -> None:
     cache.close()
     with pytest.raises(ClosedError, match="this RaggedCache is closed"):
         _generate(model, PROMPTS[:1], cache=cache)
-    with pytest.raises(ClosedError, match="this RaggedCache is closed"):
-        cache.trim()
+    for call in (cache.trim, cache.forget_prefixes):
+        with pytest.raises(ClosedError, match="this RaggedCache is closed"):
+            call()
 
 
 def test_an_unclosed_cache_warns_and_is_freed_by_the_next(pool: ExtentPool) -> None:

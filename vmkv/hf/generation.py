@@ -555,6 +555,7 @@ class RaggedCache(StoreOwner):
 
     def forget_prefixes(self) -> None:
         """Forget cached prefixes in device memory, host memory and files: weights have changed."""
+        self.store.check_open()
         for core in self.store.cores:
             core.forget_prefixes()
 

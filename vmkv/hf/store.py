@@ -277,9 +277,14 @@ class Store:
             config.pop(name, None)
         text = json.dumps(config, sort_keys=True, default=str)
         identity = hashlib.sha256(text.encode() + fingerprint_of(model)).digest()
-        for at, core in enumerate(self.cores):
-            its = folder if len(self.cores) == 1 else Path(folder) / f"device-{at}"
-            core.host_blocks.open_files(its, budget_bytes // len(self.cores), identity)
+        try:
+            for at, core in enumerate(self.cores):
+                its = folder if len(self.cores) == 1 else Path(folder) / f"device-{at}"
+                core.host_blocks.open_files(its, budget_bytes // len(self.cores), identity)
+        except BaseException:  # All or none: another call must not find a folder in use.
+            for core in self.cores:
+                core.host_blocks.close_files()
+            raise
 
     def close_gaps(self) -> None:
         """Compact groups with gaps, between two passes; without room in the pool the gaps stay."""
@@ -502,7 +507,8 @@ class StoreOwner:
     def trim(self, num_bytes: int | None = None) -> int:
         """Return memory that no live token needs to the devices; returns the bytes released.
 
-        Rows of ended sequences go first, and with them their prefixes: all, without `num_bytes`.
+        Rows of ended sequences go first: all, without `num_bytes`. Their prefixes move to host
+        memory where there is some, and are forgotten elsewhere.
         """
         self._store.check_open()
         released_bytes = 0

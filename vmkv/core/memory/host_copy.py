@@ -62,10 +62,11 @@ class HostCopy:
                 page = 0
                 for part, extent in zip(parts, extents, strict=True):
                     self._staging.map(0, page, [extent])
-                    page += extent.num_pages
                     if part.num_bytes:
+                        staged = self._staging.page_address(0, page)
                         source = part.table.page_address(part.row, part.page)
-                        pool.backend.copy(self._staged[-1], source, part.num_bytes, stream)
+                        pool.backend.copy(staged, source, part.num_bytes, stream)
+                    page += extent.num_pages
                 pool.reclaimer.poll()  # Work for the CPU while the copies run.
             except BaseException:
                 self.drop()
