@@ -312,6 +312,16 @@ def test_calls_of_the_readmes_table_can_be_pasted(tmp_path, monkeypatch):
     pool = vmkv.ExtentPool(vmkv.open_backend("host"), 32 << 20, host_budget_bytes=8 << 20)
     rows = vmkv.KVCache(pool, max_tokens=64, max_sequences=4)
     rows.add_layers(range(2), num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    engines = []
+
+    class Engine(vmkv.Engine):
+        """Is closed at the end, since rows of the table drop theirs."""
+
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            engines.append(self)
+
+    monkeypatch.setattr(vmkv, "Engine", Engine)
     engine = vmkv.Engine(model, pool=pool, enable_sleep_mode=True)
     known = {"vmkv": vmkv, "copy": copy, "model": model, "prompts": [[5, 6, 7]], "f": int}
     known |= {"engine": engine, "pool": pool, "cache": rows, "num_bytes": 4096, "path": "saved"}
@@ -327,7 +337,8 @@ def test_calls_of_the_readmes_table_can_be_pasted(tmp_path, monkeypatch):
                 names["cache"] = vmkv.RaggedCache(model.config)
             call = call.replace('"MODEL"', repr(str(folder))).replace("cuda:0", "host")
             exec(call.replace(" << 30", " << 20"), names)  # A few MiB instead of GiB.
-    for each in (engine, rows, pool):
+    assert len(engines) > 2
+    for each in (*engines, rows, pool):
         each.close()
     names.clear()
-    gc.collect()  # Engines that were dropped warn now, not in another test.
+    gc.collect()  # Caches that were dropped warn now, not in another test.
