@@ -240,7 +240,7 @@ def test_captured_steps_with_guesses_give_the_tokens_of_decoding(temperature: fl
     prompts = [ROUND * count for count in (4, 9, 30, 90)]
     params = [
         SamplingParams(temperature=temperature, seed=1, max_tokens=80, logit_bias={7: 90.0}),
-        SamplingParams(temperature=temperature, seed=2, max_tokens=80, logprobs=1),
+        SamplingParams(temperature=temperature, seed=2, max_tokens=40, logprobs=1),
         SamplingParams(temperature=temperature, seed=3, max_tokens=80, logit_bias={9: 40.0}),
         SamplingParams(
             temperature=temperature,
