@@ -16,7 +16,7 @@ import multiprocessing
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -63,10 +63,8 @@ class Turn:
     timing: Timing
 
 
-async def run_session(
-    client: Any, model: str, agents: Agents, number: int, start_s: float
-) -> list[Turn]:
-    """Run the turns of a session one after the other, up to the first one that fails."""
+def turns_of(agents: Agents, number: int) -> Iterator[tuple[float, list[int]]]:
+    """Yield the seconds before each turn of a session, and its prompt."""
     source = random.Random(f"{agents.name}, {number}")
     tokens = range(5, agents.vocabulary)
 
@@ -76,10 +74,29 @@ async def run_session(
 
     prompt = random.Random(agents.name).choices(tokens, k=agents.shared_tokens)
     prompt += drawn(agents.start_tokens, 0.4)
+    wait_s = source.random() * 2 * agents.think_s
+    for _ in range(agents.num_turns):
+        yield wait_s, prompt
+        prompt = prompt + drawn(agents.new_tokens, 0) + drawn(agents.tool_tokens, 0.7)
+        wait_s = source.expovariate(1 / agents.think_s)
+
+
+def least_s(agents: Agents, turn_s: float) -> float:
+    """Return how long a load takes if every turn from the first one on takes `turn_s`."""
+    longest_s = 0.0
+    for number in range(agents.num_sessions):
+        waits_s = [wait_s for wait_s, _ in turns_of(agents, number)][agents.first_turn :]
+        longest_s = max(longest_s, sum(waits_s) + turn_s * len(waits_s))
+    return longest_s
+
+
+async def run_session(
+    client: Any, model: str, agents: Agents, number: int, start_s: float
+) -> list[Turn]:
+    """Run the turns of a session one after the other, up to the first one that fails."""
     load = Load(agents.name, 0, 1, agents.vocabulary)
     turns: list[Turn] = []
-    wait_s = source.random() * 2 * agents.think_s
-    for at in range(agents.num_turns):
+    for at, (wait_s, prompt) in enumerate(turns_of(agents, number)):
         if at >= agents.first_turn:
             await asyncio.sleep(wait_s)
             due_s = time.perf_counter() - start_s
@@ -90,8 +107,6 @@ async def run_session(
             turns.append(Turn(at, len(prompt), timing))
             if timing.error:
                 break
-        prompt = prompt + drawn(agents.new_tokens, 0) + drawn(agents.tool_tokens, 0.7)
-        wait_s = source.expovariate(1 / agents.think_s)
     return turns
 
 

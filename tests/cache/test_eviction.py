@@ -143,7 +143,7 @@ def test_eviction_shortens_a_row_in_all_groups(make_cache: MakeCache) -> None:
 
 
 def test_extents_shared_with_a_live_row_are_not_evicted(make_cache: MakeCache) -> None:
-    """Evicting shared extents would free nothing; the parked row stays usable as a prefix."""
+    """Evicting shared extents would free nothing: the fork holds the prefix, the row is empty."""
     cache = make_cache(budget_bytes=40 * PAGE, cost_model=ALIASES, max_sequences=6)
     source = _say(cache, range(100))
     fork = source.fork(64)
@@ -151,7 +151,8 @@ def test_extents_shared_with_a_live_row_are_not_evicted(make_cache: MakeCache) -
     other = cache.open(row=2)
     append(other, range(5000, 5000 + 4 * 20))
     assert 64 == _found(cache, range(100))
-    assert 16 == cache.groups[0].table.rows[source.row].num_pages
+    assert 0 == cache.groups[0].table.rows[source.row].num_pages
+    assert source.row not in cache.rows.parked
     assert_holds(fork, range(64))
 
 

@@ -10,12 +10,12 @@ import logging
 from bisect import bisect_right
 from collections import abc
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from ..core.backend import MemoryLocation
 from ..core.cache import KVCache, LayerGroup, Sequence, begun_checkpoint, close_idle
 from ..core.cache.block_files import Reading
-from ..core.cache.forking import find_beginning, pages_to_fork
+from ..core.cache.forking import find_beginning, pages_to_fork, spare_beginning
 from ..core.cache.growing import surplus_bytes
 from ..core.cache.host_blocks import Loading
 from ..core.cache.layer_group import UNDERREAD_TOKENS
@@ -29,6 +29,8 @@ from .scheduler import PreemptionCosts
 _LOG = logging.getLogger(__name__)
 #: Longest wait for a read when there is nothing else to do: then other requests may have come.
 _READ_WAIT_S = 0.005
+#: Memory is short if less than this part of the budget is left for running requests.
+_SHORT_DIVISOR = 32
 
 
 class MemoryView:
@@ -311,9 +313,25 @@ class MemoryView:
         request.last_step = None
         request.sequence.swap_in()
 
-    def offload_ahead(self) -> None:
-        """Copy what is evicted next to host memory: while memory is short, or for files."""
+    def offload_ahead(self, num_pages: int = 0) -> None:
+        """Copy what is evicted next to host memory, and evict for `num_pages`; wait for neither.
+
+        The copies are made while memory is short, or for files.
+        """
         self.cache.host_blocks.keep_ahead()
+        if num_pages:
+            with suppress(DriverError):  # The growth tries again.
+                self.cache.pool.make_room_ahead(num_pages * self.page_bytes)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether running requests will soon need memory that has to be evicted."""
+        pool = self.cache.pool
+        return pool.available_bytes < pool.budget_bytes // _SHORT_DIVISOR
+
+    def wait_for_room(self) -> None:
+        """Wait for memory that was evicted."""
+        self.cache.pool.reclaimer.wait(until_bytes=1)
 
     @property
     def can_load(self) -> bool:
@@ -349,6 +367,8 @@ class MemoryView:
             if request.loading is not None or not num_here:
                 return True
         try:
+            if not self._has_room(request, tokens):
+                return True  # It is looked up again in the next step.
             sequence = blocks.begin_beside(tokens, request.tenant)
             self._close(sequence, None)
             if sequence.is_closed:
@@ -357,6 +377,14 @@ class MemoryView:
         except (CapacityError, DriverError):
             _LOG.debug("a prefix could not be copied", exc_info=True)
         return request.loading is not None
+
+    def _has_room(self, request: Request, tokens: abc.Sequence[int]) -> bool:
+        """Whether a prefix can be copied without waiting for memory that was evicted for it."""
+        pool, pages = self.cache.pool, self.peak_pages(len(tokens) + 1)
+        with pool.lock:
+            num_there = spare_beginning(self.cache, tokens, request.tenant)
+            pages -= self.peak_pages(num_there) if num_there else 0
+        return pool.make_room_ahead(pages * self.page_bytes) or not pool.reclaimer.batches
 
     def note_loaded(self, *, waits: bool = False) -> None:
         """Let requests begin whose prefixes are complete; with `waits`, wait for one."""

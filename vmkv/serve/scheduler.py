@@ -330,23 +330,26 @@ class Scheduler:
 
         The first and the third number are beyond the pages held, the third is 0 if no request runs.
         """
-
-        def length(request: Request) -> int:
-            return min(request.num_tokens + _TOKENS_AHEAD, request.max_total_tokens)
-
         running = self.running
-        num_pages = sum(view.lacking([(each, length(each)) for each in running]).values())
-        num_pages += div_ceil(view.total_pages, _HEADROOM_DIVISOR) + len(running)
-        growth = num_pages if running else 0
+        growth = self.growth_ahead(view)
+        num_pages = growth or div_ceil(view.total_pages, _HEADROOM_DIVISOR)
         first = heapq.nsmallest(len(self.free_slots), self._waiting)
         waiting = [self.requests[number] for _, number in first if number in self.requests]
         for each in waiting:
             if each.state is RequestState.SWAPPED:
                 num_pages += view.pages_to_resume(each)
             else:
-                num_pages += view.pages_to_begin(each, length(each))
+                num_pages += view.pages_to_begin(each, _length_ahead(each))
         order = sorted((*running[:1], *waiting[:1]), key=attrgetter("rank"))
-        return num_pages, view.peak_pages(length(order[0])) if order else 0, growth
+        return num_pages, view.peak_pages(_length_ahead(order[0])) if order else 0, growth
+
+    def growth_ahead(self, view: MemoryView) -> int:
+        """Return the pages that running requests soon take; 0 if none runs."""
+        if not self.running:
+            return 0
+        wanted = [(each, _length_ahead(each)) for each in self.running]
+        num_pages = sum(view.lacking(wanted).values())
+        return num_pages + div_ceil(view.total_pages, _HEADROOM_DIVISOR) + len(wanted)
 
     def pop_first(self) -> Request:
         """Remove the first waiting request, which must exist, from the queue, and return it."""
@@ -391,6 +394,10 @@ class Scheduler:
 
 
 # ---- planning ------------------------------------------------------------------------------------
+
+
+def _length_ahead(request: Request) -> int:
+    return min(request.num_tokens + _TOKENS_AHEAD, request.max_total_tokens)
 
 
 def take(request: Request, num_new_tokens: int) -> Piece:

@@ -293,14 +293,17 @@ class StepLoop:
             self._pending.append(submitted)
         goes_on = [self._view.load(request) for request in plan.loading]
         if submitted is not None:
-            self._view.offload_ahead()
+            view = self._view
+            view.offload_ahead(self._scheduler.growth_ahead(view) if view.is_short else 0)
         wait_start_s = time.perf_counter()
         if has_unread:
             self._read(num_left=submitted is not None)
         elif self._requests and not plan.chunks and not plan.preempted:
             if self._view.loading:
                 self._view.note_loaded(waits=True)
-            elif not any(goes_on):
+            elif any(goes_on):
+                self._view.wait_for_room()
+            else:
                 self._unblock()
         if not self._requests:
             self._read()  # Only superfluous tokens are left; no later step would read them.

@@ -43,10 +43,10 @@ _LOG = logging.getLogger(__name__)
 #: Size of a file, and files of a full budget, at least, so that groups find their shares.
 _SLAB_BYTES, _NUM_SLABS_MIN = 64 * MiB, 16
 #: Blocks that are moved between two holds of the lock, and the threads that move them.
-_BATCH_BYTES, _NUM_THREADS = 32 * MiB, 4
+_BATCH_BYTES, _NUM_THREADS = 64 * MiB, 8
 #: A prefix is read if that takes at most so many times as long as to compute it, since the device
 #: works for others meanwhile. Rates of smaller batches are not typical, and low ones may pass.
-_WORTH, _TYPICAL_BYTES, _RATE_GROWTH = 4.0, 8 * MiB, 1.1
+_WORTH, _TYPICAL_BYTES, _RATE_GROWTH = 8.0, 8 * MiB, 1.1
 #: Longest time in which a cache that is closed writes what is not in files yet.
 _SAVE_S = 5.0
 
@@ -304,8 +304,8 @@ class BlockFiles:
                     moves, fence = self._next_reads(left, spared, tenant)
                 if fence is None:
                     break
-                start_s = time.perf_counter()
                 fence.wait()
+                start_s = time.perf_counter()
                 are_read = [*self._threads.map(self._read_block, moves)]
                 took_s = time.perf_counter() - start_s
                 with lock:

@@ -2,7 +2,8 @@
 
 The books of host memory and of files. A slab holds blocks of one layer group. The tenant that has
 the most blocks gives way: first blocks that are elsewhere too, then the least recently used ones,
-last those that are kept for a time; and with a block its slab if another group needs the room.
+last those that are kept for a time; and with a block its slab if a group needs the room that has
+fewer slabs than its share of what was taken lately.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import NamedTuple
 from ...errors import InternalError
 from .layer_group import LayerGroup
 
+#: A group with less than this part of its share gets slabs of others, with whatever is in them.
+_MOST = 0.75
 #: The group and the hash of a block.
 BlockKey = tuple[LayerGroup, bytes]
 
@@ -77,6 +80,8 @@ class BlockPlaces:
             lambda: _Order(OrderedDict(), OrderedDict(), OrderedDict())
         )
         self._free: defaultdict[LayerGroup, list[Place]] = defaultdict(list)
+        self._num_slabs: Counter[LayerGroup] = Counter()
+        self._taken_slabs: defaultdict[LayerGroup, float] = defaultdict(float)  # Mostly the latest.
 
     def take(self, group: LayerGroup, spared: Collection[BlockKey] = ()) -> Place | None:
         """Take a place for a block of `group`, then `add` the block or `give_back` the place.
@@ -92,15 +97,33 @@ class BlockPlaces:
             victim = self.next_to_go(spared)
             if victim is None:
                 return None
-            slab = self.blocks[victim].slab
-            if victim[0] is group or self.slabs[slab].num_pending:
-                self.drop(victim)
+            if victim[0] is not group and self._has_share(group):
+                victim = self.next_to_go(spared, group) or victim
+            place = self.blocks[victim]
+            if victim[0] is group or self.slabs[place.slab].num_pending:
+                its_group, block = victim
+                sees_all = not its_group.is_fixed and its_group.window_tokens is None
+                for each in (*self._num_slabs,) if sees_all else (its_group,):
+                    # Without a block of layers that see all, those of others are of no use.
+                    if (each, block) in self.blocks and (each, block) not in spared:
+                        self.drop((each, block))
             else:
-                self.drop_slab(slab)
-                self._free_slab(slab)
+                self.drop_slab(place.slab)
+                self._free_slab(place.slab)
         place = free.pop()
-        self.slabs[place.slab].num_pending += 1
+        slab = self.slabs[place.slab]
+        slab.num_pending += 1
+        self._taken_slabs[group] += 1 / slab.num_places
+        if sum(self._taken_slabs.values()) > 2 * len(self.slabs):
+            for each in self._taken_slabs:
+                self._taken_slabs[each] /= 2
         return place
+
+    def _has_share(self, group: LayerGroup) -> bool:
+        """Whether a group has most of the slabs that are its share of what was taken lately."""
+        taken, num_slabs = self._taken_slabs, self._num_slabs[group]
+        wanted = _MOST * taken[group] * len(self.slabs)
+        return num_slabs > 0 and num_slabs * sum(taken.values()) >= wanted
 
     def add(self, key: BlockKey, place: Place, tenant: bytes) -> None:
         """Enter a block, whose place was taken; it gives way last."""
@@ -162,8 +185,10 @@ class BlockPlaces:
         self.touch(key, is_elsewhere=True)
         self._orders[self.tenant(key)].elsewhere.move_to_end(key, last=False)
 
-    def next_to_go(self, spared: Collection[BlockKey] = ()) -> BlockKey | None:
-        """The block that gives way next: one of the tenant that has the most, and not `spared`."""
+    def next_to_go(
+        self, spared: Collection[BlockKey] = (), group: LayerGroup | None = None
+    ) -> BlockKey | None:
+        """The block, of `group`, that gives way next: of the tenant with the most, not `spared`."""
         if not self.blocks:
             return None
         most, now_s = max(self._orders.values(), key=lambda order: order.num_blocks), self._now_s()
@@ -171,7 +196,8 @@ class BlockPlaces:
             key, _ = most.kept.popitem(last=False)
             most.only_here[key] = None
             most.only_here.move_to_end(key, last=False)
-        return next((key for part in most for key in part if key not in spared), None)
+        left = (key for part in most for key in part if key not in spared)
+        return next((key for key in left if group in (None, key[0])), None)
 
     # ---- slabs ----------------------------------------------------------------------------
 
@@ -183,18 +209,20 @@ class BlockPlaces:
         The first free one is taken last.
         """
         self.slabs[slab] = Slab(group, num_places, num_pending=len(taken))
+        self._num_slabs[group] += 1
         self._free[group] += [Place(slab, at) for at in range(num_places) if at not in taken]
 
     def drop_slab(self, slab: int) -> None:
         """Forget a slab with its blocks and its places."""
         its = self.slabs.pop(slab)
+        self._num_slabs[its.group] -= 1
         for key, tenant in its.tenants.items():
             self._forget(key, tenant)
         self._free[its.group] = [each for each in self._free[its.group] if each.slab != slab]
 
     def clear(self) -> None:
         """Forget all slabs."""
-        for each in (self.blocks, self.slabs, self._orders, self._free):
+        for each in (self.blocks, self.slabs, self._orders, self._free, self._num_slabs):
             each.clear()
 
     def check(self) -> None:

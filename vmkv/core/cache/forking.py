@@ -585,6 +585,21 @@ def longest_beginning(cache: KVCache, prompt: Any, tenant: str | None) -> int:
     return 0
 
 
+def spare_beginning(cache: KVCache, prompt: Any, tenant: str | None) -> int:
+    """Let a parked row with the longest of the `beginnings` give way last. Locked.
+
+    Returns its length; 0 without one.
+    """
+    for num_tokens, rows in beginnings(cache, prompt, tenant):
+        for row in rows(Where.PARKED):
+            if cache.keeps(row, num_tokens):
+                cache.rows.put_last(row)
+                return num_tokens
+        if any(cache.keeps(row, num_tokens) for row in rows(Where.LIVE)):
+            return num_tokens
+    return 0
+
+
 def find_beginning(
     cache: KVCache, prompt: Any, tenant: str | None, *, with_files: bool = False
 ) -> tuple[int, int]:

@@ -47,8 +47,9 @@ if TYPE_CHECKING:
 _HOST = MemoryLocation.HOST
 #: Slabs of a full budget, at least, so that groups find their shares.
 _NUM_SLABS_MIN = 16
-#: Memory is short below this part of the budget; then each step copies so much ahead of need.
-_SHORT_DIVISOR, _AHEAD_BYTES = 4, 256 * MiB
+#: Memory is short below this part of the budget; then each step copies so much ahead of need, if
+#: others give way for it up to a further part of the budget.
+_SHORT_DIVISOR, _AHEAD_BYTES, _AHEAD_DIVISOR = 4, 256 * MiB, 32
 _SLAB_BYTES = 64 * MiB
 #: Prompts whose hashes are remembered.
 _NUM_PROMPTS_HASHED = 16
@@ -129,9 +130,9 @@ class HostBlocks:
     def keep(self, row: int, num_tokens: int = 0, most_bytes: int | None = None) -> None:
         """Copy blocks of a parked row behind its first `num_tokens` tokens, unless they are here.
 
-        With `most_bytes` only so many, the last ones first. Cannot fail: blocks that find no room,
-        and the blocks behind them, are lost. Cost: 1 µs for each block of the row, and an
-        asynchronous copy for each run of blocks.
+        With `most_bytes` only so many, the last ones first, and the row stays. Cannot fail: blocks
+        that find no room, and the blocks behind them, are lost. Cost: 1 µs for each block of the
+        row, and an asynchronous copy for each run of blocks.
         """
         cache = self._cache
         if not cache.pool.host_budget_bytes or cache.is_closing:
@@ -150,8 +151,9 @@ class HostBlocks:
                         break
                     key = (group, hashes[end - 1])
                     if key in places.blocks:
-                        is_written = files is not None and key in files.places.blocks
-                        places.touch(key, is_elsewhere=is_written)
+                        if most_bytes is None:
+                            is_written = files is not None and key in files.places.blocks
+                            places.touch(key, is_elsewhere=is_written)
                     else:
                         size = _block_bytes(group)
                         if most_bytes is not None and (most_bytes := most_bytes - size) < 0:
@@ -163,7 +165,9 @@ class HostBlocks:
                         made.append(key)
                         places.add(key, place, tenant)
                         _add(ops, CopyOp(self._address(place, size), source, size))
-                        if files is not None and key in files.places.blocks:
+                        if most_bytes is not None or (
+                            files is not None and key in files.places.blocks
+                        ):
                             places.note_elsewhere(key)
                     if until_s > cache.rows.now_s:
                         places.keep(key, until_s)
@@ -190,11 +194,18 @@ class HostBlocks:
     def keep_ahead(self) -> None:
         """While memory is short, keep some of the row that is evicted next and not here yet.
 
-        An eviction then has nothing left to copy. Call it while the device works, and when it
-        falls idle: then files get what rows hold, while host memory has room.
+        An eviction then has nothing left to copy. Host memory is made ready for what rows hold.
+        Call it while the device works, and when it falls idle: then files get what rows hold, while
+        host memory has room.
         """
         pool, rows = self._cache.pool, self._cache.rows
-        if pool.host_budget_bytes and pool.available_bytes < pool.budget_bytes // _SHORT_DIVISOR:
+        if not pool.host_budget_bytes or not self._cache.groups:
+            return
+        available_bytes, memory = pool.available_bytes, self._host_memory()
+        if memory is not None and pool.budget_bytes - available_bytes > memory.num_bytes:
+            with pool.lock:
+                memory.make_ready(pool.budget_bytes - available_bytes)
+        if available_bytes < pool.budget_bytes // _SHORT_DIVISOR:
             with pool.lock:
                 self._keep_some()
         elif self.files is not None and rows.parked and self._has_room:
@@ -209,9 +220,13 @@ class HostBlocks:
 
     def _keep_some(self) -> None:
         rows = self._cache.rows
+        left_bytes = self._cache.pool.budget_bytes // _AHEAD_DIVISOR
         for row in rows.in_order():
             if self._is_unkept(row, rows.parked[row]):
                 self.keep(row, most_bytes=_AHEAD_BYTES)
+                break
+            left_bytes -= rows.unshared_bytes(row)
+            if left_bytes <= 0 and not self._has_room:
                 break
 
     def _is_unkept(self, row: int, tick: int) -> bool:
@@ -375,13 +390,18 @@ class HostBlocks:
         """Begin a sequence with the tokens of a prompt that rows and host memory hold.
 
         As `KVCache.open`, except that no stream waits for the copies: close the sequence, and call
-        `loading`, before its row is used.
+        `loading`, before its row is used. The rest of the prompt is mapped too, if there is room.
         """
         cache = self._cache
         current, side = cache.current_stream, side_stream(cache)
         cache.current_stream = lambda: side
         try:
-            return cache.begin(len(prompt), None, prompt, tenant)
+            begun = cache.begin(len(prompt), None, prompt, tenant)
+            if all(group.window_tokens is None for group in cache.groups):
+                target = growing.Target(begun.row, len(prompt), begun.num_tokens, tenant)
+                with suppress(CapacityError, DriverError):
+                    growing.map_rows(cache, [target])
+            return begun
         finally:
             cache.current_stream = current
 
@@ -421,7 +441,8 @@ class HostBlocks:
                 if pages.mappings and num_bytes > 0:
                     backend.fill(unused, num_bytes, 0, current)
                 group.begin_row(row, first)
-        backend.join_streams(side)
+        if current != side:  # What was submitted to the row before.
+            backend.stream_wait(side, current)
         try:
             backend.copy_many(ops, side)
         finally:
@@ -438,20 +459,23 @@ class HostBlocks:
         return Address(self._memory.address(place.slab) + place.at * block_bytes)
 
     def _make_slab(self, group: LayerGroup) -> tuple[int, int] | None:
-        pool, block_bytes = self._cache.pool, _block_bytes(group)
+        memory, slab = self._host_memory(), None
+        if memory is None:
+            return None
+        num_places = memory.slab_bytes // _block_bytes(group)
+        if num_places:  # A group that was added later may have blocks larger than a slab.
+            slab = self._spare_slabs.pop() if self._spare_slabs else memory.take()
+        return None if slab is None else (slab, num_places)
+
+    def _host_memory(self) -> HostSlabs | None:
+        pool = self._cache.pool
         if self._memory is None:
             num_bytes = min(pool.host_budget_bytes // _NUM_SLABS_MIN, _SLAB_BYTES)
             num_bytes = max(num_bytes, pool.page_bytes, *map(_block_bytes, self._cache.groups))
             num_bytes = -(-num_bytes // pool.page_bytes) * pool.page_bytes
-            try:
+            with suppress(OSError):
                 self._memory = HostSlabs(pool, pool.host_budget_bytes // num_bytes, num_bytes)
-            except OSError:
-                return None
-        num_places = self._memory.slab_bytes // block_bytes
-        slab = None
-        if num_places:  # A group that was added later may have blocks larger than a slab.
-            slab = self._spare_slabs.pop() if self._spare_slabs else self._memory.take()
-        return None if slab is None else (slab, num_places)
+        return self._memory
 
     def victims(self) -> Iterator[Victim]:
         """Yield its memory as a victim of sequences that need host memory."""

@@ -124,6 +124,11 @@ class Rows:
                 del self.parked[row]
                 self.parked[row] = now
 
+    def put_last(self, row: int) -> None:
+        """Let a parked row give way last, though no work on it was submitted."""
+        del self.parked[row]
+        self.parked[row] = self._pool.pressure.tick()
+
     def note_read(self, row: int) -> None:
         """Note that reads of a parked `row` were submitted; it was not used, so it ages on."""
         self._idle_since[row] = self._pool.pressure.tick()
@@ -275,6 +280,13 @@ class Rows:
             del self.parked[row]
             insort(self._empty, row)
 
+    def _give(self, row: int, num_tokens: int) -> None:
+        """Retire a parked row after `num_tokens` tokens; wholly, if other rows map what is left."""
+        left = [each for group in self._groups for each in group.to_give(row)]
+        if all([its.extent.is_shared and not its.num_pins for at, its in left if at < num_tokens]):
+            num_tokens = 0
+        self.retire_parked(row, num_tokens)
+
     def in_order(self) -> list[int]:
         """Parked rows in the order in which they give way.
 
@@ -329,10 +341,20 @@ class Rows:
         for row, last_used in zip(self.in_order(), tuple(self.parked.values()), strict=True):
             yield victim_of(
                 partial(ends_of, self._groups, row),
-                partial(self.retire_parked, row),
+                partial(self._give, row),
                 freeable_bytes=self._own_bytes(row),
                 last_used=last_used,
             )
+
+    def unshared_bytes(self, row: int) -> int:
+        """Bytes behind the pages of a row that may be shared."""
+        return sum(
+            [
+                max(0, each.resident_bytes(row) - each.table.rows[row].shared_end_page * size)
+                for each in self._groups
+                for size in (each.page_bytes,)
+            ]
+        )
 
     def _own_bytes(self, row: int) -> int | None:
         """Bytes of a parked row, pinned extents included, if nothing in it is shared; else None."""

@@ -64,7 +64,7 @@ class HostSlabs:
 
     def take(self) -> int | None:
         """Take a pinned slab; None if the budget or the driver allows no more."""
-        self._make_ahead(1)
+        self._make(1)
         if not self._made:
             return None
         slab = next(iter(self._made))
@@ -75,10 +75,14 @@ class HostSlabs:
             self._unmake(slab)
             return None
         self._used.add(slab)
-        self._make_ahead(_NUM_AHEAD)
+        self._make(_NUM_AHEAD)
         return slab
 
-    def _make_ahead(self, num_slabs: int) -> None:
+    def make_ready(self, num_bytes: int) -> None:
+        """Let threads make slabs, until it holds `num_bytes` or as far as the budget allows."""
+        self._make(-(-num_bytes // self.slab_bytes) - len(self._used))
+
+    def _make(self, num_slabs: int) -> None:
         while self._unmade and len(self._made) < num_slabs:
             if not self._pool.lend_host(self.slab_bytes):
                 break

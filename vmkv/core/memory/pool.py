@@ -383,6 +383,21 @@ class ExtentPool:
                         break
         return self.available_bytes > start_bytes
 
+    @uninterrupted
+    def make_room_ahead(self, num_bytes: int) -> bool:
+        """Retire parked rows for `num_bytes`, as `make_room`, but wait for no fence.
+
+        Returns whether so many are available now; others are once fences have passed.
+        """
+        self.reclaimer.poll()
+        with self.lock:
+            missing_bytes = num_bytes - self.available_bytes
+            if missing_bytes > 0:
+                missing_bytes -= self._retired_bytes(_DEVICE)
+            if missing_bytes > 0:
+                self.pressure.evict(missing_bytes)
+            return self.available_bytes >= num_bytes
+
     # ---- budget and books -----------------------------------------------------------------
 
     @uninterrupted
