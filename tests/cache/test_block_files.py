@@ -302,6 +302,28 @@ def test_a_tenant_that_floods_pushes_no_other_out(open_cache: MakeCache) -> None
     assert [96] * 3 == [_back(again, each, "a") for each in said]
 
 
+def test_full_files_keep_what_they_have_while_host_memory_has_room(open_cache: MakeCache) -> None:
+    """As after a restart, when a conversation that others push out would come back."""
+    old = [range(1000 * at, 1000 * at + 96) for at in range(1, 12)]
+    cache = open_cache(num_bytes=1 * MiB)
+    for each in old:
+        _say(cache, each)
+    cache.close()
+    again = open_cache(num_bytes=1 * MiB, host_budget_bytes=2048 * PAGE)
+    held = [each for each in old if _found(again, each) == 96]
+    assert 0 < len(held) < len(old)
+    for at in range(20, 40):
+        _say(again, range(1000 * at, 1000 * at + 96), saves=False)
+        again.trim()  # To host memory.
+        again.host_blocks.files.write()
+        assert again.host_blocks.files._has_written.wait(60.0)
+    assert [96] * len(held) == [_back(again, each) for each in held]
+    assert [96] * 20 == [_found(again, range(1000 * at, 1000 * at + 96)) for at in range(20, 40)]
+    again.close()  # Writes what is in host memory alone, so that others give way.
+    third = open_cache(num_bytes=1 * MiB)
+    assert 96 == _found(third, range(39_000, 39_096))
+
+
 def test_files_stay_within_their_budget(open_cache: MakeCache) -> None:
     """Groups take files from each other; a smaller budget finds less."""
     cache = open_cache(windows=(48,), num_bytes=1 * MiB)

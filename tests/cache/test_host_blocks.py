@@ -328,6 +328,27 @@ def test_a_prefix_is_loaded_beside_other_work(make_cache: MakeCache) -> None:
     assert 1 == cache.prefixes.num_hits
 
 
+@pytest.mark.parametrize("layers_per_group", [1, 2])
+def test_no_tier_holds_what_another_one_holds(make_cache: MakeCache, layers_per_group: int) -> None:
+    """Conversations that together fill nine tenths of device and host are found, turn by turn."""
+    its = {"budget_bytes": 160 * PAGE, "host_budget_bytes": 320 * PAGE}
+    cache = make_cache(max_sequences=12, layers_per_group=layers_per_group, **its)
+    said = [range(10_000 * at, 10_000 * at + 4 * 480 * 9 // 100) for at in range(1, 11)]
+    for turn in range(4):
+        for number, each in enumerate(said):
+            so_far = each[: len(each) * (turn + 1) // 4]
+            sequence = cache.open(prompt=[*so_far, 0])
+            held = len(each) * turn // 4 // 16 * 16
+            assert held == sequence.num_tokens, (turn, number)
+            assert_holds(sequence, so_far[: sequence.num_tokens])
+            append(sequence, so_far[sequence.num_tokens :])
+            sequence.record(so_far[sequence.num_recorded :])
+            cache.host_blocks.keep_ahead()
+            sequence.close()
+            cache.host_blocks.keep_ahead()
+            cache.check()
+
+
 def test_blocks_that_rows_hold_give_way_first(make_cache: MakeCache) -> None:
     """Rows and host memory hold different prefixes, and so more than one of them alone."""
     cache = make_cache(host_budget_bytes=64 * PAGE)

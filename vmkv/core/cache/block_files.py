@@ -3,10 +3,11 @@
     host memory --a thread writes what gives way next--> files
                 <--threads read what a request needs----
 
-Blocks are written from the memory of their slabs and read into it, without the pool's lock. A block
-is entered in its file if it still has the same place in host memory after it was written, and in
-host memory if its checksum is right. Otherwise it is lost, and no request fails. After an error of
-writing nothing is written any more; reading goes on.
+Blocks are written from the memory of their slabs and read into it, without the pool's lock. While
+host memory has room, no block pushes another one out of full files. A block is entered in its file
+if it still has the same place in host memory after it was written, and in host memory if its
+checksum is right. Otherwise it is lost, and no request fails. After an error of writing nothing is
+written any more; reading goes on.
 
 See DESIGN.md, Note [Blocks go on to files].
 """
@@ -227,22 +228,33 @@ class BlockFiles:
         """Take places for the blocks that are written next; a fence covers copies to them."""
         if not self._unwritten and not self._is_closing:
             self._host.keep_next(pushes=self._is_saving)
-        if not self._unwritten or self._is_closing:
-            return [], None
         num_bytes, host = 0, self._host.places
         moves: list[_Move] = []
+        key = next(iter(self._unwritten), None)
+        if self._is_closing or key is None or not self._may_write(key):
+            return [], None
         fence = self._cache.pool.backend.record_fence(side_stream(self._cache))
         while self._unwritten and num_bytes < _BATCH_BYTES:
             key = next(iter(self._unwritten))
+            if not self._may_write(key):
+                break
             tenant, its = self._unwritten.pop(key), host.blocks.get(key)
             if its is None or key in self.places.blocks:
                 continue
             place = self.places.take(key[0])
+            if place is None and moves:  # All others are being written, too.
+                self._unwritten[key] = tenant
+                break
             if place is not None:
                 memory = self._host.memory(key, its)
                 moves.append(_Move(key, tenant, its, memory, place, self.places.slabs[place.slab]))
                 num_bytes += len(memory)
         return moves, fence
+
+    def _may_write(self, key: BlockKey) -> bool:
+        """Whether a block has room, or is about to leave host memory, so that others give way."""
+        is_full = len(self.places.slabs) >= self._num_slabs and not self.places.has_free(key[0])
+        return not is_full or self._is_saving or not self._host.has_room
 
     def _write_block(self, move: _Move) -> None:
         lock, places, is_same = self._cache.pool.lock, self.places, False

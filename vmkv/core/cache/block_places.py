@@ -119,6 +119,10 @@ class BlockPlaces:
                 self._taken_slabs[each] /= 2
         return place
 
+    def has_free(self, group: LayerGroup) -> bool:
+        """Whether a slab of a group has a free place."""
+        return bool(self._free[group])
+
     def _has_share(self, group: LayerGroup) -> bool:
         """Whether a group has most of the slabs that are its share of what was taken lately."""
         taken, num_slabs = self._taken_slabs, self._num_slabs[group]

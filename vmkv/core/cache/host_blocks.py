@@ -208,14 +208,14 @@ class HostBlocks:
         if available_bytes < pool.budget_bytes // _SHORT_DIVISOR:
             with pool.lock:
                 self._keep_some()
-        elif self.files is not None and rows.parked and self._has_room:
+        elif self.files is not None and rows.parked and self.has_room:
             with pool.lock:
                 if rows.parked and self._is_unkept(*next(reversed(rows.parked.items()))):
                     self.files.write()
 
     def keep_next(self, *, pushes: bool) -> None:
         """Keep some of the next row, if there is room, or by pushing others out. Locked."""
-        if pushes or self._has_room:
+        if pushes or self.has_room:
             self._keep_some()
 
     def _keep_some(self) -> None:
@@ -226,14 +226,15 @@ class HostBlocks:
                 self.keep(row, most_bytes=_AHEAD_BYTES)
                 break
             left_bytes -= rows.unshared_bytes(row)
-            if left_bytes <= 0 and not self._has_room:
+            if left_bytes <= 0 and not self.has_room:
                 break
 
     def _is_unkept(self, row: int, tick: int) -> bool:
         return self._kept_at.get(row) != tick
 
     @property
-    def _has_room(self) -> bool:
+    def has_room(self) -> bool:
+        """Whether blocks find room without pushing others out."""
         return self._memory is None or self._memory.has_more
 
     def _kept_blocks(

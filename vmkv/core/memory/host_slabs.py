@@ -55,8 +55,8 @@ class HostSlabs:
 
     @property
     def has_more(self) -> bool:
-        """Whether a slab is ready, or being made ready, to be taken."""
-        return bool(self._made)
+        """Whether a slab is ready, or being made ready, to be taken, or none was taken yet."""
+        return bool(self._made) or not self._used
 
     def address(self, slab: int) -> Address:
         """The address of a slab, the same for the host and the device."""
