@@ -252,6 +252,23 @@ def _uneven(pool: ExtentPool) -> KVCache:
 # ---- budgets while running ----------------------------------------------------------------
 
 
+def test_room_is_made_ahead_without_waiting(host: HostBackend, make_cache: MakeCache) -> None:
+    """What is retired already counts, so that a second call evicts no more."""
+    cache = make_cache(budget_bytes=100 * PAGE)
+    said = [range(1000 * at, 1000 * at + 96) for at in range(1, 5)]
+    for each in said:
+        _say(cache, each).close()
+    assert cache.pool.available_bytes < 30 * PAGE
+    host.hold_fences()
+    assert not cache.pool.make_room_ahead(30 * PAGE)
+    left = [_found(cache, each) for each in said]
+    assert 0 < sum(left) < 4 * 96
+    assert not cache.pool.make_room_ahead(30 * PAGE)
+    host.pass_fences()
+    assert cache.pool.make_room_ahead(30 * PAGE)
+    assert left == [_found(cache, each) for each in said]
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_lower_budget_counts_freed_bytes_not_unmapped_ones(
     host: HostBackend, make_cache: MakeCache, shared: bool

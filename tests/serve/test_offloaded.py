@@ -83,6 +83,38 @@ def test_alone_a_request_waits_for_its_copies(engine: Engine, host: HostBackend)
     assert NUM_CACHED == late.requests[0].num_cached_tokens
 
 
+def test_others_run_while_memory_for_a_prefix_is_evicted(
+    make_engine: MakeEngine, host: HostBackend
+) -> None:
+    """No step waits for the memory of rows that the running step may still use."""
+    engine = make_engine(backend=host, host_budget_bytes=8 * MiB, max_num_seqs=2)
+    engine.generate([LONG], _greedy(1))
+    needed = engine.cache.pool.page_bytes * engine._view.peak_pages(len(LONG) + 1)
+    engine.cache.trim()
+    running = engine.add(OTHER, _greedy(60))
+    engine.step()
+    pool = engine.cache.pool
+    pool.set_budget(pool.stats().resident_bytes + needed + 4 * pool.page_bytes)
+    parked = engine.cache.open()  # What is left, and used just now.
+    parked.append(len(LONG))
+    parked.record(range(1, len(LONG) + 1))
+    assert pool.available_bytes < needed
+    host.hold_fences()
+    parked.close()
+    late = engine.add(LONG, _greedy(5))
+    for _ in range(4):
+        engine.step()
+        assert late.requests[0].state is RequestState.WAITING
+    assert not engine._view.loading
+    assert pool.stats().retired_bytes
+    assert len(running.requests[0].output_token_ids) >= 3
+    host.pass_fences()
+    finish_all(engine)
+    _check(running, OTHER, 60)
+    _check(late, LONG, 5)
+    assert NUM_CACHED == late.requests[0].num_cached_tokens
+
+
 def test_two_requests_with_one_prefix_load_it_once(engine: Engine, host: HostBackend) -> None:
     late = [engine.add(LONG, _greedy(5)), engine.add([*LONG, 9, 8], _greedy(5))]
     finish_all(engine)

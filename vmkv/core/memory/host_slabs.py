@@ -79,8 +79,9 @@ class HostSlabs:
         return slab
 
     def make_ready(self, num_bytes: int) -> None:
-        """Let threads make slabs, until it holds `num_bytes` or as far as the budget allows."""
-        self._make(-(-num_bytes // self.slab_bytes) - len(self._used))
+        """Let threads make some slabs, unless it holds `num_bytes` or the budget allows no more."""
+        missing = -(-num_bytes // self.slab_bytes) - len(self._used) - len(self._made)
+        self._make(len(self._made) + min(missing, _NUM_AHEAD))
 
     def _make(self, num_slabs: int) -> None:
         while self._unmade and len(self._made) < num_slabs:
