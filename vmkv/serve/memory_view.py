@@ -325,9 +325,9 @@ class MemoryView:
 
     @property
     def is_short(self) -> bool:
-        """Whether running requests will soon need memory that has to be evicted."""
+        """Whether running requests soon need memory by eviction; a broker is asked first."""
         pool = self.cache.pool
-        return pool.available_bytes < pool.budget_bytes // _SHORT_DIVISOR
+        return pool.member is None and pool.available_bytes < pool.budget_bytes // _SHORT_DIVISOR
 
     def wait_for_room(self) -> None:
         """Wait for memory that was evicted."""

@@ -194,17 +194,19 @@ class HostBlocks:
     def keep_ahead(self) -> None:
         """While memory is short, keep some of the row that is evicted next and not here yet.
 
-        An eviction then has nothing left to copy. Host memory is made ready for what rows hold.
-        Call it while the device works, and when it falls idle: then files get what rows hold, while
-        host memory has room.
+        An eviction then has nothing left to copy. From half of the budget on, host memory is made
+        ready for what rows hold. Call it while the device works, and when it falls idle: then files
+        get what rows hold, while host memory has room.
         """
         pool, rows = self._cache.pool, self._cache.rows
         if not pool.host_budget_bytes or not self._cache.groups:
             return
-        available_bytes, memory = pool.available_bytes, self._host_memory()
-        if memory is not None and pool.budget_bytes - available_bytes > memory.num_bytes:
+        available_bytes = pool.available_bytes
+        used_bytes = pool.budget_bytes - available_bytes
+        if used_bytes > max(available_bytes, self.num_bytes):
             with pool.lock:
-                memory.make_ready(pool.budget_bytes - available_bytes)
+                if (memory := self._host_memory()) is not None:
+                    memory.make_ready(used_bytes)
         if available_bytes < pool.budget_bytes // _SHORT_DIVISOR:
             with pool.lock:
                 self._keep_some()
