@@ -66,6 +66,27 @@ def test_slabs_made_ahead_are_given_back_first(pool: ExtentPool) -> None:
     slabs.close()
 
 
+def test_slabs_are_made_ready_for_so_many_bytes(backend: FaultInjectingBackend) -> None:
+    """Not more at a time than the memory that the kernel says is free covers."""
+    pool = ExtentPool(backend, 16 * PAGE, host_budget_bytes=400 * PAGE)
+    slabs = HostSlabs(pool, 90, SLAB)
+    assert not slabs.num_bytes
+    for _ in range(2):
+        slabs.make_ready(30 * SLAB - 1)
+        assert 30 * SLAB == slabs.num_bytes == pool.lent_host_bytes
+    assert not backend.usage().pinned_bytes
+    slabs.make_ready(90 * SLAB)
+    assert 64 * SLAB == slabs.num_bytes
+    assert slabs.take() is not None
+    slabs.make_ready(90 * SLAB)
+    with mock.patch.object(backend.upstream, "free_host_memory_bytes", return_value=63 * SLAB):
+        assert slabs.take() is not None
+        slabs.make_ready(90 * SLAB)
+    assert 65 * SLAB == slabs.num_bytes
+    slabs.close()
+    pool.close()
+
+
 def test_no_slab_is_made_of_the_machines_last_memory(
     pool: ExtentPool, backend: FaultInjectingBackend
 ) -> None:

@@ -16,8 +16,8 @@ from ...errors import DriverError
 from ...units import Address, MiB
 from .pool import ExtentPool
 
-#: Slabs that are made ahead of need, and the threads that do it.
-_NUM_AHEAD, _NUM_THREADS = 16, 4
+#: Slabs that are made ahead of need, at most so many by `make_ready`, and the threads that do it.
+_NUM_AHEAD, _NUM_READY, _NUM_THREADS = 16, 64, 4
 _HUGE_PAGE_BYTES = 2 * MiB
 _MAP_NORESERVE = 0x4000  # Linux; Python names it since 3.13.
 #: Leaves pages out of forked children, as MADV_DONTFORK, but not their range: what a child maps
@@ -80,15 +80,15 @@ class HostSlabs:
 
     def make_ready(self, num_bytes: int) -> None:
         """Let threads make some slabs, unless it holds `num_bytes` or the budget allows no more."""
-        missing = -(-num_bytes // self.slab_bytes) - len(self._used) - len(self._made)
-        self._make(len(self._made) + min(missing, _NUM_AHEAD))
+        self._make(min(_NUM_READY, -(-num_bytes // self.slab_bytes) - len(self._used)))
 
     def _make(self, num_slabs: int) -> None:
         while self._unmade and len(self._made) < num_slabs:
             if not self._pool.lend_host(self.slab_bytes):
                 break
             # The kernel does not count slabs yet that threads are writing now.
-            if self._pool.backend.free_host_memory_bytes() < (_NUM_AHEAD + 1) * self.slab_bytes:
+            spared_bytes = (max(_NUM_AHEAD, len(self._made)) + 1) * self.slab_bytes
+            if self._pool.backend.free_host_memory_bytes() < spared_bytes:
                 self._pool.return_host(self.slab_bytes)
                 self._unmade.clear()  # Until a slab is given back.
                 break
