@@ -580,7 +580,9 @@ class EnginePlay(PoolPlay):
             for group in rows.cache.groups
             for mapping in group.table.rows[guest.sequence.row].mappings
         )
-        available = self.pool.stats().budget_bytes // PAGE - foreign
+        view = self.engine._view
+        padding = view._num_padding * view.peak_pages(1)  # No request can have it.
+        available = self.pool.stats().budget_bytes // PAGE - foreign - padding
         for asked in self.asked:
             asked.available_pages = min(asked.available_pages, available)
 
