@@ -162,9 +162,9 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
             rival = "" if theirs is None else f"vLLM {theirs[key]:,.0f} {unit}"
             what = f"agents beyond the device: {what}"
             figures.append(Figure(f"agents_{key}", what, ours[key], unit, bound, rival=rival))
-        over, what = ours["seconds"] and ours["seconds"] / ours["least_s"], "all of it"
+        over = ours["seconds"] and ours["seconds"] / ours["least_s"]
         rival = "" if theirs is None else f"vLLM {theirs['seconds'] / theirs['least_s']:.3f} ×"
-        what = f"agents beyond the device: {what}, over think times and turns of {TURN_S} s"
+        what = f"agents beyond the device: all of it, over think times and turns of {TURN_S} s"
         figures.append(Figure("agents_seconds", what, over, "×", 1.15, rival=rival))
     if killed := by_place.get((KILLED, "vmkv-disk")):
         missed = None if killed["found_of_held"] is None else 1 - killed["found_of_held"]

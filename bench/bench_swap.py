@@ -199,11 +199,14 @@ def beside(device: torch.device, rows: list[Row], *, smoke: bool) -> Figure:
         params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
         for name, at in in_turns([*took], 1 if smoke else 3, warmup=1):
             requests = [engine.add(each, params) for each in prompts]
-            copied_bytes, number, start_s = engine.cache.sharing.offloaded_bytes, 0, 0.0
+            before_bytes, number, start_s = 0, 0, 0.0
             while engine.has_unfinished:
                 engine.step()
                 if not start_s and all(each.requests[0].output_token_ids for each in requests):
-                    start_s = time.perf_counter()
+                    before_bytes, start_s = (
+                        engine.cache.sharing.offloaded_bytes,
+                        time.perf_counter(),
+                    )
                 if name == "beside copies":
                     with pool.lock:
                         blocks.forget()
@@ -212,7 +215,7 @@ def beside(device: torch.device, rows: list[Row], *, smoke: bool) -> Figure:
             seconds = time.perf_counter() - start_s
             if at >= 0:
                 took[name].append(seconds / (num_new - 1))
-                copied_bytes = engine.cache.sharing.offloaded_bytes - copied_bytes
+                copied_bytes = engine.cache.sharing.offloaded_bytes - before_bytes
                 rows.append(
                     {
                         "requests": count,

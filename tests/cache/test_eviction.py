@@ -13,6 +13,7 @@ from helpers.caches import ALIASES, PAGE, MakeCache
 from helpers.stamps import append, assert_holds
 
 from vmkv import ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
+from vmkv.core.cache.forking import longest_beginning
 
 
 def _say(cache: KVCache, tokens: Iterable[int], tenant: str | None = None) -> Sequence:
@@ -267,6 +268,19 @@ def test_room_is_made_ahead_without_waiting(host: HostBackend, make_cache: MakeC
     host.pass_fences()
     assert cache.pool.make_room_ahead(30 * PAGE)
     assert left == [_found(cache, each) for each in said]
+
+
+def test_the_beginning_of_a_prompt_is_spared(make_cache: MakeCache) -> None:
+    """Room that is made for the rest of a prompt does not take its beginning."""
+    cache = make_cache(budget_bytes=100 * PAGE)
+    said = [range(1000 * at, 1000 * at + 80) for at in range(1, 5)]
+    for each in said:
+        _say(cache, each).close()
+    with cache.pool.lock:
+        assert 80 == longest_beginning(cache, [*said[0], 0], None, spares=True)
+    assert cache.pool.make_room_ahead(60 * PAGE)
+    assert 80 == _found(cache, said[0])
+    assert not _found(cache, said[1])
 
 
 @pytest.mark.parametrize("shared", [False, True])

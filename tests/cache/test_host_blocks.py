@@ -318,6 +318,7 @@ def test_a_prefix_is_loaded_beside_other_work(make_cache: MakeCache) -> None:
     loading = cache.host_blocks.loading(next(iter(cache.rows.parked)))
     assert not cache.host_blocks.has_loaded(loading)
     assert (96, 0) == find_beginning(cache, tokens, None)
+    assert len(tokens) <= cache.rows.resident_tokens(loading.row), "the rest is computed next"
     assert 0 == cache.prefixes.num_hit_tokens, "no sequence has begun with it"
     loading.fence.wait()
     assert cache.host_blocks.has_loaded(loading)
@@ -326,6 +327,62 @@ def test_a_prefix_is_loaded_beside_other_work(make_cache: MakeCache) -> None:
     back = _back(cache, tokens[:96])
     assert (loading.row, 96) == (back.row, back.num_tokens)
     assert 1 == cache.prefixes.num_hits
+
+
+def test_copies_ahead_of_an_eviction_that_does_not_come_give_way_first(
+    make_cache: MakeCache,
+) -> None:
+    """The row is used again instead, and what host memory alone has stays."""
+    cache = make_cache(budget_bytes=200 * PAGE, host_budget_bytes=64 * PAGE)  # 16 blocks.
+    _say(cache, range(1, 97))
+    _fill(cache)
+    live = cache.open(prompt=[*range(2001, 2097), 0])
+    append(live, range(2001, 2097))
+    live.record(range(2001, 2097))
+    live.close()
+    with cache.pool.lock:
+        for most_bytes in (4 * KiB * 4, 1 << 30, 1 << 30):  # In parts, and with nothing left.
+            cache.host_blocks.keep(live.row, most_bytes=most_bytes)
+    assert 12 == _num_copied(cache)
+    back = _back(cache, range(2001, 2097))
+    assert 96 == back.num_tokens
+    _say(cache, range(4001, 4097))
+    _fill(cache)
+    assert 96 == cache.find_prefix([*range(1, 97), 0], None)
+    assert 96 == cache.find_prefix([*range(4001, 4097), 0], None)
+
+
+def test_full_host_memory_loses_no_more_than_the_next_rows_need(make_cache: MakeCache) -> None:
+    """Copies ahead of need stop where the rows that are evicted next are here."""
+    cache = make_cache(budget_bytes=110 * PAGE, host_budget_bytes=128 * PAGE)  # 32 blocks.
+    away = [range(1000 * at, 1000 * at + 96) for at in range(1, 6)]
+    for each in away:
+        _say(cache, each)
+        _fill(cache)
+    for at in range(10, 14):
+        _say(cache, range(1000 * at, 1000 * at + 96))
+    assert cache.pool.available_bytes < cache.pool.budget_bytes // 4
+    before = _num_copied(cache)
+    for _ in range(20):
+        cache.host_blocks.keep_ahead()
+    assert 6 == _num_copied(cache) - before
+    found = [cache.find_prefix([*each, 0], None) for each in away]
+    assert found[1:] == [96] * 4
+
+
+def test_host_memory_is_made_ready_for_what_rows_hold(make_cache: MakeCache) -> None:
+    cache = make_cache(budget_bytes=400 * PAGE, host_budget_bytes=800 * PAGE)
+    held = []
+    for at in range(3):
+        held.append(cache.open())
+        append(held[-1], range(1000 * at, 1000 * at + 300))
+        cache.host_blocks.keep_ahead()
+        used_bytes = cache.pool.budget_bytes - cache.pool.available_bytes
+        is_half = used_bytes > cache.pool.budget_bytes // 2
+        assert is_half == (cache.host_blocks.num_bytes >= used_bytes)
+        assert is_half or not cache.host_blocks.num_bytes
+    assert is_half
+    assert not _num_copied(cache)
 
 
 @pytest.mark.parametrize("layers_per_group", [1, 2])

@@ -138,6 +138,27 @@ def test_source_goes_on_once_a_fork_has_copied_its_state(
     play.device.submit(lambda: play.rows.compare_state("a kernel", row, known, 9))
 
 
+def test_a_load_waits_for_the_readers_of_the_row_that_it_fills(
+    make_play: Callable[..., _Play],
+) -> None:
+    """It runs on a stream of its own, and another one may still read what was in the row."""
+    play = make_play(_ALIASES)
+    play.on(_FIRST)
+    said = play.open(48, first=1)
+    tokens = play.histories[said].tokens
+    said.record(tokens)
+    said.close()
+    play.cache.trim()
+    ended = play.open(60, first=500)
+    play.read(ended)
+    ended.close()
+    play.on(_SECOND)
+    back = play.cache.open(prompt=[*tokens, 0])
+    assert (ended.row, 48) == (back.row, back.num_tokens)
+    play.histories[back] = History(tokens)
+    play.read(back)
+
+
 def test_source_waits_for_a_fork_that_has_ended(make_play: Callable[..., _Play]) -> None:
     """The ended fork's stream may still read the tokens that the source overwrites."""
     play = make_play(_ALIASES)

@@ -189,6 +189,15 @@ def _trim(state: FaultyCache) -> Prepared:
     return state.cache.trim
 
 
+@operation("record_fence", "mem_unmap", window_tokens=12)
+def _make_room_ahead(state: FaultyCache) -> Prepared:
+    state.begin(40).truncate(10)
+    state.begin(60).close()
+    state.begin(60).close()
+    pool = state.cache.pool
+    return lambda: pool.make_room_ahead(pool.budget_bytes)
+
+
 @operation("record_fence", "mem_unmap", "mem_release", "address_free", window_tokens=12)
 def _close_the_cache(state: FaultyCache) -> Prepared:
     state.begin(96, step=4)

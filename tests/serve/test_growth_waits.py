@@ -80,10 +80,30 @@ def _note_growths(play: EnginePlay) -> list[tuple[bool, Counter[str]]]:
 def test_growing_under_pressure_does_not_wait(
     make_play: Callable[[Shape], EnginePlay], seed: int
 ) -> None:
-    """Memory of rows that no running step uses is taken at once."""
+    """Memory of rows that no running step uses is taken at once, and mostly a step before."""
     play = make_play(CHURN)
     growths = _note_growths(play)
-    handles = _churn(play, seed, 240)
+    ahead, grow, evict = Counter[bool](), play.engine._view.grow, play.cache.pool.pressure.evict
+
+    def evicting(*args: Any) -> int:
+        ahead[not grow_depth] += 1
+        return evict(*args)
+
+    grow_depth: list[None] = []
+
+    def growing(wanted: Any) -> None:
+        grow_depth.append(None)
+        try:
+            grow(wanted)
+        finally:
+            grow_depth.pop()
+
+    with (
+        mock.patch.object(play.engine._view, "grow", growing),
+        mock.patch.object(play.cache.pool.pressure, "evict", evicting),
+    ):
+        handles = _churn(play, seed, 240)
+    assert ahead[False] < ahead[True]
     del growths[:_FILLED_AFTER_STEPS]
     assert any(calls["mem_unmap"] for _, calls in growths)
     assert not any(has_waited for has_waited, _ in growths)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from helpers.members import pool_of
@@ -96,6 +97,20 @@ def test_memory_follows_the_load(open_engine: OpenEngine, alone: list[list[int]]
             assert alone == answers
             engine.step()  # Falls idle.
     assert min(most) > 60
+
+
+def test_a_member_asks_for_memory_before_it_evicts_ahead(open_engine: OpenEngine) -> None:
+    """Its pool has little available most of the time, and the broker has more."""
+    engine = open_engine()
+    for prompt in PROMPTS:
+        engine.add(prompt, LONG)
+    pool, was_short = engine.cache.pool, False
+    with mock.patch.object(pool, "make_room_ahead", wraps=pool.make_room_ahead) as made:
+        while engine.has_unfinished:
+            engine.step()
+            was_short |= pool.available_bytes < pool.budget_bytes // 32
+    assert was_short
+    assert not made.called
 
 
 def test_an_idle_engine_keeps_its_floor(broker: Broker, open_engine: OpenEngine) -> None:

@@ -115,6 +115,30 @@ def test_others_run_while_memory_for_a_prefix_is_evicted(
     assert NUM_CACHED == late.requests[0].num_cached_tokens
 
 
+def test_alone_a_request_waits_for_memory_that_is_evicted(
+    make_engine: MakeEngine, host: HostBackend
+) -> None:
+    """It does not plan step after step until the memory is free."""
+    engine = make_engine(backend=host, host_budget_bytes=8 * MiB, max_num_seqs=2)
+    engine.generate([LONG], _greedy(1))
+    pool = engine.cache.pool
+    needed = pool.page_bytes * engine._view.peak_pages(len(LONG) + 1)
+    engine.cache.trim()
+    pool.set_budget(pool.stats().resident_bytes + needed + 4 * pool.page_bytes)
+    parked = engine.cache.open()
+    parked.append(len(LONG))
+    parked.record(range(1, len(LONG) + 1))
+    host.hold_fences()
+    parked.close()
+    late = engine.add(LONG, _greedy(5))
+    for _ in range(12):
+        engine.step()
+    assert late.is_finished
+    host.pass_fences()
+    _check(late, LONG, 5)
+    assert NUM_CACHED == late.requests[0].num_cached_tokens
+
+
 def test_two_requests_with_one_prefix_load_it_once(engine: Engine, host: HostBackend) -> None:
     late = [engine.add(LONG, _greedy(5)), engine.add([*LONG, 9, 8], _greedy(5))]
     finish_all(engine)

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from ..core.backend import MemoryLocation
 from ..core.cache import KVCache, LayerGroup, Sequence, begun_checkpoint, close_idle
 from ..core.cache.block_files import Reading
-from ..core.cache.forking import find_beginning, pages_to_fork, spare_beginning
+from ..core.cache.forking import find_beginning, longest_beginning, pages_to_fork
 from ..core.cache.growing import surplus_bytes
 from ..core.cache.host_blocks import Loading
 from ..core.cache.layer_group import UNDERREAD_TOKENS
@@ -29,8 +29,8 @@ from .scheduler import PreemptionCosts
 _LOG = logging.getLogger(__name__)
 #: Longest wait for a read when there is nothing else to do: then other requests may have come.
 _READ_WAIT_S = 0.005
-#: Memory is short if less than this part of the budget is left for running requests.
-_SHORT_DIVISOR = 32
+#: Rows are evicted ahead if less than this part of the budget is left for running requests.
+_ROOM_DIVISOR = 32
 
 
 class MemoryView:
@@ -313,24 +313,26 @@ class MemoryView:
         request.last_step = None
         request.sequence.swap_in()
 
-    def offload_ahead(self, num_pages: int = 0) -> None:
-        """Copy what is evicted next to host memory, and evict for `num_pages`; wait for neither.
-
-        The copies are made while memory is short, or for files.
-        """
+    def offload_ahead(self) -> None:
+        """Copy what is evicted next to host memory: while memory is short, or for files."""
         self.cache.host_blocks.keep_ahead()
-        if num_pages:
-            with suppress(DriverError):  # The growth tries again.
-                self.cache.pool.make_room_ahead(num_pages * self.page_bytes)
 
     @property
-    def is_short(self) -> bool:
-        """Whether running requests soon need memory by eviction; a broker is asked first."""
+    def needs_room(self) -> bool:
+        """Whether running requests soon need memory that has to be evicted.
+
+        Not under a broker, which may lend them some.
+        """
         pool = self.cache.pool
-        return pool.member is None and pool.available_bytes < pool.budget_bytes // _SHORT_DIVISOR
+        return pool.member is None and pool.available_bytes < pool.budget_bytes // _ROOM_DIVISOR
+
+    def make_room_ahead(self, num_pages: int) -> None:
+        """Evict for `num_pages`, without waiting until the memory is free."""
+        with suppress(DriverError):  # The growth tries again.
+            self.cache.pool.make_room_ahead(num_pages * self.page_bytes)
 
     def wait_for_room(self) -> None:
-        """Wait for memory that was evicted."""
+        """Wait until some of the evicted memory is free."""
         self.cache.pool.reclaimer.wait(until_bytes=1)
 
     @property
@@ -367,8 +369,8 @@ class MemoryView:
             if request.loading is not None or not num_here:
                 return True
         try:
-            if not self._has_room(request, tokens):
-                return True  # It is looked up again in the next step.
+            if not self._make_room(request, tokens):
+                return True  # The next step looks it up again.
             sequence = blocks.begin_beside(tokens, request.tenant)
             self._close(sequence, None)
             if sequence.is_closed:
@@ -378,11 +380,11 @@ class MemoryView:
             _LOG.debug("a prefix could not be copied", exc_info=True)
         return request.loading is not None
 
-    def _has_room(self, request: Request, tokens: abc.Sequence[int]) -> bool:
-        """Whether a prefix can be copied without waiting for memory that was evicted for it."""
+    def _make_room(self, request: Request, tokens: abc.Sequence[int]) -> bool:
+        """Evict for a prefix; false if the memory will be free once fences have passed."""
         pool, pages = self.cache.pool, self.peak_pages(len(tokens) + 1)
         with pool.lock:
-            num_there = spare_beginning(self.cache, tokens, request.tenant)
+            num_there = longest_beginning(self.cache, tokens, request.tenant, spares=True)
             pages -= self.peak_pages(num_there) if num_there else 0
         return pool.make_room_ahead(pages * self.page_bytes) or not pool.reclaimer.batches
 

@@ -293,8 +293,9 @@ class StepLoop:
             self._pending.append(submitted)
         goes_on = [self._view.load(request) for request in plan.loading]
         if submitted is not None:
-            view = self._view
-            view.offload_ahead(self._scheduler.growth_ahead(view) if view.is_short else 0)
+            self._view.offload_ahead()
+            if self._view.needs_room:
+                self._view.make_room_ahead(self._scheduler.growth_ahead(self._view))
         wait_start_s = time.perf_counter()
         if has_unread:
             self._read(num_left=submitted is not None)

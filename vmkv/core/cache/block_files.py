@@ -252,7 +252,7 @@ class BlockFiles:
         return moves, fence
 
     def _may_write(self, key: BlockKey) -> bool:
-        """Whether a block has room, or is about to leave host memory, so that others give way."""
+        """Whether a file has room for a block, or others give way: host memory has no room left."""
         is_full = len(self.places.slabs) >= self._num_slabs and not self.places.has_free(key[0])
         return not is_full or self._is_saving or not self._host.has_room
 

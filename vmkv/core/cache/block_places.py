@@ -2,8 +2,8 @@
 
 The books of host memory and of files. A slab holds blocks of one layer group. The tenant that has
 the most blocks gives way: first blocks that are elsewhere too, then the least recently used ones,
-last those that are kept for a time; and with a block its slab if a group needs the room that has
-fewer slabs than its share of what was taken lately.
+last those that are kept for a time. A group takes the places of its own blocks, unless it has far
+fewer slabs than its share of the places that were taken lately: then a slab of another group.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import NamedTuple
 from ...errors import InternalError
 from .layer_group import LayerGroup
 
-#: A group with less than this part of its share gets slabs of others, with whatever is in them.
-_MOST = 0.75
+#: A group with less than this part of its share takes slabs of others, with all blocks in them.
+_SHARE_MIN = 0.75
 #: The group and the hash of a block.
 BlockKey = tuple[LayerGroup, bytes]
 
@@ -81,7 +81,8 @@ class BlockPlaces:
         )
         self._free: defaultdict[LayerGroup, list[Place]] = defaultdict(list)
         self._num_slabs: Counter[LayerGroup] = Counter()
-        self._taken_slabs: defaultdict[LayerGroup, float] = defaultdict(float)  # Mostly the latest.
+        #: Slabs of places that each group took; halved from time to time, so lately.
+        self._taken_slabs: defaultdict[LayerGroup, float] = defaultdict(float)
 
     def take(self, group: LayerGroup, spared: Collection[BlockKey] = ()) -> Place | None:
         """Take a place for a block of `group`, then `add` the block or `give_back` the place.
@@ -101,12 +102,7 @@ class BlockPlaces:
                 victim = self.next_to_go(spared, group) or victim
             place = self.blocks[victim]
             if victim[0] is group or self.slabs[place.slab].num_pending:
-                its_group, block = victim
-                sees_all = not its_group.is_fixed and its_group.window_tokens is None
-                for each in (*self._num_slabs,) if sees_all else (its_group,):
-                    # Without a block of layers that see all, those of others are of no use.
-                    if (each, block) in self.blocks and (each, block) not in spared:
-                        self.drop((each, block))
+                self.drop(victim)
             else:
                 self.drop_slab(place.slab)
                 self._free_slab(place.slab)
@@ -124,9 +120,9 @@ class BlockPlaces:
         return bool(self._free[group])
 
     def _has_share(self, group: LayerGroup) -> bool:
-        """Whether a group has most of the slabs that are its share of what was taken lately."""
+        """Whether a group has its share of the slabs, by the places that were taken lately."""
         taken, num_slabs = self._taken_slabs, self._num_slabs[group]
-        wanted = _MOST * taken[group] * len(self.slabs)
+        wanted = _SHARE_MIN * taken[group] * len(self.slabs)
         return num_slabs > 0 and num_slabs * sum(taken.values()) >= wanted
 
     def add(self, key: BlockKey, place: Place, tenant: bytes) -> None:
@@ -192,7 +188,10 @@ class BlockPlaces:
     def next_to_go(
         self, spared: Collection[BlockKey] = (), group: LayerGroup | None = None
     ) -> BlockKey | None:
-        """The block, of `group`, that gives way next: of the tenant with the most, not `spared`."""
+        """Return the block that gives way next, of the tenant that has the most blocks.
+
+        None of `spared`, and of `group` only if it is given.
+        """
         if not self.blocks:
             return None
         most, now_s = max(self._orders.values(), key=lambda order: order.num_blocks), self._now_s()
@@ -226,7 +225,8 @@ class BlockPlaces:
 
     def clear(self) -> None:
         """Forget all slabs."""
-        for each in (self.blocks, self.slabs, self._orders, self._free, self._num_slabs):
+        books = (self.blocks, self.slabs, self._orders, self._free)
+        for each in (*books, self._num_slabs, self._taken_slabs):
             each.clear()
 
     def check(self) -> None:
@@ -235,6 +235,8 @@ class BlockPlaces:
         listed = {key: at for at, slab in self.slabs.items() for key in slab.tenants}
         if not set(ordered) == listed.keys() == self.blocks.keys() or len(ordered) > len(listed):
             raise InternalError("blocks, their order and the lists of slabs disagree")
+        if Counter(slab.group for slab in self.slabs.values()) != +self._num_slabs:
+            raise InternalError("the slabs of a group were counted wrongly")
         used = [*self.blocks.values(), *(each for free in self._free.values() for each in free)]
         in_use = Counter(place.slab for place in used)
         for at, slab in self.slabs.items():

@@ -576,27 +576,20 @@ def beginnings(cache: KVCache, prompt: Any, tenant: str | None) -> Iterator[_Beg
         yield length, those
 
 
-def longest_beginning(cache: KVCache, prompt: Any, tenant: str | None) -> int:
-    """Return the length of the longest of the `beginnings`; 0 without one. Locked."""
-    for num_tokens, rows in beginnings(cache, prompt, tenant):
-        for where in (Where.PARKED, Where.LIVE):
-            if any(cache.keeps(row, num_tokens) for row in rows(where)):
-                return num_tokens
-    return 0
+def longest_beginning(
+    cache: KVCache, prompt: Any, tenant: str | None, *, spares: bool = False
+) -> int:
+    """Return the length of the longest of the `beginnings`; 0 without one. Locked.
 
-
-def spare_beginning(cache: KVCache, prompt: Any, tenant: str | None) -> int:
-    """Let a parked row with the longest of the `beginnings` give way last. Locked.
-
-    Returns its length; 0 without one.
+    With `spares` a parked row that holds it becomes the last to be evicted.
     """
     for num_tokens, rows in beginnings(cache, prompt, tenant):
-        for row in rows(Where.PARKED):
-            if cache.keeps(row, num_tokens):
-                cache.rows.put_last(row)
+        for where in (Where.PARKED, Where.LIVE):
+            row = next((each for each in rows(where) if cache.keeps(each, num_tokens)), None)
+            if row is not None:
+                if spares and where is Where.PARKED:
+                    cache.rows.put_last(row, cache.pool.pressure.tick())
                 return num_tokens
-        if any(cache.keeps(row, num_tokens) for row in rows(Where.LIVE)):
-            return num_tokens
     return 0
 
 

@@ -47,9 +47,11 @@ if TYPE_CHECKING:
 _HOST = MemoryLocation.HOST
 #: Slabs of a full budget, at least, so that groups find their shares.
 _NUM_SLABS_MIN = 16
-#: Memory is short below this part of the budget; then each step copies so much ahead of need, if
-#: others give way for it up to a further part of the budget.
-_SHORT_DIVISOR, _AHEAD_BYTES, _AHEAD_DIVISOR = 4, 256 * MiB, 32
+#: Memory is short below this part of the budget; then each step copies so much ahead of evictions.
+_SHORT_DIVISOR, _AHEAD_BYTES = 4, 256 * MiB
+#: In full host memory, other blocks give way only for rows of this part of the budget, those that
+#: are evicted next.
+_AHEAD_DIVISOR = 32
 _SLAB_BYTES = 64 * MiB
 #: Prompts whose hashes are remembered.
 _NUM_PROMPTS_HASHED = 16
@@ -130,9 +132,10 @@ class HostBlocks:
     def keep(self, row: int, num_tokens: int = 0, most_bytes: int | None = None) -> None:
         """Copy blocks of a parked row behind its first `num_tokens` tokens, unless they are here.
 
-        With `most_bytes` only so many, the last ones first, and the row stays. Cannot fail: blocks
-        that find no room, and the blocks behind them, are lost. Cost: 1 µs for each block of the
-        row, and an asynchronous copy for each run of blocks.
+        Call it before the row loses them. With `most_bytes` it does not lose them yet: only so many
+        are copied, the last ones first, and while the row has them the copies give way before
+        others. Cannot fail: blocks that find no room, and the blocks behind them, are lost. Cost:
+        1 µs for each block of the row, and an asynchronous copy for each run of blocks.
         """
         cache = self._cache
         if not cache.pool.host_budget_bytes or cache.is_closing:
@@ -194,9 +197,9 @@ class HostBlocks:
     def keep_ahead(self) -> None:
         """While memory is short, keep some of the row that is evicted next and not here yet.
 
-        An eviction then has nothing left to copy. From half of the budget on, host memory is made
-        ready for what rows hold. Call it while the device works, and when it falls idle: then files
-        get what rows hold, while host memory has room.
+        An eviction then has nothing left to copy. Once rows hold half of the budget, threads make
+        host memory for as much as they hold. Call it while the device works, and when it falls
+        idle: then files get what rows hold, while host memory has room.
         """
         pool, rows = self._cache.pool, self._cache.rows
         if not pool.host_budget_bytes or not self._cache.groups:

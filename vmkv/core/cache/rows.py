@@ -121,13 +121,12 @@ class Rows:
             now = self._pool.pressure.tick()
             self._idle_since[row] = now
             if row in self.parked:
-                del self.parked[row]
-                self.parked[row] = now
+                self.put_last(row, now)
 
-    def put_last(self, row: int) -> None:
-        """Let a parked row give way last, though no work on it was submitted."""
+    def put_last(self, row: int, now: int) -> None:
+        """Let a parked row give way last, as one that was parked at tick `now`."""
         del self.parked[row]
-        self.parked[row] = self._pool.pressure.tick()
+        self.parked[row] = now
 
     def note_read(self, row: int) -> None:
         """Note that reads of a parked `row` were submitted; it was not used, so it ages on."""
@@ -281,7 +280,10 @@ class Rows:
             insort(self._empty, row)
 
     def _give(self, row: int, num_tokens: int) -> None:
-        """Retire a parked row after `num_tokens` tokens; wholly, if other rows map what is left."""
+        """Retire a parked row after `num_tokens` tokens.
+
+        Retires all of it if other rows map everything before: it would free nothing any more.
+        """
         left = [each for group in self._groups for each in group.to_give(row)]
         if all([its.extent.is_shared and not its.num_pins for at, its in left if at < num_tokens]):
             num_tokens = 0
@@ -347,14 +349,13 @@ class Rows:
             )
 
     def unshared_bytes(self, row: int) -> int:
-        """Bytes behind the pages of a row that may be shared."""
-        return sum(
-            [
-                max(0, each.resident_bytes(row) - each.table.rows[row].shared_end_page * size)
-                for each in self._groups
-                for size in (each.page_bytes,)
-            ]
-        )
+        """Bytes that are mapped in a row behind the last page that may be shared."""
+        num_bytes = 0
+        for group in self._groups:
+            pages = group.table.rows[row]
+            first_page = max(pages.first_page, pages.shared_end_page)
+            num_bytes += max(0, pages.end_page - first_page) * group.page_bytes
+        return num_bytes
 
     def _own_bytes(self, row: int) -> int | None:
         """Bytes of a parked row, pinned extents included, if nothing in it is shared; else None."""

@@ -396,6 +396,7 @@ class ExtentPool:
                 missing_bytes -= self._retired_bytes(_DEVICE)
             if missing_bytes > 0:
                 self.pressure.evict(missing_bytes)
+                self.reclaimer.poll()  # Rows that were idle for long.
             return self.available_bytes >= num_bytes
 
     # ---- budget and books -----------------------------------------------------------------
