@@ -5,6 +5,7 @@ Operations of caches are interrupted in test_every_call_can_fail.py.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import signal
 from collections.abc import Callable, Iterator
@@ -43,6 +44,14 @@ def test_a_pool_can_be_interrupted_at_any_offset() -> None:
         assert BackendUsage() == host.usage()
         if not is_sent:
             break
+
+
+def test_no_garbage_is_collected_while_offsets_are_counted() -> None:
+    """Python drops an exception in `__del__`, so a signal there would reach nobody."""
+    is_collecting = []
+    interrupted(lambda: is_collecting.append(gc.isenabled()), 0)
+    assert [False] == is_collecting
+    assert gc.isenabled()
 
 
 def test_a_backend_can_be_interrupted_at_any_offset() -> None:
