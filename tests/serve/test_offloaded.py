@@ -188,3 +188,17 @@ def test_a_failing_call_while_a_prefix_is_copied(make_engine: MakeEngine, fail_a
     engine.cache.check()
     finish_all(engine)
     assert said_alone(LONG, 5) == list(request.output_token_ids)
+
+
+def test_cached_tokens_do_not_delay_a_request(make_engine: MakeEngine) -> None:
+    """A prompt known but for its end overtakes a new one of its length that arrived before it."""
+    its = {"max_num_mixed_tokens": 8, "max_num_batched_tokens": 32}
+    made = make_engine(backend=HostBackend(4 * KiB), host_budget_bytes=8 * MiB, **its)
+    made.generate([LONG], _greedy(1))
+    new = made.add([2, *LONG[1:]], _greedy(2)).requests[0]
+    on_device = made.add(LONG, _greedy(2)).requests[0]
+    assert on_device.rank < new.rank
+    made.cache.trim()
+    below, sample = made.add(LONG, SamplingParams(temperature=0, max_tokens=2, n=2)).requests
+    assert below.rank < sample.rank < new.rank
+    finish_all(made)

@@ -195,9 +195,10 @@ class Trace:
             priority=arrival.priority,
             leader=leader,
         )
-        self.scheduler.add(request)
         if arrival.num_offloaded_tokens:
             self.view.offloaded[request_id] = arrival.num_offloaded_tokens
+        num_cached_tokens = 0 if leader else sum(self.view.cached_tokens(request))
+        self.scheduler.add(request, num_cached_tokens=num_cached_tokens)
         self.lives[request_id] = Life(arrival, tokens=arrival.num_prompt_tokens)
         arrival.max_new_tokens = total - arrival.num_prompt_tokens
 
@@ -387,14 +388,18 @@ def test_every_request_ends(
 def test_requests_of_a_priority_begin_in_order(
     arrivals: list[Arrival], made: tuple[Scheduler, ModelView]
 ) -> None:
-    """Requests that arrive together begin in order of the mixed steps that their prompts take."""
+    """Requests that arrive together begin in order of the mixed steps that their prompts take.
+
+    Those whose beginning is loaded first may begin later.
+    """
     trace = Trace(*made)
     for request_id, arrival in enumerate(arrivals):
         trace.add(request_id, arrival)
     while trace.scheduler.requests:
         trace.step()
     for priority in range(-2, 3):
-        lives = [life for life in trace.lives.values() if life.arrival.priority == priority]
+        its = [life for life in trace.lives.values() if life.arrival.priority == priority]
+        lives = [life for life in its if not life.arrival.num_offloaded_tokens]
         capacity = trace.scheduler
         lives.sort(key=lambda life: capacity.mixed_steps(life.arrival.num_prompt_tokens))
         firsts = [life.first_step for life in lives if life.first_step is not None]
@@ -444,6 +449,20 @@ def test_short_prompts_overtake_long_ones() -> None:
     assert {4: 5, 1: 2} == _prompt_tokens(trace, prompts)
     assert {1: 16} == _prompt_tokens(trace, prompts), "a late request overtakes the long prompt"
     assert {1: 3, 5: 3} == _prompt_tokens(trace, prompts)
+
+
+def test_a_cached_prompt_counts_as_short() -> None:
+    """A conversation's next turn overtakes a new prompt as long as the conversation."""
+    trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=10), ModelView(1000, 4))
+    trace.add(0, Arrival(0, 4, 40, 99, 0, None))
+    trace.step()
+    trace.add(1, Arrival(0, 40, 20, 99, 0, None))
+    trace.view.prefixes[2] = 36
+    trace.add(2, Arrival(0, 40, 20, 99, 0, None))
+    plan = trace.step()
+    assert {0: 1, 2: 4} == {
+        each.request.request_id: each.num_new_tokens for each in plan.chunks[:2]
+    }
 
 
 def test_a_long_prompt_is_overtaken_for_a_bounded_time() -> None:

@@ -2,7 +2,7 @@
 
 Requests are ordered by a rank that they get on arrival and keep:
 
-    rank = (arrival step + steps of its prompt + priority x AGING_STEPS, number)
+    rank = (arrival step + steps of its uncached prompt + priority x AGING_STEPS, number)
 
 See Note [Waiting is bounded]. A preempted request keeps its rank.
 
@@ -172,11 +172,14 @@ class Scheduler:
 
     # ---- requests -------------------------------------------------------------------------
 
-    def add(self, request: Request, arrival: Rank | None = None) -> None:
+    def add(
+        self, request: Request, arrival: Rank | None = None, num_cached_tokens: int = 0
+    ) -> None:
         """Add a request that fits the cache alone; `arrival` is a step and a number."""
         step, number = arrival or (self._num_steps, request.request_id)
         place = step + request.priority * self.AGING_STEPS
-        request.rank = (place + self.mixed_steps(len(request.prompt_token_ids)), number)
+        num_uncached = len(request.prompt_token_ids) - num_cached_tokens
+        request.rank = (place + self.mixed_steps(num_uncached), number)
         self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:
