@@ -369,6 +369,11 @@ def _another(path: Path) -> None:
     path.write_bytes(b"what somebody else has written" * 1000)
 
 
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
 #: With the number of its six blocks that are left at most, and after a restart.
 DAMAGES = {
     "torn": (_torn, 5),
@@ -381,6 +386,7 @@ DAMAGES = {
     "empty": (_nothing, 0),
     "foreign": (_another, 0),
     "vanished": (Path.unlink, 0),
+    "a pipe": (_pipe, 0),
 }
 
 

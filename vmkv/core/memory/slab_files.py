@@ -119,8 +119,8 @@ class SlabFiles:
         slabs = [_NAME.fullmatch(each.name) for each in self.folder.iterdir()]
         for slab in sorted((int(each[1]) for each in slabs if each), reverse=True):
             kind, table = None, b""
-            with suppress(OSError), open(self.path(slab), "rb", buffering=0) as file:
-                kind = self.kind_of(file.read(_HEADER.size))
+            with suppress(OSError), open(self.path(slab), "rb", buffering=0, opener=_open) as file:
+                kind = self.kind_of(file.read(_HEADER.size) or b"")
                 if kind is not None:
                     num_bytes = self.num_places(kind) * _ENTRY.size
                     table = os.pread(file.fileno(), num_bytes, _HEADER_BYTES)
@@ -161,8 +161,10 @@ class SlabFile:
 
     def __init__(self, files: SlabFiles, slab: int, kind: Kind):
         self._block_bytes, self._start = kind.block_bytes, _start(files.num_places(kind))
-        self._fd = os.open(files.path(slab), os.O_RDWR)
-        if files.kind_of(os.pread(self._fd, _HEADER.size, 0)) != kind:
+        self._fd, header = _open(files.path(slab), os.O_RDWR), b""
+        with suppress(OSError):  # A pipe has no offsets.
+            header = os.pread(self._fd, _HEADER.size, 0)
+        if files.kind_of(header) != kind:
             os.close(self._fd)
             raise FileNotFoundError(f"{files.path(slab)} has been replaced")
 
@@ -193,6 +195,11 @@ class SlabFile:
             done += num_bytes
         is_whole = done == len(block) and entry.name == name
         return is_whole and entry.checksum == checksum(block, name)
+
+
+def _open(path: str | Path, flags: int) -> int:
+    """Open a file, or a pipe of its name without waiting for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _start(num_places: int) -> int:
