@@ -27,9 +27,8 @@ when a request was due. TTFT is the time to the first event with text, TPOT that
 and the last over the tokens between; a gap is the longest time between two events of a request.
 `engine`: the same arrivals into `Engine.add` between two steps, in this process, without HTTP; its
 rows also say what its steps were like. `quarter`: the same with 24 GiB, of four times as many, for
-512 at once, so that memory of ended requests must be evicted. Misbehaving: 200 streams by
-themselves, and again with two misbehaving clients: one never reads its answer, one begins an answer
-every second and leaves.
+512 at once, so that memory of ended requests must be evicted. `tiers`: the same server with 48 GiB
+of host memory, and as much in files, below memory that holds all of it.
 
 Rivals. vLLM 0.26.0's `vllm.entrypoints.openai.api_server` as it comes, where it can be imported
 (`--vllm-path` names its folders).
@@ -78,7 +77,8 @@ LOAD_TIMEOUT_S = 300.0
 VMKV, VLLM, ENGINE = "vmkv", "vLLM", "vmkv, engine alone"
 QUARTER = "vmkv, engine alone, a quarter of the memory"
 QUARTER_GIB = 24
-SERVERS = {"vmkv": VMKV, "vllm": VLLM, "engine": ENGINE, "quarter": QUARTER}
+TIERS, TIERS_GIB = "vmkv, host memory and files", 48
+SERVERS = {"vmkv": VMKV, "vllm": VLLM, "engine": ENGINE, "quarter": QUARTER, "tiers": TIERS}
 
 
 def chat(rate_per_s: float, seconds: float) -> Load:
@@ -476,6 +476,16 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
             name, what = f"live_{slug}_tokens_per_s", f"{load}: output tokens"
             rival = "" if bound is None else f"vLLM {bound:,.0f} tokens/s"
             figures.append(Figure(name, what, got, "tokens/s", None, bound, rival))
+        for key in ("ttft_p50_ms", "tpot_p50_ms"):
+            got, without = (best(min, load, server, key) for server in (TIERS, VMKV))
+            if got is not None and without:
+                name, what = (
+                    f"live_{slug}_tiers_{key[:4]}",
+                    f"{load}: {key[:4].upper()}, p50, with ",
+                )
+                what += "host memory and files over that without"
+                rival = f"without {without:.3g} ms"
+                figures.append(Figure(name, what, got / without, "×", 1.02, rival=rival))
     failed = sum(row["failed"] for row in rows if row["server"] != VLLM)
     what = "requests that failed, of all loads"
     figures.append(Figure("live_failed", what, failed, "requests", at_most=0))
@@ -495,7 +505,13 @@ def server_rows(
 ) -> Iterator[Row]:
     """All loads on one server."""
     path = options.vllm_path if server == VLLM else None
-    with serving(server, folder, options.logs, path, smoke=options.smoke) as (url, _):
+    kind, below_gib = VMKV if server == TIERS else server, 0.0625 if options.smoke else TIERS_GIB
+    with contextlib.ExitStack() as stack:
+        its: dict[str, Any] = {"smoke": options.smoke}
+        if server == TIERS:
+            files = stack.enter_context(tempfile.TemporaryDirectory(dir=options.logs))
+            its["told"] = ["--swap", str(below_gib), "--disk", files, "--disk-size", str(below_gib)]
+        url, _ = stack.enter_context(serving(kind, folder, options.logs, path, **its))
         # Warm-up, with other prompts than any load's.
         first = next(iter(loads.values()))
         apply(replace(first, name="warm-up", rate_per_s=0, num_requests=8), url)
@@ -512,7 +528,7 @@ def rows_of(folder: Path, loads: dict[str, Load], options: argparse.Namespace) -
             wanted = [loads[each] for each in ENGINE_LOADS[server] if each in loads]
             if wanted:
                 yield from engine_rows(server, folder, wanted, smoke=options.smoke)
-        elif server == VMKV or (not options.smoke and has_vllm(options.vllm_path)):
+        elif server in (VMKV, TIERS) or (not options.smoke and has_vllm(options.vllm_path)):
             yield from server_rows(server, folder, loads, options)
         else:
             print("vLLM cannot be imported here: vmkv is measured alone")

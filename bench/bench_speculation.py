@@ -4,7 +4,7 @@ Question. With Llama-3-8B's shape and four guesses of which 70 % are right, how 
 token with 1, 4, 16 and 64 running requests, against decoding? And where no guess is ever right, a
 chat of 24 requests a second, what do the time per token and the first token lose? With `--model
 FOLDER`, a folder with a real model: how long do 40 edits of source files and 40 extractions of JSON
-take per token, against decoding?
+take per token, against decoding, and how long does the last quarter of a rollout take?
 
 Prediction. A step of 5 tokens takes 1.1 times a step of one, and the host's part that is not
 hidden 1 ms of 5.6: with 3.8 tokens a step, 0.36 times at 1 request, 0.37 at 4, 0.45 at 16. With 64
@@ -13,20 +13,22 @@ nothing is right, looking guesses up takes 5 us for each token while the device 
 
 Method. Random weights in bfloat16, captured steps, in one engine whose drafter is taken out and put
 back in turns; the median of three rounds each. The model's head is made so that each token has a
-certain successor, and a drafter that knows it gives each request four guesses in each step, 2.8
-right ones in the mean (3 of them in four of five drafts, else 2). Prompts of 128 tokens, 256 new
-ones. Time per token: a request's time from its first token to its last by the number of the others;
-the median of the requests of a round. For the chat, requests are drawn at temperature 1, so no text
+certain successor, and a drafter that knows it gives each request four guesses a step, 2.8 right
+ones in the mean (3 of them in four of five drafts, else 2). Prompts of 128 tokens, 256 new ones.
+Time per token: a request's time from its first token to its last by the number of the others; the
+median of the requests of a round. For the chat, requests are drawn at temperature 1, so no text
 repeats; 240 of them, prompts of 16 to 4,096 tokens (median 512), answers of 8 to 512 (median 150).
-`--model` generates greedily, one request at a time.
+`--model` generates answers greedily, one request at a time. A rollout is 8 samples of a prompt, of
+512 tokens each, at temperature 0.3, since a model of this size writes no repeated text at 1; its
+last quarter is the time from a sample's token 384 to 512, the mean of the samples. Each prompt is
+answered once in each way, and never again, since answers are texts to guess from.
 
-Rivals. The same requests without guesses.
-
-Not measured. vLLM's n-gram speculation beside it.
+Rivals. The same requests without guesses; vLLM's n-gram speculation, with `--vllm-json`.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import sys
@@ -51,6 +53,7 @@ NUM_GUESSES, NUM_TOKENS, ROUNDS = 4, 256, 3
 BOUNDS = {1: 0.40, 4: 0.42, 16: 0.55, 64: 0.95}
 RATE_PER_S, NUM_CHATS = 24.0, 240
 NUM_ANSWERS, ANSWER_TOKENS = 40, 300
+NUM_ROLLOUTS, NUM_SAMPLES, SAMPLE_TOKENS = 4, 8, 512
 
 
 class Records:
@@ -228,18 +231,21 @@ def arrive(engine: Engine, asked: Iterable[tuple[float, list[int], SamplingParam
 
 
 def tasks(tokenizer: Any) -> dict[str, list[list[int]]]:
-    """Return prompts that ask for what stands in them: changed source files, and fields as JSON."""
-    draw = random.Random(0)
+    """Return prompts that ask for what stands in them: changed source files, and fields as JSON.
+
+    The first one of each kind is for a warm-up.
+    """
+    draw, count = random.Random(0), NUM_ANSWERS + 1
     files = sorted((Path(__file__).parents[1] / "vmkv").rglob("*.py"))
     edits, extractions = [], []
-    for path in draw.sample([each for each in files if each.stat().st_size > 4000], NUM_ANSWERS):
+    for path in draw.sample([each for each in files if each.stat().st_size > 4000], count):
         lines = path.read_text().splitlines()
         start = draw.randrange(max(1, len(lines) - 30))
         code = "\n".join(lines[start : start + 30])
         text = "Repeat this Python code, but rename the variable `self` to `this`.\n\n"
         edits.append(f"{text}```python\n{code}\n```")
     names, towns = ("Ada", "Grace", "Alan", "Edsger"), ("Oslo", "Kyoto", "Lima", "Accra")
-    for _ in range(NUM_ANSWERS):
+    for _ in range(count):
         people = [
             f"{draw.choice(names)} (order {draw.randrange(10**8)}) lives in {draw.choice(towns)}, "
             f"pays {draw.randrange(10**4)} and writes from {draw.randrange(10**6)}@example.org."
@@ -259,6 +265,7 @@ def tasks(tokenizer: Any) -> dict[str, list[list[int]]]:
 
 def real(options: Any, rows: list[Row]) -> Iterator[Figure]:
     """Compare decoding with guesses from texts, with a real model."""
+    theirs = {} if options.vllm_json is None else json.loads(options.vllm_json.read_text())
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     dtype = torch.bfloat16 if options.device.type == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
@@ -267,31 +274,93 @@ def real(options: Any, rows: list[Row]) -> Iterator[Figure]:
         model.to(options.device).eval(),
         tokenizer=tokenizer,
         observer=records,
-        max_num_seqs=4,
+        max_num_seqs=NUM_SAMPLES,
         max_tokens=2048,
         budget_bytes=2 * GiB,
         speculative_config={"method": "suffix", "num_speculative_tokens": 8},
     ) as engine:
-        for kind, prompts in tasks(tokenizer).items():
+        named = tasks(tokenizer)
+        for kind, prompts in named.items():
             took: dict[str, list[float]] = {"decoding": [], "guessing": []}
-            share = 0.0
-            for name, at in rounds_of(engine, engine.loop._drafter, options):
-                for prompt in prompts[: options.answers]:
-                    engine.generate([prompt], params)
-                ms, _, share = records.take()
-                if at >= 0:
+            for name, prompt, counts in each_way(engine, prompts[: options.answers + 1]):
+                engine.generate([prompt], params)
+                ms, _, _ = records.take()
+                if counts:
                     took[name].append(ms)
             for name, samples in took.items():
                 row: Row = {"load": kind, "requests": 1, "what": name}
                 rows.append(row | quartiles("ms_per_token", samples))
+            decoding_ms, guessing_ms = map(statistics.median, took.values())
             yield Figure(
                 f"real_{kind.lower()}",
-                f"time per token of {kind} (accepted {100 * share:.0f} %), against decoding",
-                paired_ratio(took["guessing"], took["decoding"]),
+                f"time per token of {kind}, against decoding",
+                guessing_ms / decoding_ms,
                 "×",
                 at_most=on_gpu(0.6),
-                rival=f"decoding {statistics.median(took['decoding']):.3g} ms",
+                rival=f"decoding {decoding_ms:.3g} ms",
             )
+            if kind in theirs:
+                its_ms = 1e3 * theirs[kind]
+                yield Figure(
+                    f"real_{kind.lower()}_vllm",
+                    f"time per token of {kind}, against vLLM's n-gram speculation",
+                    guessing_ms / its_ms,
+                    "×",
+                    at_most=0.9,
+                    rival=f"vLLM {its_ms:.3g} ms",
+                )
+        yield rollouts(engine, named["JSON"][-NUM_ROLLOUTS - 1 :], rows)
+
+
+def each_way(engine: Engine, prompts: list[list[int]]) -> Iterator[tuple[str, list[int], bool]]:
+    """Set the engine's drafter, or none, for each prompt in turns; the first one is a warm-up.
+
+    Yields the name, the prompt, and whether it counts.
+    """
+    drafter = engine.loop._drafter
+    for at, prompt in enumerate(prompts):
+        ways = [("decoding", None), ("guessing", drafter)]
+        for name, its in ways if at % 2 else ways[::-1]:
+            engine.loop._drafter = its
+            engine.loop._scheduler.drafts = {}
+            yield name, prompt, at > 0
+    engine.loop._drafter = drafter
+
+
+def rollouts(engine: Engine, prompts: list[list[int]], rows: list[Row]) -> Figure:
+    """Compare the last quarters of rollouts, of 8 samples each."""
+    its = {"n": NUM_SAMPLES, "max_tokens": SAMPLE_TOKENS, "temperature": 0.3, "seed": 0}
+    params = SamplingParams(**its, ignore_eos=True)
+    took: dict[str, list[float]] = {"decoding": [], "guessing": []}
+    wholes: dict[str, list[float]] = {"decoding": [], "guessing": []}
+    for name, prompt, counts in each_way(engine, prompts):
+        start_s, handle = time.perf_counter(), engine.add(prompt, params)
+        begun_s: dict[int, float] = {}
+        ended_s: dict[int, float] = {}
+        while engine.has_unfinished:
+            engine.step()
+            now_s = time.perf_counter()
+            for at, each in enumerate(handle.requests):
+                if len(each.output_token_ids) >= SAMPLE_TOKENS * 3 // 4:
+                    begun_s.setdefault(at, now_s)
+                if len(each.output_token_ids) >= SAMPLE_TOKENS:
+                    ended_s.setdefault(at, now_s)
+        if counts:
+            quarters_s = [ended_s[at] - begun_s[at] for at in range(NUM_SAMPLES)]
+            took[name].append(1e3 * statistics.mean(quarters_s))
+            wholes[name].append(1e3 * (time.perf_counter() - start_s))
+    for name, samples in took.items():
+        row: Row = {"load": "rollout", "requests": NUM_SAMPLES, "what": name}
+        rows.append(row | quartiles("last_ms", samples) | quartiles("whole_ms", wholes[name]))
+    decoding_ms, guessing_ms = (sum(samples) / len(samples) for samples in took.values())
+    return Figure(
+        "real_rollout",
+        "last quarters of 8 samples of a prompt, against decoding",
+        guessing_ms / decoding_ms,
+        "×",
+        at_most=on_gpu(0.7),
+        rival=f"decoding {decoding_ms:.4g} ms",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -299,6 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = Bench("speculation", __doc__)
     bench.option("--model", metavar="FOLDER", help="edits and JSON with the model there")
     bench.option("--answers", type=int, default=NUM_ANSWERS, help="answers of each kind for it")
+    bench.option("--vllm-json", type=Path, help="vLLM's seconds, by vllm_workloads.py --texts")
     options = bench.parse(argv)
     rows: list[Row] = []
     if options.model is not None:

@@ -2,6 +2,8 @@
 
     python bench/vllm_workloads.py SECONDS.json [W0 …] [--kv-cache-dtype fp8] [--shape qwen3-next]
     python bench/bench_serve.py --vllm-json SECONDS.json [--shape qwen3-next]
+    python bench/vllm_workloads.py SECONDS.json --texts FOLDER
+    python bench/bench_speculation.py --model FOLDER --vllm-json SECONDS.json
 
 Run by an interpreter that has vLLM and this checkout. The model is of `--shape`, by default
 Llama-3-8B's, with random weights as transformers makes them, which `bench_serve` has: what a
@@ -9,6 +11,10 @@ product takes depends on its numbers. vLLM's own dummy weights are at most 0.001
 among them, so that keys and values in eight bits are all zero; products with zeros need less power,
 and a GPU at its limit of power is faster. `--dummy-weights` leaves them. A workload is run as often
 as `bench_serve` runs it, and the best time counts: the first may have to compile.
+
+`--texts` names the folder of a real model, whose answers in `bench_speculation` are generated, one
+at a time, by vLLM's n-gram speculation as its documentation sets it; the seconds are those of a
+token, the median of the answers, without the time of the first token.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -28,6 +35,8 @@ from harness import VLLM_CONFIG, VLLM_ENVIRONMENT
 from models import SHAPES, initialise
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+#: The example of vLLM's documentation.
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
 #: The prompts of W2 alone: what W2 takes longer are 63 decode steps.
 FIRST_TOKENS = replace(BY_NAME["W2"], name="W2, first tokens", new_tokens=1)
 
@@ -41,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="likewise")
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b", help="of the model")
     parser.add_argument("--dummy-weights", action="store_true", help="vLLM's own, of 0.001")
+    parser.add_argument("--texts", metavar="FOLDER", help="answers of the real model there")
     arguments = parser.parse_args(argv)
     os.environ.update(VLLM_ENVIRONMENT)
     if arguments.tensor_parallel_size == 1:
@@ -50,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm import LLM, SamplingParams
 
+    if arguments.texts is not None:
+        arguments.target.write_text(json.dumps(answers_s(arguments.texts)) + "\n")
+        return 0
     config = SHAPES[arguments.shape](smoke=False)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
     config.architectures, config.dtype = [name], "bfloat16"
@@ -87,6 +100,40 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(workload.name, [f"{each:.3f} s" for each in times], flush=True)
             arguments.target.write_text(json.dumps(seconds) + "\n")
     return 0
+
+
+def answers_s(folder: str) -> dict[str, float]:
+    """Seconds of a token in the answers of `bench_speculation`, with guesses from n-grams."""
+    from bench_speculation import ANSWER_TOKENS, tasks
+    from transformers import AutoTokenizer
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=folder,
+        max_model_len=2048,
+        max_num_seqs=4,
+        gpu_memory_utilization=0.3,
+        enable_prefix_caching=False,
+        speculative_config=NGRAMS,
+    )
+    first, whole = (SamplingParams(temperature=0, max_tokens=n) for n in (1, ANSWER_TOKENS))
+
+    def timed(prompt: list[int], params: SamplingParams) -> tuple[float, int]:
+        start = time.perf_counter()
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        return time.perf_counter() - start, len(output.outputs[0].token_ids)
+
+    seconds = {}
+    for kind, prompts in tasks(AutoTokenizer.from_pretrained(folder)).items():
+        timed(prompts[0], whole)  # A warm-up.
+        times = []
+        for prompt in prompts[1:]:
+            (first_s, _), (whole_s, count) = timed(prompt, first), timed(prompt, whole)
+            if count > 1:
+                times.append((whole_s - first_s) / (count - 1))
+        seconds[kind] = statistics.median(times)
+        print(kind, f"{1e3 * seconds[kind]:.3f} ms for a token", flush=True)
+    return seconds
 
 
 if __name__ == "__main__":
