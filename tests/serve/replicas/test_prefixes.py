@@ -17,14 +17,17 @@ from hypothesis import given
 
 from vmkv.core.cache.prefix import BLOCK_TOKENS, PrefixIndex, Where, block_hashes
 from vmkv.serve.engine import Engine
-from vmkv.serve.observer import Idle, StepRecord
+from vmkv.serve.observer import Idle, Observers, StepRecord
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.replicas.prefixes import MARKED_LENGTHS, HeldPrefixes, names_of, told_names
+from vmkv.units import MiB
 
 
 def cache_of(index: PrefixIndex) -> Any:
     """The parts of a cache that `HeldPrefixes` reads."""
-    return SimpleNamespace(prefixes=index, pool=SimpleNamespace(lock=contextlib.nullcontext()))
+    pool = SimpleNamespace(lock=contextlib.nullcontext())
+    below = SimpleNamespace(holds=lambda block_hash: False)
+    return SimpleNamespace(prefixes=index, pool=pool, host_blocks=below)
 
 
 def held_tokens(prompt: list[int], told: frozenset[bytes]) -> int:
@@ -140,6 +143,31 @@ def test_an_engine_reports_the_prefixes_that_requests_hit(
     [again] = engine.generate([prompt], SamplingParams(max_tokens=2))
     assert again.num_cached_tokens == 64
     engine.cache.trim()
+    engine.generate([[7, 8, 9]], SamplingParams(max_tokens=2))
+    engine.fall_idle()
+    assert held_tokens(prompt, told_names(prefixes.stats)) == 0
+
+
+def test_an_engine_reports_evicted_prefixes_in_host_memory(
+    make_engine: Callable[..., Engine],
+) -> None:
+    """Until they are forgotten; a full report leaves out the longest ones of these, too."""
+    prefixes, small = HeldPrefixes(), HeldPrefixes(max_names=2)
+    observers = Observers([prefixes, small])
+    engine = make_engine(observer=observers, watermark_bytes=None, host_budget_bytes=8 * MiB)
+    prompt = [at % 50 for at in range(70)]
+    engine.generate(prompt, SamplingParams(max_tokens=2))
+    for empties in (False, True):
+        if empties:
+            engine.cache.trim()
+            assert not list(engine.cache.prefixes.beginnings(MARKED_LENGTHS))
+        engine.fall_idle()
+        engine.generate([[7, 8, 9]], SamplingParams(max_tokens=2))
+        engine.fall_idle()
+        assert held_tokens(prompt, told_names(prefixes.stats)) == 64
+        assert held_tokens(prompt, told_names(small.stats)) == 32
+    with engine.cache.pool.lock:
+        engine.cache.host_blocks.forget()
     engine.generate([[7, 8, 9]], SamplingParams(max_tokens=2))
     engine.fall_idle()
     assert held_tokens(prompt, told_names(prefixes.stats)) == 0

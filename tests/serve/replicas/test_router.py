@@ -18,7 +18,7 @@ from vmkv.core.cache.prefix import PrefixIndex
 from vmkv.serve.observer import Idle
 from vmkv.serve.replicas.prefixes import HeldPrefixes
 
-pytest.importorskip("ray")
+pytest.importorskip("ray.serve")
 pytestmark = pytest.mark.ray
 
 PROMPT = list(range(10, 110))
@@ -30,7 +30,9 @@ def told(*prompts: list[int], tenant: str | None = None) -> dict[str, Any]:
     for row, prompt in enumerate(prompts):
         index.record(row, prompt, tenant)
     lock = contextlib.nullcontext()
-    prefixes.on(Idle(), SimpleNamespace(prefixes=index, pool=SimpleNamespace(lock=lock)))
+    below = SimpleNamespace(holds=lambda block_hash: False)
+    pool = SimpleNamespace(lock=lock)
+    prefixes.on(Idle(), SimpleNamespace(prefixes=index, pool=pool, host_blocks=below))
     return prefixes.stats
 
 

@@ -311,6 +311,14 @@ class HostBlocks:
                 return num_blocks * BLOCK_TOKENS
         return num_there
 
+    def holds(self, block_hash: bytes) -> bool:
+        """Return whether a block is here or in files, of layers that keep all tokens. Locked."""
+        groups = [group for group in self._cache.groups if self._sees_all(group)]
+        here: Collection[BlockKey] = self.places.blocks
+        below: Collection[BlockKey] = () if self.files is None else self.files.places.blocks
+        keys = [(group, block_hash) for group in groups or self._cache.groups]
+        return bool(keys) and all(key in here or key in below for key in keys)
+
     def _hashes(self, prompt: Any, tenant: str | None) -> Sequence[bytes]:
         return self._hashes_of(as_bytes(prompt), tenant)
 

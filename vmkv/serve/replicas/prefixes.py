@@ -1,7 +1,8 @@
 """Summary of a replica's prefix index, small enough to be sent to routers.
 
 A prefix of n blocks is named by the hash of its last block, at eight lengths between n and 2n. The
-summary shows the index as it was last scanned; see Note [Replicas tell what they hold].
+summary shows the index as it was last scanned, and what it showed before while host memory or files
+hold that; see Note [Replicas tell what they hold].
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class HeldPrefixes:
         self._max_names = max_names
         self._interval_s = interval_s
         self._looked_s = float("-inf")
+        self._held: dict[bytes, int] = {}  # Of each block told, the blocks up to its end.
         self._told = b""
 
     @property
@@ -69,18 +71,18 @@ class HeldPrefixes:
     def on(self, event: Event, cache: Any) -> None:
         """Scan the index of a `KVCache` when idle, and after a step if the last scan is too old.
 
-        Cost: 8 ms for 500 rows of 8,192 tokens, plus 1 µs per new block.
+        Cost: 8 ms for 500 rows of 8,192 tokens, plus 1 µs per new block and evicted name.
         """
         is_old = time.monotonic() - self._looked_s >= self._interval_s
         if not (isinstance(event, Idle) or (isinstance(event, StepRecord) and is_old)):
             return
         with cache.pool.lock:
-            held = {
-                hash_[:_HASH_BYTES]: num_blocks
-                for num_blocks, hash_ in cache.prefixes.beginnings(MARKED_LENGTHS)
-            }
-        told: Sequence[bytes] = list(held)
+            holds = cache.host_blocks.holds
+            held = {each: count for each, count in self._held.items() if holds(each)}
+            held |= {each: count for count, each in cache.prefixes.beginnings(MARKED_LENGTHS)}
         if len(held) > self._max_names:
             told = heapq.nsmallest(self._max_names, held, key=held.__getitem__)
-        self._told = b"".join(told)
+            held = {each: held[each] for each in told}
+        self._held = held
+        self._told = b"".join(each[:_HASH_BYTES] for each in held)
         self._looked_s = time.monotonic()
