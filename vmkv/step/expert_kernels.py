@@ -51,7 +51,14 @@ FAILURES = (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessErro
 
 #: By `block_m`: `block_n`, `block_k`, `is_swapped`, warps and stages of tiles worth timing (H200).
 _TILES = {
-    16: [(32, 64, True, 4, 5), (32, 128, True, 4, 4), (64, 64, True, 4, 5), (64, 128, True, 4, 3)],
+    16: [
+        (16, 64, True, 4, 6),
+        (16, 128, True, 4, 4),
+        (32, 64, True, 4, 5),
+        (32, 128, True, 4, 4),
+        (64, 64, True, 4, 5),
+        (64, 128, True, 4, 3),
+    ],
     32: [(64, 64, True, 4, 5), (64, 128, True, 4, 3), (128, 64, True, 8, 4)],
     64: [(64, 64, False, 4, 4), (128, 64, False, 4, 3), (128, 64, True, 8, 3)],
     128: [
@@ -71,7 +78,7 @@ def candidates(num_tokens: int, pairs_per_expert: float, *, is_gated: bool) -> l
     kinds = [(True, 16)] if num_tokens <= _MOST_DIRECT else []
     if num_tokens > _MOST_DIRECT // 4:
         kinds += [(False, m) for m, (low, high) in _PAIRS.items() if low < pairs_per_expert <= high]
-    narrowest, widest = (32, 128) if is_gated else (64, 256)
+    narrowest, widest = (16, 128) if is_gated else (64, 256)
     return [
         Tile(is_direct, block_m, *its)
         for is_direct, block_m in kinds
