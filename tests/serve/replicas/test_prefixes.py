@@ -26,7 +26,7 @@ from vmkv.units import MiB
 def cache_of(index: PrefixIndex) -> Any:
     """The parts of a cache that `HeldPrefixes` reads."""
     pool = SimpleNamespace(lock=contextlib.nullcontext())
-    below = SimpleNamespace(holds=lambda block_hash: False)
+    below = SimpleNamespace(held=lambda hashes: ())
     return SimpleNamespace(prefixes=index, pool=pool, host_blocks=below)
 
 

@@ -30,7 +30,7 @@ def told(*prompts: list[int], tenant: str | None = None) -> dict[str, Any]:
     for row, prompt in enumerate(prompts):
         index.record(row, prompt, tenant)
     lock = contextlib.nullcontext()
-    below = SimpleNamespace(holds=lambda block_hash: False)
+    below = SimpleNamespace(held=lambda hashes: ())
     pool = SimpleNamespace(lock=lock)
     prefixes.on(Idle(), SimpleNamespace(prefixes=index, pool=pool, host_blocks=below))
     return prefixes.stats

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -311,13 +311,18 @@ class HostBlocks:
                 return num_blocks * BLOCK_TOKENS
         return num_there
 
-    def holds(self, block_hash: bytes) -> bool:
-        """Return whether a block is here or in files, of layers that keep all tokens. Locked."""
+    def held(self, hashes: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield those of blocks that are here or in files, of layers that keep all tokens. Locked.
+
+        Cost: 1 µs each.
+        """
         groups = [group for group in self._cache.groups if self._sees_all(group)]
         here: Collection[BlockKey] = self.places.blocks
         below: Collection[BlockKey] = () if self.files is None else self.files.places.blocks
-        keys = [(group, block_hash) for group in groups or self._cache.groups]
-        return bool(keys) and all(key in here or key in below for key in keys)
+        for each in hashes if here or below else ():
+            keys = [(group, each) for group in groups or self._cache.groups]
+            if all([key in here or key in below for key in keys]):
+                yield each
 
     def _hashes(self, prompt: Any, tenant: str | None) -> Sequence[bytes]:
         return self._hashes_of(as_bytes(prompt), tenant)

@@ -77,9 +77,9 @@ class HeldPrefixes:
         if not (isinstance(event, Idle) or (isinstance(event, StepRecord) and is_old)):
             return
         with cache.pool.lock:
-            holds = cache.host_blocks.holds
-            held = {each: count for each, count in self._held.items() if holds(each)}
-            held |= {each: count for count, each in cache.prefixes.beginnings(MARKED_LENGTHS)}
+            held = {each: count for count, each in cache.prefixes.beginnings(MARKED_LENGTHS)}
+            evicted = self._held.keys() - held.keys()
+            held |= {each: self._held[each] for each in cache.host_blocks.held(evicted)}
         if len(held) > self._max_names:
             told = heapq.nsmallest(self._max_names, held, key=held.__getitem__)
             held = {each: held[each] for each in told}
