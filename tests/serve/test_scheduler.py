@@ -197,8 +197,7 @@ class Trace:
         )
         if arrival.num_offloaded_tokens:
             self.view.offloaded[request_id] = arrival.num_offloaded_tokens
-        num_cached_tokens = 0 if leader else sum(self.view.cached_tokens(request))
-        self.scheduler.add(request, num_cached_tokens=num_cached_tokens)
+        self.scheduler.add(request, self.view)
         self.lives[request_id] = Life(arrival, tokens=arrival.num_prompt_tokens)
         arrival.max_new_tokens = total - arrival.num_prompt_tokens
 
@@ -741,9 +740,9 @@ def test_prompts_pass_samples_that_wait_for_theirs(max_num_seqs: int, expected: 
     scheduler, view = Scheduler(max_num_seqs, 64), ModelView(1000, 4)
     for first in (0, 4, 8):
         leader = request_of(first, 7, 60)
-        scheduler.add(leader)
+        scheduler.add(leader, view)
         for request_id in range(first + 1, first + 4):
-            scheduler.add(request_of(request_id, 7, 60, leader=leader))
+            scheduler.add(request_of(request_id, 7, 60, leader=leader), view)
     assert expected == [len(_stepped(scheduler, view)) for _ in expected]
     assert [*range(expected[-1])] == [each.request_id for each in scheduler.running]
     assert 12 == scheduler.num_running + scheduler.num_waiting

@@ -244,9 +244,7 @@ class Engine:
                     params = replace(params, prompt_logprobs=None)  # Of the other samples.
                 requests.append(request)
                 request.detokenizer = detokenizer_of(self.tokenizer, tokens, resolved)
-                if leader is None:
-                    cached_tokens = sum(self._view.cached_tokens(request))
-                self._scheduler.add(request, self.cache.pool.arbiter.arrival(), cached_tokens)
+                self._scheduler.add(request, self._view, self.cache.pool.arbiter.arrival())
                 self._num_requests += 1
         except BaseException:
             for request in requests:

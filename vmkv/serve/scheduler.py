@@ -172,14 +172,15 @@ class Scheduler:
 
     # ---- requests -------------------------------------------------------------------------
 
-    def add(
-        self, request: Request, arrival: Rank | None = None, num_cached_tokens: int = 0
-    ) -> None:
+    def add(self, request: Request, view: MemoryView, arrival: Rank | None = None) -> None:
         """Add a request that fits the cache alone; `arrival` is a step and a number."""
         step, number = arrival or (self._num_steps, request.request_id)
-        place = step + request.priority * self.AGING_STEPS
-        num_uncached = len(request.prompt_token_ids) - num_cached_tokens
-        request.rank = (place + self.mixed_steps(num_uncached), number)
+        if request.leader is not None:
+            place = request.leader.rank[0]
+        else:
+            num_uncached = len(request.prompt_token_ids) - sum(view.cached_tokens(request))
+            place = step + request.priority * self.AGING_STEPS + self.mixed_steps(num_uncached)
+        request.rank = (place, number)
         self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:

@@ -32,7 +32,7 @@ SCRIPTS = {
     "listed": '[{"name":"weather","parameters":{"city":"Bonn"}},{"name":"time","parameters":{}}]',
     "arguments": '{"city":"Lima"}',
     "numbers": f'{CALL}{{"city": "{" ".join(map(str, range(30)))}"}}}}</tool_call>',
-    "thinks": "<think>Let me see this.",
+    "thinks": "<think>Let me see this, then that, and then all of the rest of it again.",
     "prose": "It is 3 degrees, and it rains.",
 }
 BOTH = [("weather", OSLO), ("weather", ROME)]
