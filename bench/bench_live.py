@@ -479,12 +479,8 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
         for key in ("ttft_p50_ms", "tpot_p50_ms"):
             got, without = (best(min, load, server, key) for server in (TIERS, VMKV))
             if got is not None and without:
-                name, what = (
-                    f"live_{slug}_tiers_{key[:4]}",
-                    f"{load}: {key[:4].upper()}, p50, with ",
-                )
-                what += "host memory and files over that without"
-                rival = f"without {without:.3g} ms"
+                name, rival = f"live_{slug}_tiers_{key[:4]}", f"without {without:.3g} ms"
+                what = f"{load}: {key[:4].upper()}, p50, with host memory and files over without"
                 figures.append(Figure(name, what, got / without, "×", 1.02, rival=rival))
     failed = sum(row["failed"] for row in rows if row["server"] != VLLM)
     what = "requests that failed, of all loads"

@@ -230,10 +230,11 @@ def arrive(engine: Engine, asked: Iterable[tuple[float, list[int], SamplingParam
             time.sleep(max(0.0, left[-1][0] - (time.perf_counter() - start_s)))
 
 
-def tasks(tokenizer: Any) -> dict[str, list[list[int]]]:
+def tasks(tokenizer: Any) -> tuple[dict[str, list[list[int]]], list[list[int]]]:
     """Return prompts that ask for what stands in them: changed source files, and fields as JSON.
 
-    The first one of each kind is for a warm-up.
+    Those of the latter kind that are for rollouts come by themselves. The first one of each kind is
+    for a warm-up.
     """
     draw, count = random.Random(0), NUM_ANSWERS + 1
     files = sorted((Path(__file__).parents[1] / "vmkv").rglob("*.py"))
@@ -245,7 +246,7 @@ def tasks(tokenizer: Any) -> dict[str, list[list[int]]]:
         text = "Repeat this Python code, but rename the variable `self` to `this`.\n\n"
         edits.append(f"{text}```python\n{code}\n```")
     names, towns = ("Ada", "Grace", "Alan", "Edsger"), ("Oslo", "Kyoto", "Lima", "Accra")
-    for _ in range(count):
+    for _ in range(count + NUM_ROLLOUTS + 1):
         people = [
             f"{draw.choice(names)} (order {draw.randrange(10**8)}) lives in {draw.choice(towns)}, "
             f"pays {draw.randrange(10**4)} and writes from {draw.randrange(10**6)}@example.org."
@@ -259,8 +260,9 @@ def tasks(tokenizer: Any) -> dict[str, list[list[int]]]:
         whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         return list(tokenizer.encode(whole, add_special_tokens=False))
 
-    named = {"edits": edits, "JSON": extractions}
-    return {name: [encoded(each) for each in texts] for name, texts in named.items()}
+    named = {"edits": edits, "JSON": extractions[:count]}
+    answered = {name: [encoded(each) for each in texts] for name, texts in named.items()}
+    return answered, [encoded(each) for each in extractions[count:]]
 
 
 def real(options: Any, rows: list[Row]) -> Iterator[Figure]:
@@ -279,14 +281,14 @@ def real(options: Any, rows: list[Row]) -> Iterator[Figure]:
         budget_bytes=2 * GiB,
         speculative_config={"method": "suffix", "num_speculative_tokens": 8},
     ) as engine:
-        named = tasks(tokenizer)
-        for kind, prompts in named.items():
+        answered, rolled_out = tasks(tokenizer)
+        for kind, prompts in answered.items():
             took: dict[str, list[float]] = {"decoding": [], "guessing": []}
             for name, prompt, counts in each_way(engine, prompts[: options.answers + 1]):
-                engine.generate([prompt], params)
-                ms, _, _ = records.take()
-                if counts:
-                    took[name].append(ms)
+                [output] = engine.generate([prompt], params)
+                if counts and len(output.outputs[0].token_ids) > 1:
+                    took[name].append(records.take()[0])
+                records.ended.clear()
             for name, samples in took.items():
                 row: Row = {"load": kind, "requests": 1, "what": name}
                 rows.append(row | quartiles("ms_per_token", samples))
@@ -309,7 +311,7 @@ def real(options: Any, rows: list[Row]) -> Iterator[Figure]:
                     at_most=0.9,
                     rival=f"vLLM {its_ms:.3g} ms",
                 )
-        yield rollouts(engine, named["JSON"][-NUM_ROLLOUTS - 1 :], rows)
+        yield rollouts(engine, rolled_out, rows)
 
 
 def each_way(engine: Engine, prompts: list[list[int]]) -> Iterator[tuple[str, list[int], bool]]:

@@ -124,7 +124,7 @@ def answers_s(folder: str) -> dict[str, float]:
         return time.perf_counter() - start, len(output.outputs[0].token_ids)
 
     seconds = {}
-    for kind, prompts in tasks(AutoTokenizer.from_pretrained(folder)).items():
+    for kind, prompts in tasks(AutoTokenizer.from_pretrained(folder))[0].items():
         timed(prompts[0], whole)  # A warm-up.
         times = []
         for prompt in prompts[1:]:
