@@ -610,6 +610,8 @@ class RaggedCache(StoreOwner):
 
 def _read(core: KVCache, prompt: abc.Sequence[int], tenant: str | None) -> None:
     """Wait until host memory holds what files hold of a prompt."""
+    if core.host_blocks.files is None:
+        return
     with core.pool.lock:
         num_there, _ = find_beginning(core, prompt, tenant)
         reading = core.host_blocks.read(prompt, tenant, num_there, math.inf)

@@ -174,12 +174,14 @@ class Scheduler:
 
     def add(self, request: Request, view: MemoryView, arrival: Rank | None = None) -> None:
         """Add a request that fits the cache alone; `arrival` is a step and a number."""
-        step, number = arrival or (self._num_steps, request.request_id)
+        place, number = arrival or (self._num_steps, request.request_id)
         if request.leader is not None:
             place = request.leader.rank[0]
         else:
-            num_uncached = len(request.prompt_token_ids) - sum(view.cached_tokens(request))
-            place = step + request.priority * self.AGING_STEPS + self.mixed_steps(num_uncached)
+            place += request.priority * self.AGING_STEPS
+            if self.max_num_mixed_tokens is not None:
+                num_uncached = len(request.prompt_token_ids) - sum(view.cached_tokens(request))
+                place += self.mixed_steps(num_uncached)
         request.rank = (place, number)
         self.enqueue(request)
 
