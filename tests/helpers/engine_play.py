@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -520,7 +521,7 @@ class EnginePlay(PoolPlay):
     ) -> None:
         """Check the recorded content of a row that is parked or that `sequence` uses.
 
-        Evicted parts are left out, and rows that are used again: neither need wait for this check.
+        Evicted parts are left out, and what is used again: neither need wait for this check.
         """
         parked_at = self.cache.rows.parked.get(row)
         if self.cache.states is not None:
@@ -537,7 +538,9 @@ class EnginePlay(PoolPlay):
             if sequence is None and self.cache.rows.parked.get(row) != parked_at:
                 return
             now = [set(map(id, pages.mappings)) for pages in tables]
-            ends, starts = [len(tokens)], [0]
+            recorded = self.cache.prefixes.token_ids(row)
+            both = zip(tokens, recorded, strict=False)
+            ends, starts = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))], [0]
             for group, held, left in zip(groups, before, now, strict=True):
                 kept = [mapping for mapping in held if id(mapping) in left]
                 if held and not kept:
