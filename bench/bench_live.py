@@ -501,7 +501,8 @@ def server_rows(
 ) -> Iterator[Row]:
     """All loads on one server."""
     path = options.vllm_path if server == VLLM else None
-    kind, below_gib = VMKV if server == TIERS else server, 0.0625 if options.smoke else TIERS_GIB
+    kind = VMKV if server == TIERS else server
+    below_gib = 0.0625 if options.smoke else TIERS_GIB
     with contextlib.ExitStack() as stack:
         its: dict[str, Any] = {"smoke": options.smoke}
         if server == TIERS:

@@ -203,10 +203,8 @@ def beside(device: torch.device, rows: list[Row], *, smoke: bool) -> Figure:
             while engine.has_unfinished:
                 engine.step()
                 if not start_s and all(each.requests[0].output_token_ids for each in requests):
-                    before_bytes, start_s = (
-                        engine.cache.sharing.offloaded_bytes,
-                        time.perf_counter(),
-                    )
+                    before_bytes = engine.cache.sharing.offloaded_bytes
+                    start_s = time.perf_counter()
                 if name == "beside copies":
                     with pool.lock:
                         blocks.forget()

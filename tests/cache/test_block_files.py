@@ -21,6 +21,7 @@ from helpers.stamps import append, assert_holds
 from vmkv import ConfigError, HostBackend, KVCache
 from vmkv.core.cache import StateShape, block_files, growing
 from vmkv.core.cache.forking import longest_beginning
+from vmkv.core.cache.prefix import block_hashes
 from vmkv.core.memory.slab_files import Kind, SlabFiles
 from vmkv.units import KiB, MiB
 
@@ -371,7 +372,7 @@ def _another(path: Path) -> None:
 
 def _pipe(path: Path) -> None:
     path.unlink()
-    os.mkfifo(path, 0o600)
+    os.mkfifo(path)
 
 
 #: With the number of its six blocks that are left at most, and after a restart.
@@ -422,6 +423,49 @@ def test_files_of_other_weights_or_layers_are_removed(open_cache: MakeCache) -> 
     other.close()
     third = open_cache(identity=b"other weights", windows=(400,))
     assert 0 == _found(third, LONG)
+
+
+def _held(cache: KVCache, *hashes: bytes) -> list[bytes]:
+    with cache.pool.lock:
+        return [*cache.host_blocks.held(hashes)]
+
+
+def test_blocks_of_any_tier_are_held(open_cache: MakeCache) -> None:
+    """Until they are forgotten; those of windows do not count beside layers that keep all."""
+    cache = open_cache(windows=(48,))
+    _say(cache, LONG)
+    first, *_, last = block_hashes([*LONG])
+    cache.trim()
+    assert [first, last] == _held(cache, first, last, bytes(16))
+    _forget_above(cache)
+    with cache.pool.lock:
+        cache.host_blocks.files.places.drop((cache.groups[1], first))
+    assert [first, last] == _held(cache, first, last, bytes(16))
+    cache.forget_prefixes()
+    assert [] == _held(cache, first, last)
+
+
+def test_blocks_of_windows_alone_are_held(host: HostBackend) -> None:
+    its = {"budget_bytes": 4 * MiB, "host_budget_bytes": 1 * MiB, "layers_per_group": 1}
+    with KVCache(host, max_tokens=400, max_sequences=4, **its) as cache:
+        sizes = {"num_kv_heads": 2, "head_dim": 32, "dtype": torch.float32}
+        cache.add_layers([0], window_tokens=48, **sizes)
+        sequence = cache.open()
+        sequence.append(len(LONG))
+        sequence.record(LONG)
+        sequence.close()
+        cache.trim()
+        *_, last = block_hashes([*LONG])
+        assert [last] == _held(cache, last, bytes(16))
+
+
+def test_a_pipe_with_a_writer_is_no_file_of_blocks(tmp_path: Path) -> None:
+    files = SlabFiles(tmp_path / "files", 2 * MiB)
+    os.mkfifo(files.path(3))
+    writer = os.open(files.path(3), os.O_RDWR | os.O_NONBLOCK)
+    assert [(3, None, [])] == [*files.found()]
+    os.close(writer)
+    files.close()
 
 
 def test_other_files_in_the_folder_stay(open_cache: MakeCache, tmp_path: Path) -> None:

@@ -41,15 +41,15 @@ def interrupted(
 ) -> tuple[bool, bool]:
     """Call `function`, with one SIGINT before the `at`-th bytecode of this package.
 
+    No garbage is collected meanwhile: an exception in the `__del__` of an earlier test's object is
+    lost, and its bytecodes are none of the operation's.
+
     Args:
         function: The function to call.
         at: Number of the bytecode, counted from 0.
         skipped_calls: Count the executed bytecodes after this number of calls, in the whole
             package. By default count every offset of a function under `BOOKS` once.
         names: Count only bytecodes of functions with these names, in the whole package.
-
-    No garbage is collected during the call: an exception in the `__del__` of an earlier test's
-    object would be lost, and its bytecodes are none of the operation's.
 
     Returns:
         Whether SIGINT was sent, and whether the call was interrupted.

@@ -312,16 +312,17 @@ class HostBlocks:
         return num_there
 
     def held(self, hashes: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield those of blocks that are here or in files, of layers that keep all tokens. Locked.
+        """Yield those hashes whose blocks host memory or files hold. Locked.
 
+        The blocks of all groups that keep every token count; without such groups, those of all.
         Cost: 1 µs each.
         """
         groups = [group for group in self._cache.groups if self._sees_all(group)]
+        groups = groups or self._cache.groups
         here: Collection[BlockKey] = self.places.blocks
         below: Collection[BlockKey] = () if self.files is None else self.files.places.blocks
         for each in hashes if here or below else ():
-            keys = [(group, each) for group in groups or self._cache.groups]
-            if all([key in here or key in below for key in keys]):
+            if all([(group, each) in here or (group, each) in below for group in groups]):
                 yield each
 
     def _hashes(self, prompt: Any, tenant: str | None) -> Sequence[bytes]:

@@ -514,7 +514,7 @@ class ExtentPool:
 
     def check_process(self) -> None:
         """Raise `ConfigError` in a forked child, whose memory and locks are also its parent's."""
-        if self._process_id != os.getpid():
+        if self._process_id != os.getpid():  # `is_forked`, inlined: every operation asks.
             raise ConfigError(
                 f"this memory is that of process {self._process_id}, and a forked child cannot use "
                 "it: make a cache in the child"

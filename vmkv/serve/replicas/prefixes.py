@@ -1,8 +1,8 @@
 """Summary of a replica's prefix index, small enough to be sent to routers.
 
 A prefix of n blocks is named by the hash of its last block, at eight lengths between n and 2n. The
-summary shows the index as it was last scanned, and what it showed before while host memory or files
-hold that; see Note [Replicas tell what they hold].
+summary shows the index as it was last scanned, and evicted prefixes that it showed before, as long
+as host memory or files hold them; see Note [Replicas tell what they hold].
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class HeldPrefixes:
         self._max_names = max_names
         self._interval_s = interval_s
         self._looked_s = float("-inf")
-        self._held: dict[bytes, int] = {}  # Of each block told, the blocks up to its end.
+        self._held: dict[bytes, int] = {}  # By the hash of its last block, a prefix's blocks.
         self._told = b""
 
     @property
