@@ -6,8 +6,9 @@ checkout take, of what an older checkout takes on the same GPU in the same minut
 Prediction. The same, within 3 % or the spread of the older one's own rounds, unless a commit
 between them says that it makes something faster.
 
-Method. An engine of each checkout lives in a process of its own, with half of the memory; the two
-serve each workload in turn, the older one first, as often as `--rounds` says. Then a server of
+Method. An engine of each checkout lives in a process of its own, with half of the memory, started
+one after the other, since a start chooses the fastest tiles. The two serve each workload in turn,
+the older one first, as often as `--rounds` says. Then a server of
 each, and the same chat arrives at them in turn. Both engines are warmed up; the one that is not
 asked waits on a condition. Ratios are those of the medians; the spread is the older one's greatest
 less its least, of its median. The older checkout needs its native module, built in place.
@@ -99,10 +100,9 @@ def engine_rows(roots: dict[str, Path], options: argparse.Namespace) -> Iterator
 
     vocab_size = llama_config(smoke=options.smoke).vocab_size
     with contextlib.ExitStack() as stack:
-        engines = {
-            root: stack.enter_context(engine_of(root, options)) for root in {*roots.values()}
-        }
-        for root, engine in engines.items():
+        engines = {}
+        for root in {*roots.values()}:  # One after the other: a start times tiles of products.
+            engines[root] = engine = stack.enter_context(engine_of(root, options))
             assert root in Path(answer(engine)).parents, f"another vmkv serves than that of {root}"
         workloads = SMOKE_CASES[0].workloads if options.smoke else WORKLOADS
         for workload in (each for each in workloads if is_wanted(each.name, options.only)):

@@ -509,9 +509,11 @@ def server_rows(
             files = stack.enter_context(tempfile.TemporaryDirectory(dir=options.logs))
             its["told"] = ["--swap", str(below_gib), "--disk", files, "--disk-size", str(below_gib)]
         url, _ = stack.enter_context(serving(kind, folder, options.logs, path, **its))
-        # Warm-up, with other prompts than any load's.
+        # Warm-up, with other prompts than any load: vLLM compiles kernels for sizes that it meets.
         first = next(iter(loads.values()))
-        apply(replace(first, name="warm-up", rate_per_s=0, num_requests=8), url)
+        for rate_per_s, num_requests in ((0, 8), (12, 8 if options.smoke else 60)):
+            its = {"rate_per_s": rate_per_s, "num_requests": num_requests}
+            apply(replace(first, name="warm-up", **its), url)
         for number, load in itertools.product(range(options.rounds), loads.values()):
             timings = apply(replace(load, round=number), url)
             yield row_of(load, server, timings) | ({"round": number + 1} if number else {})

@@ -56,7 +56,7 @@ class Figure:
     Attributes:
         name: Its name in code: `cold_mapping_ms`.
         what: Its description for a reader.
-        got: The measured value.
+        got: The measured value; None if there was nothing to measure.
         unit: `"ms"`, `"×"`, `"%"` (then `got` is a share), …
         at_most: The bound to stay at or below, or None.
         at_least: The bound to reach, or None.
@@ -65,7 +65,7 @@ class Figure:
 
     name: str
     what: str
-    got: float
+    got: float | None
     unit: str
     at_most: float | None = None
     at_least: float | None = None
@@ -73,7 +73,9 @@ class Figure:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the bound is kept; None without a bound."""
+        """Whether the bound is kept; None without a bound or a value."""
+        if self.got is None:
+            return None
         if self.at_most is not None:
             return self.got <= self.at_most
         return None if self.at_least is None else self.got >= self.at_least
@@ -299,7 +301,7 @@ def show(name: str, value: Any) -> str:
 
 def show_got(figure: Row) -> str:
     """A figure's value with its unit."""
-    if figure["unit"] == "%":
+    if figure["unit"] == "%" and figure["got"] is not None:
         return f"{100 * figure['got']:.2f} %"
     return f"{show('', figure['got'])} {figure['unit']}"
 

@@ -110,6 +110,13 @@ def test_outdated_figures_are_marked(report, harness) -> None:
         assert ("**Outdated.** Gone." in page) == bool(outdated)
 
 
+def test_a_share_that_was_not_measured_is_shown(harness, capsys) -> None:
+    """A busy machine's small run may have none: it ended by a TypeError."""
+    record = harness.make_record("Q", [{"n": 1}], [harness.Figure("a", "one", None, "%", 0.1)])
+    assert record["figures"][0]["is_met"] is None
+    assert harness.show_got(record["figures"][0]).strip() == "%"
+
+
 def test_report_makes_reproducible_pages(results: Path, report, tmp_path: Path) -> None:
     """A page and a plot for each record, the same bytes each time; `--check` finds changes."""
     root = tmp_path / "ROOT.md"
