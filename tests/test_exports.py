@@ -137,3 +137,11 @@ def test_type_checkers_know_the_public_names_and_no_others(tmp_path: Path) -> No
     errors = [each for each in checked.stdout.splitlines() if each.startswith(str(file))]
     assert 1 == len(errors), checked.stdout + checked.stderr
     assert 'has no attribute "Engin"' in errors[0]
+
+
+def test_signatures_of_caches_name_every_option_of_their_docstring() -> None:
+    """`help` shows no `**options`, so what is left out there seems not to exist."""
+    for cache in (vmkv.VMKVCache, vmkv.RaggedCache):
+        documented = set(re.findall(r"^        (\w+): ", cache.__doc__ or "", re.MULTILINE))
+        documented -= {"options", "ConfigError", "TypeError"}
+        assert documented <= set(inspect.signature(cache).parameters), cache

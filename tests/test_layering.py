@@ -1,7 +1,8 @@
 """Imports point left only, and all layers up to `memory` are free of torch.
 
-    errors, units, phases, compile_cache, releases <- core (_native, interrupts <- backend
-        <- memory <- cache) <- viz, guests <- attention <- step <- hf <- serve <- cli, trl
+    errors, units, phases, compile_cache, releases
+        <- core (_native, forks, interrupts, offload_options <- backend <- memory <- cache)
+        <- viz, guests <- attention <- step <- hf <- serve <- cli, trl
 
 An import inside a function counts like any other, and across packages so does one under
 TYPE_CHECKING. No modules import each other in a circle; within one package, imports under
@@ -26,7 +27,9 @@ LAYERS = [
         "compile_cache",
         "releases",
         "_native",
+        "forks",
         "interrupts",
+        "offload_options",
         "backend",
         "memory",
         "cache",

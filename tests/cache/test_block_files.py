@@ -362,6 +362,12 @@ def _swapped(path: Path) -> None:
     path.write_bytes(data[: -2 * size] + data[-size:] + data[-2 * size : -size])
 
 
+def _erased(path: Path) -> None:
+    """An entry of the table, as by a sector that reads as ones."""
+    data = path.read_bytes()
+    path.write_bytes(data[:4096] + b"\xff" * 64 + data[4096 + 64 :])
+
+
 def _nothing(path: Path) -> None:
     path.write_bytes(b"")
 
@@ -384,6 +390,7 @@ DAMAGES = {
     "flipped checksum": (_flipped(4096 + 33), 6),
     "flipped header": (_flipped(20), 0),
     "swapped": (_swapped, 4),
+    "erased entry": (_erased, 6),
     "empty": (_nothing, 0),
     "foreign": (_another, 0),
     "vanished": (Path.unlink, 0),
@@ -466,6 +473,19 @@ def test_a_pipe_with_a_writer_is_no_file_of_blocks(tmp_path: Path) -> None:
     assert [(3, None, [])] == [*files.found()]
     os.close(writer)
     files.close()
+
+
+@pytest.mark.parametrize("name", ["slab-01.vmkv", "slab-\u0661.vmkv", f"slab-{'9' * 200}.vmkv"])
+def test_no_two_names_are_of_one_file(open_cache: MakeCache, name: str) -> None:
+    cache = open_cache()
+    _say(cache, LONG)
+    [path] = _slabs(cache)
+    cache.close()
+    path.with_name(name).write_bytes(path.read_bytes())
+    again = open_cache()
+    assert 96 == _back(again, LONG)
+    _say(again, range(5000, 5096))
+    again.check()
 
 
 def test_other_files_in_the_folder_stay(open_cache: MakeCache, tmp_path: Path) -> None:
@@ -564,6 +584,36 @@ def test_a_full_disk_ends_writing(
     assert 96 == _back(cache, LONG)
     cache.close()
     assert 96 == _back(open_cache(num_bytes=1 * MiB), LONG)
+
+
+def test_a_thread_that_fails_unexpectedly_is_not_waited_for(
+    open_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = open_cache()
+    monkeypatch.setattr(SlabFiles, "make", lambda *_: 1 / 0)
+    _say(cache, LONG)
+    assert cache.stats().below["files"].has_failed
+    assert 96 == _back(cache, LONG)
+    cache.close()  # Once its threads have ended.
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_changed_weights_remove_files_after_a_failure_too(open_cache: MakeCache) -> None:
+    cache = open_cache(num_bytes=1 * MiB)
+    _say(cache, LONG)
+    _say(cache, range(2000, 2096), saves=False)
+    with _files_end_at(6000):
+        cache.host_blocks.save()
+    assert cache.stats().below["files"].has_failed
+    cache.forget_prefixes()
+    cache.host_blocks.save()
+    assert [] == _slabs(cache)
+
+
+def test_a_budget_holds_one_file_at_least(open_cache: MakeCache) -> None:
+    with pytest.raises(ConfigError, match="disk_budget_bytes=4096 holds no file of blocks"):
+        open_cache(num_bytes=4096)
+    open_cache()  # The folder is free.
 
 
 def test_changed_weights_forget_the_files(open_cache: MakeCache) -> None:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from helpers.stamps import append, assert_holds
 
-from vmkv import DriverError, HostBackend, KVCache, OutOfPagesError, Sequence
+from vmkv import ConfigError, DriverError, HostBackend, KVCache, OutOfPagesError, Sequence
+from vmkv.core.backend import MemoryLocation
 from vmkv.core.cache import StateShape
 from vmkv.core.cache.forking import find_beginning
 from vmkv.testing import FaultInjectingBackend
@@ -460,3 +461,18 @@ def test_without_memory_nothing_is_loaded(make_cache: MakeCache) -> None:
     append(live, range(5000, 5000 + 120))
     assert 0 == cache.host_blocks.begin_beside([*range(1, 97), 0], None).num_tokens
     cache.check()
+
+
+def test_the_host_budget_takes_memory_from_blocks(make_cache: MakeCache) -> None:
+    """As that of the device from parked rows; also all of it."""
+    cache = make_cache(host_budget_bytes=64 * PAGE)
+    for at in range(1, 4):
+        _say(cache, range(1000 * at, 1000 * at + 80))
+        _fill(cache)
+    for num_pages in (32, 0):
+        cache.pool.set_budget(num_pages * PAGE, MemoryLocation.HOST)
+        assert cache.host_blocks.num_bytes <= num_pages * PAGE
+        cache.check()
+    assert 0 == _back(cache, range(3000, 3080)).num_tokens
+    with pytest.raises(ConfigError, match="host_budget_bytes=-1"):
+        cache.pool.set_budget(-1, MemoryLocation.HOST)

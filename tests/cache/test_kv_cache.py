@@ -37,7 +37,8 @@ def test_cache_opens_and_closes_its_own_device() -> None:
         cache.pool.trim()
 
 
-def test_a_forked_child_is_refused_although_a_lock_was_held(make_cache: MakeCache) -> None:
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_forked_child_is_not_held_up_by_a_lock(make_cache: MakeCache, closes: bool) -> None:
     """The lock's holder is a thread that the child does not have, so it must not wait for it."""
     sequence = make_cache().open()
     sequence.append(4)
@@ -55,10 +56,14 @@ def test_a_forked_child_is_refused_although_a_lock_was_held(make_cache: MakeCach
     if not child:
         signal.alarm(20)  # Ends a child that waits.
         try:
+            if closes:
+                sequence.cache.close()
+                os._exit(7)
             sequence.append(300)
         except ConfigError:
             os._exit(7)
-        os._exit(1)
+        finally:
+            os._exit(1)
     may_end.set()
     holder.join()
     assert 7 == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -39,7 +39,8 @@ WRONG = [
     (["--response-template", "{scales}"], "no valid response template"),
     (["--api-key-file", "/nowhere"], "/nowhere"),
     (["--sleep-keeps-prefixes", "--swap", "1"], "needs --sleep-after"),
-    (["--disk", "files", "--swap", "1"], "go together"),
+    (["--disk", "files", "--swap", "1"], "--disk and --disk-size go together"),
+    (["--speculative-config", '{"method": "draft_model", "model": "/nowhere"}'], "/nowhere"),
     (["--disk", "files", "--disk-size", "1"], "needs --swap"),
     (["--sleep-keeps-prefixes", "--sleep-after", "9"], "--swap"),
 ]

@@ -157,3 +157,15 @@ def test_pieces_of_one_token_begin_without_a_state() -> None:
     prompts = random_prompts(1, 1, 1)
     expected = [alone(model, prompt, **GREEDY) for prompt in prompts]
     assert expected == vmkv.generate(model, prompts, budget_bytes=BUDGET_BYTES, **GREEDY)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_reset_cache_takes_a_batch_of_another_size_and_mode(name: str) -> None:
+    """States of the ended batch are dropped: transformers' own reset keeps their tensors."""
+    model = hybrid(name)
+    first, second = (torch.randint(3, 60, size) for size in ((3, 7), (2, 5)))
+    with vmkv.VMKVCache(model.config, budget_bytes=BUDGET_BYTES) as cache, torch.no_grad():
+        with torch.inference_mode():
+            model(first, past_key_values=cache)
+        cache.reset()
+        assert torch.equal(model(second).logits, model(second, past_key_values=cache).logits)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
 from helpers.hybrids import model_named
 from helpers.requests import finish_all
 from helpers.requests import reference as said_alone
-from helpers.tiny_models import unsupported_because
+from helpers.tiny_models import tiny_model, unsupported_because
 from helpers.waiting import until
 
+import vmkv
 from vmkv import ConfigError, ExtentPool, HostBackend
 from vmkv.core.cache import block_files
 from vmkv.core.memory.slab_files import SlabFile
@@ -246,9 +250,57 @@ def test_mistakes(open_engine: MakeEngine, make_engine: MakeEngine, tmp_path: Pa
         open_engine(host_budget_bytes=0)
     with pytest.raises(ConfigError, match="go together"):
         EngineOptions(disk_folder="files")
+    with pytest.raises(ConfigError, match="disk_budget_bytes=1 holds no file"):
+        open_engine(disk_folder=tmp_path / "others", disk_budget_bytes=1)
     with pytest.raises(ConfigError, match="lockstep"):
         checked_options({"disk_folder": "files", "disk_budget_bytes": 1})
     (tmp_path / "a file").write_text("")
     with pytest.raises(ConfigError, match="cannot hold files"):
         open_engine(disk_folder=tmp_path / "a file")
     first.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"host_budget_bytes": "8GiB"},
+        {"host_budget_bytes": -1},
+        {"disk_budget_bytes": 1e8},
+        {"disk_budget_bytes": True},
+        {"disk_budget_bytes": None},
+        {"disk_folder": 3},
+        {"disk_folder": ""},
+        {"disk_folder": b"files"},
+        {"disk_folder": "a\0b"},
+    ],
+    ids=str,
+)
+def test_options_of_other_types_are_refused(wrong: dict[str, Any]) -> None:
+    """At once, by the names of the options."""
+    [(name, _)] = wrong.items()
+    its = {"host_budget_bytes": MiB, "disk_folder": "files", "disk_budget_bytes": 8 * MiB, **wrong}
+    with pytest.raises(ConfigError, match=f"{name}=.* must be"):
+        EngineOptions(**its)
+    with pytest.raises(ConfigError, match=f"{name}=.* must be"):
+        vmkv.RaggedCache(tiny_model("llama").config, **its)
+
+
+_UNCLOSED = """
+import sys
+sys.path.insert(0, {tests!r})
+import vmkv
+from helpers.tiny_models import tiny_model
+its = {{"budget_bytes": 16 << 20, "host_budget_bytes": 64 << 20, "disk_budget_bytes": 64 << 20}}
+cache = vmkv.RaggedCache(tiny_model("llama").config, disk_folder={folders!r} + "/a", **its)
+print(vmkv.generate(tiny_model("llama"), [[*range(60)]], max_new_tokens=3, cache=cache))
+engine = vmkv.Engine(tiny_model("llama"), disk_folder={folders!r} + "/b", **its)
+print(engine.generate([[*range(60)]]))
+"""
+
+
+def test_a_script_may_end_without_closing(tmp_path: Path) -> None:
+    """Threads that keep blocks, and contexts of the model, end with the interpreter in silence."""
+    script = _UNCLOSED.format(tests=str(Path(__file__).parents[1]), folders=str(tmp_path))
+    command = [sys.executable, "-c", script]  # Not from a warm process, which ends otherwise.
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (0, "") == (ended.returncode, ended.stderr)

@@ -404,6 +404,10 @@ def test_sizes_that_were_slow_are_tried_again() -> None:
         ({"method": "ngram", "prompt_lookup_max": 4}, "is found out while serving"),
         ("[1]", "must be a JSON object"),
         ("{", "must be a JSON object"),
+        ('[["method", "ngram"]]', "must be a JSON object"),
+        ("[" * 100_000, "must be a JSON object"),
+        ({"method": "draft_model", "model": 7}, "model=7 is no folder"),
+        ({"method": "draft_model", "model": ""}, "model='' is no folder"),
     ],
 )
 def test_wrong_configurations_are_refused(config: Any, why: str) -> None:
@@ -440,3 +444,10 @@ def test_metrics_have_vllms_names() -> None:
         for name in ("drafts", "draft_tokens", "accepted_tokens")
     )
     assert 0 < drafts < accepted <= tokens
+    steps = {
+        sample.labels["phase"]: sample.value
+        for family in metrics.families()
+        for sample in family.samples
+        if sample.name == "vmkv_step_tokens_total"
+    }
+    assert len(ROUND) == steps["prefill"]

@@ -170,7 +170,8 @@ def chosen(options: type, arguments: Namespace) -> dict[str, Any]:
 def run(arguments: Namespace, out: TextIO) -> int:
     """Load and serve until a signal, then drain."""
     # Checks that need no model come before one is loaded, the cheapest first.
-    _check_combination(arguments)
+    with _names_of_options():
+        _check_combination(arguments)
     for each in arguments.models:
         check_folder(each)
     options_for = [server_options(_part_of(arguments, each, None)) for each in arguments.models]
@@ -382,7 +383,10 @@ def _check_combination(arguments: Namespace) -> None:
             f"--tensor-parallel takes the first GPUs, not {arguments.device}; choose them with "
             "CUDA_VISIBLE_DEVICES"
         )
-    can_sleep = EngineOptions(**chosen(EngineOptions, arguments)).can_sleep
+    given = EngineOptions(**chosen(EngineOptions, arguments))
+    can_sleep, speculation = given.can_sleep, given.speculation
+    if speculation is not None and speculation.model is not None:
+        check_folder(speculation.model)
     if arguments.sleep_keeps_prefixes and not (can_sleep and arguments.host_budget_bytes):
         raise ConfigError(
             "--sleep-keeps-prefixes needs --sleep-after or --enable-sleep-mode, and --swap memory"

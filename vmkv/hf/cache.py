@@ -112,7 +112,13 @@ class VMKVCache(StoreOwner, DynamicCache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all tokens; memory stays parked for the next batch, of any size."""
-        super().reset()
+        self._store.check_open()
+        fresh = compat.default_cache(self._store.decoder_config).layers
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, VirtualLayer):
+                layer.reset()
+            else:  # Its own reset keeps states of the last batch's size, type and mode.
+                self.layers[index] = fresh[index]
         self._settle()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

@@ -31,6 +31,7 @@ See DESIGN.md, Note [A batch needs no scheduler].
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
 import weakref
@@ -47,6 +48,7 @@ from ..core.cache.forking import find_beginning
 from ..core.cache.geometry import check_positive
 from ..core.cache.prefix import BLOCK_TOKENS
 from ..core.memory import ExtentPool
+from ..core.offload_options import check_offload_options
 from ..errors import CapacityError, ConfigError
 from ..step import Piece, Stepper
 from ..step.compiled_layers import CompiledLayers
@@ -57,7 +59,7 @@ from .configuration import check_length, layer_windows
 from .group_step import read_left_pad
 from .proof import Proof, locks_of, prove
 from .sampling import Group, Tokens, check_adapters, check_inputs, prepare
-from .store import CacheOptions, Store, StoreOwner
+from .store import CacheOptions, Store, StoreOwner, signature_for_help
 
 #: Tokens of one prefill pass: enough to fill a GPU, few enough that activations stay small.
 _MAX_BATCHED_TOKENS = 8192
@@ -454,8 +456,7 @@ class RaggedCache(StoreOwner):
         disk_budget_bytes: int = 0,
         **options: Any,
     ):
-        if (disk_folder is not None) != (disk_budget_bytes > 0):
-            raise ConfigError("disk_folder and disk_budget_bytes go together: give both or neither")
+        check_offload_options(host_budget_bytes, disk_folder, disk_budget_bytes)
         if host_budget_bytes and options.get("pool") is not None:
             raise ConfigError("a pool has its own host_budget_bytes: leave it out here")
         self._own(Store(config, CacheOptions(**options), layer_windows(config), num_spare_rows=1))
@@ -467,6 +468,8 @@ class RaggedCache(StoreOwner):
         self._is_serving = False
         self._host_budget_bytes = host_budget_bytes
         self._disk = (disk_folder, disk_budget_bytes) if disk_folder is not None else None
+
+    __signature__ = signature_for_help(*list(inspect.signature(__init__).parameters.values())[2:-1])
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(Cache, name):  # An access by transformers.

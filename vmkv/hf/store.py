@@ -179,11 +179,11 @@ class Store:
     ):
         close_orphans()
         self.options = options
-        self._decoder_config = compat.text_config(config)
+        self.decoder_config = compat.text_config(config)
         self.returns_copies = compat.views_keys(config)  #: Instead of views of the rows.
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self._max_tokens = options.max_tokens or default_max_tokens(
-            self._decoder_config, past_stated=past_stated
+            self.decoder_config, past_stated=past_stated
         )
         self._num_spare_rows = num_spare_rows
         self.windows = windows
@@ -361,7 +361,7 @@ class Store:
     @property
     def attends_in_place(self) -> bool:
         """Whether the model reads rows themselves rather than the tensors that updates return."""
-        return getattr(self._decoder_config, "_attn_implementation", None) == "vmkv"
+        return getattr(self.decoder_config, "_attn_implementation", None) == "vmkv"
 
     def keep_past(self) -> None:
         """Keep tokens that leave sliding windows, so that they can be rolled back to."""
@@ -484,7 +484,12 @@ class Store:
 
 
 _CONFIG = inspect.Parameter("config", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_OPTIONS = inspect.signature(CacheOptions)
+
+
+def signature_for_help(*own: inspect.Parameter) -> inspect.Signature:
+    """Return the signature of a cache: `config`, `own`, and the options by name."""
+    options = inspect.signature(CacheOptions).parameters.values()
+    return inspect.Signature([_CONFIG, *own, *options])
 
 
 class StoreOwner:
@@ -492,7 +497,7 @@ class StoreOwner:
 
     _store: Store
     # For `help`, which would show `**options`.
-    __signature__ = inspect.Signature([_CONFIG, *_OPTIONS.parameters.values()])
+    __signature__ = signature_for_help()
 
     def _own(self, store: Store) -> None:
         """Keep `store`, which does not refer to the cache, so that it can outlive it as orphan."""

@@ -245,10 +245,14 @@ def make_drafter(
 def _loaded(draft: Any, model: Any) -> Any:
     """Return the draft model, loaded if it is a name; `ConfigError` unless it suits the model."""
     device = model.get_input_embeddings().weight.device
-    if not isinstance(draft, torch.nn.Module):
-        draft = compat.load_model(str(draft), device=str(device), dtype=None)
-    compat.check_model(draft)
-    its, wanted = Vocabulary.of(draft)[:2], Vocabulary.of(model)[:2]
+    try:
+        if not isinstance(draft, torch.nn.Module):
+            draft = compat.load_model(str(draft), device=str(device), dtype=None)
+        compat.check_model(draft)
+        its = Vocabulary.of(draft)[:2]
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: the draft model: {error}") from error
+    wanted = Vocabulary.of(model)[:2]
     if (its, draft.get_input_embeddings().weight.device) != (wanted, device):
         raise ConfigError(
             "speculative_config: the draft model needs the vocabulary and the device of the model, "

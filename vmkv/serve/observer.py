@@ -28,7 +28,7 @@ class StepRecord:
     wait_s: float = 0.0  # Waiting for the previous step's tokens.
     fence_wait_s: float = 0.0  # Part of `map_s` spent waiting for fences.
     num_prefill_tokens: int = 0  # Prompt tokens that the step computes.
-    num_decode_tokens: int = 0  # Sequences that the step decodes.
+    num_decode_tokens: int = 0  # Tokens after prompts, guesses among them.
     num_running: int = 0  # Requests after the step,
     num_waiting: int = 0  # and those that wait.
     num_swapped: int = 0  # Requests preempted by swapping.

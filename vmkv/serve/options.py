@@ -10,15 +10,16 @@ import functools
 import inspect
 import json
 import math
+import os
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..core.offload_options import check_offload_options
 from ..errors import ConfigError, shown
 from ..units import MiB
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping, Sequence
 
     from ..hf.kv_format import KVScales, SkipLayers
@@ -47,9 +48,9 @@ class Speculation(NamedTuple):
     def of(cls, config: Mapping[str, Any] | str) -> Speculation:
         """Read vLLM's `speculative_config`, a mapping or JSON; `ConfigError` if it is wrong."""
         try:
-            given = dict(json.loads(config) if isinstance(config, str) else config)
+            given = json.loads(config) if isinstance(config, str) else config
             found = cls(**given)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"speculative_config={shown(config)} must be a JSON object with method, "
                 "num_speculative_tokens and, for a draft model, model alone: "
@@ -63,6 +64,12 @@ class Speculation(NamedTuple):
         if (found.method == "draft_model") != (found.model is not None):
             raise ConfigError(
                 'speculative_config: the method "draft_model" needs a model, and no other takes one'
+            )
+        is_name = isinstance(found.model, (str, os.PathLike)) and str(found.model)
+        if not (found.model is None or is_name or hasattr(found.model, "parameters")):
+            raise ConfigError(
+                f"speculative_config: model={shown(found.model)} is no folder, name on the Hub or "
+                "module"
             )
         count = found.num_speculative_tokens
         if type(count) is not int or not 1 <= count <= _NUM_GUESSES_MAX:
@@ -193,8 +200,7 @@ class EngineOptions:
             raise ConfigError(f"watermark_bytes={kept_bytes} is negative; None keeps everything")
         if after_s is not None and not 0 < after_s < math.inf:
             raise ConfigError(f"sleep_after_s={after_s} must be a positive number; None for never")
-        if (self.disk_folder is not None) != (self.disk_budget_bytes > 0):
-            raise ConfigError("disk_folder and disk_budget_bytes go together: give both or neither")
+        check_offload_options(self.host_budget_bytes, self.disk_folder, self.disk_budget_bytes)
         if self.logprobs_mode not in LOGPROBS_MODES:
             names = ", ".join(LOGPROBS_MODES)
             raise ConfigError(f"logprobs_mode={self.logprobs_mode!r} is none of {names}")

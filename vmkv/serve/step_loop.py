@@ -671,7 +671,7 @@ class StepLoop:
             scored = []
 
     def _report(self, record: StepRecord, plan: StepPlan, observer: EngineObserver) -> None:
-        record.num_decode_tokens = sum([chunk.token_ids is None for chunk in plan.chunks])
+        record.num_decode_tokens = sum([_num_decoded(chunk) for chunk in plan.chunks])
         record.num_prefill_tokens = plan.num_tokens - record.num_decode_tokens
         record.num_running = self._scheduler.num_running
         record.num_waiting = self._scheduler.num_waiting
@@ -680,6 +680,13 @@ class StepLoop:
         record.num_drafts, record.num_draft_tokens, record.num_accepted_tokens = self._guessed
         self._guessed = [0, 0, 0]
         observer.on(record, self._view.cache)
+
+
+def _num_decoded(chunk: Piece) -> int:
+    """Return how many tokens of a chunk follow a prompt: the last one read, and guesses."""
+    num_past, num_new = chunk.num_past_tokens, chunk.num_new_tokens
+    decodes = num_new - chunk.num_drafted == 1 and num_past >= len(chunk.request.prompt_token_ids)
+    return num_new if chunk.token_ids is None or decodes else 0
 
 
 def _log_and_release(error: BaseException) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import operator
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -108,6 +109,8 @@ _BY_THREAD = property(lambda config: seen_attention(config), _store_attention)
 
 def _show_by_thread() -> None:
     """Have configurations answer by `seen_attention` while a user is of one thread."""
+    if sys.is_finalizing():  # An engine that was never closed; nothing can be imported.
+        return
     from transformers import PretrainedConfig
 
     is_wanted = any(thread for each in _USERS.values() for _, thread in each.names.values())

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ...errors import DriverError, OutOfAddressSpaceError
 from ...units import Address, Handle, KiB, format_bytes
 from .. import _native
+from ..forks import free_in_children
 from ..interrupts import uninterrupted
 from .base import (
     PRIMITIVES,
@@ -232,7 +233,7 @@ class BookedBackend(Backend):
         self.granularity_bytes = granularity_bytes
         self.calls = Counter()
         self._books = Books(granularity_bytes)
-        self._lock = threading.Lock()
+        self._lock = free_in_children(threading.Lock())
         self._num_handles = 0
 
     # ---- mappings -------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...errors import DriverError
+from ...errors import ConfigError, DriverError
 from ...phases import without_collections
 from ...units import KiB, MiB
 from ..backend import Fence
@@ -95,6 +95,12 @@ class BlockFiles:
         slab_bytes = max(slab_bytes, 2 * largest_bytes + 16 * KiB)
         self._files = SlabFiles(folder, slab_bytes)
         self._num_slabs = budget_bytes // slab_bytes
+        if not self._num_slabs:
+            self._files.close()
+            raise ConfigError(
+                f"disk_budget_bytes={budget_bytes} holds no file of blocks, which take "
+                f"{slab_bytes} bytes; raise it"
+            )
         self.places = BlockPlaces(
             self._make_slab, lambda slab: self._unremoved.append(slab), lambda: cache.rows.now_s
         )
@@ -176,7 +182,9 @@ class BlockFiles:
 
     def write(self) -> None:
         """Let a thread write what is wanted, unless it does."""
-        if self._has_written.is_set() and not (self._is_closing or self._has_failed):
+        if self._has_failed and not self._unremoved:
+            return
+        if self._has_written.is_set() and not self._is_closing:
             self._has_written.clear()
             _submit(self._writer, self._write)
 
@@ -201,6 +209,10 @@ class BlockFiles:
             self._has_failed = True
             folder = self._files.folder
             _LOG.warning("%s gets no more blocks, those there are used: %s", folder, error)
+        except BaseException:  # Nobody may wait for a thread that has ended.
+            self._has_failed = True
+            self._has_written.set()
+            raise
         with self._cache.pool.lock:
             self._has_written.set()
 
@@ -220,12 +232,21 @@ class BlockFiles:
             if slab in self._unmade:
                 self._unmade.remove(slab)
                 self._files.make(slab, kind)
-        for _ in self._threads.map(self._write_block, moves):
-            pass
+        written: list[Future[None]] = []
+        for move in moves:
+            try:
+                written.append(self._threads.submit(self._write_block, move))
+            except RuntimeError:  # The interpreter ends, and threads take nothing new.
+                self._write_block(move)
+        for each in written:
+            each.result()
         return True
 
     def _next_writes(self) -> tuple[list[_Move], Fence | None]:
         """Take places for the blocks that are written next; a fence covers copies to them."""
+        if self._has_failed:  # Files of changed weights are removed nevertheless.
+            self._unwritten.clear()
+            return [], None
         if not self._unwritten and not self._is_closing:
             self._host.keep_next(pushes=self._is_saving)
         num_bytes, host = 0, self._host.places

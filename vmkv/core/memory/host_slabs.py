@@ -94,7 +94,11 @@ class HostSlabs:
                 break
             slab = self._unmade.pop()
             address, size = self.address(slab), self.slab_bytes
-            self._made[slab] = self._threads.submit(ctypes.memset, address, 0, size)
+            try:
+                self._made[slab] = self._threads.submit(ctypes.memset, address, 0, size)
+            except RuntimeError:  # The interpreter ends, and starts no thread any more.
+                self._unmake(slab)
+                break
 
     def give(self, slab: int) -> None:
         """Give back a slab that was taken and that nothing copies any more."""

@@ -22,6 +22,7 @@ from ...errors import ClosedError, ConfigError, DriverError, OutOfPagesError
 from ...units import Address, Handle, MiB, is_power_of_two
 from .._native import count_references
 from ..backend import Backend, MemoryLocation
+from ..forks import free_in_children
 from ..interrupts import uninterrupted
 from .arbiter import Arbiter
 from .page_table import Extent, PageTable
@@ -162,7 +163,7 @@ class ExtentPool:
         self._check_budget(budget_bytes)
         if host_budget_bytes:
             self._check_budget(host_budget_bytes, "host_budget_bytes")
-        self.lock = threading.RLock()
+        self.lock = free_in_children(threading.RLock())
         self.scrub = Scrub.named(scrub)
         self.is_shareable = is_shareable
         make_shelf = partial(
@@ -427,13 +428,16 @@ class ExtentPool:
 
     def _make_room_above(self, budget_bytes: int, location: MemoryLocation) -> None:
         """Evict what is in use above a budget, as far as it can be; refuses an invalid one."""
-        self._check_budget(budget_bytes)
+        if budget_bytes or location is _DEVICE:
+            name = "budget_bytes" if location is _DEVICE else "host_budget_bytes"
+            self._check_budget(budget_bytes, name)
         shelf = self._shelf(location)
         with self.lock:
             self._check_open()
-            excess_bytes = shelf.created_bytes - shelf.free_bytes - budget_bytes
-        if excess_bytes > 0 and location is _DEVICE:
-            self.make_room(excess_bytes)
+            used_bytes = shelf.created_bytes + shelf.lent_bytes - shelf.free_bytes
+        if used_bytes > budget_bytes:
+            make_room = self.make_room if location is _DEVICE else self._evict_on_host
+            make_room(used_bytes - budget_bytes)
 
     @property
     def budget_bytes(self) -> int:
