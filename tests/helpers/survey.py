@@ -41,8 +41,8 @@ _PROLOGUE = """\
 Made by `make models` with transformers {version}: of each causal language model that it has, a
 tiny one with random weights, three prompts, and the tokens that `model.generate` gives each of them
 alone. *Served* is the same tokens; *refused* is an error that says why before anything runs, and
-what to use instead. Nothing else occurs. What decides is not this list, but what each model does
-when it is asked: see Note [A model proves itself] in [DESIGN.md](../../DESIGN.md).
+what to use instead. Some are not tried. vmkv tests each model when it is first used, and this list
+decides nothing: see Note [A model proves itself] in [DESIGN.md](DESIGN.md).
 
 Some families are listed in several configurations. Gemma 4 is served with layers that read another
 layer's keys and values (`num_kv_shared_layers` above 0 in its `config.json`: E2B, E4B) and without,
