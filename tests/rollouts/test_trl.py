@@ -25,6 +25,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from vmkv import Engine, StructuredOutputs
 from vmkv.errors import ConfigError
+from vmkv.serve.metrics import Metrics
 from vmkv.serve.runner import RunnerOptions
 
 with warnings.catch_warnings():
@@ -178,6 +179,23 @@ def test_greedy_tokens_are_those_of_the_plain_trainer(
         optimizer.step()
         optimizer.zero_grad()
     assert len({str(each) for each in said}) > 1, "the steps change no answer"
+
+
+def test_samples_are_guessed_from_each_other(trainer_of: Any) -> None:
+    """The tokens stay those of a rollout without guesses; `deterministic` has none."""
+    long = {"generation_kwargs": GREEDY, "max_completion_length": 100}
+    trainer, plain = (
+        trainer_of(VMKVGRPOTrainer, engine_options=its, **long)
+        for its in ({}, {"speculative_config": None})
+    )
+    tokens_of(trainer)
+    metrics = trainer.rollouts.engine.loop._observer = Metrics()
+    assert tokens_of(plain) == tokens_of(trainer)
+    values = {each.name: each.value for its in metrics.families() for each in its.samples}
+    assert 0 < values["vmkv_spec_decode_num_accepted_tokens_total"]
+    same = trainer_of(VMKVGRPOTrainer, engine_options={"deterministic": True})
+    tokens_of(same)
+    assert same.rollouts.engine.options.speculation is None
 
 
 @RUNNERS

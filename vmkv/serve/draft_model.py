@@ -216,7 +216,7 @@ def make_drafter(
     if asked is None:
         return None
     if rows.cache.states is not None:
-        _LOG.warning("no tokens are guessed: layers keep states, which cannot go back")
+        _LOG.info("no tokens are guessed: layers keep states, which cannot go back")
         return None
     agree = int if lockstep is None else lockstep.group.max
     max_rows, chunk_sizes = max(DRAFT_ROWS_MAX, given.max_num_seqs), rows.calls.chunks.values()
