@@ -492,7 +492,11 @@ def test_other_files_in_the_folder_stay(open_cache: MakeCache, tmp_path: Path) -
     (tmp_path / "files").mkdir(0o700)
     letter = tmp_path / "files" / "letter.txt"
     letter.write_text("dear reader")
-    _say(open_cache(), LONG)
+    (tmp_path / "files" / "slab-1.vmkv").mkdir()
+    cache = open_cache()
+    _say(cache, LONG)
+    cache.close()
+    assert 96 == _back(open_cache(), LONG)
     assert "dear reader" == letter.read_text()
 
 

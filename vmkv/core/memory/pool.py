@@ -406,6 +406,9 @@ class ExtentPool:
     def set_budget(self, budget_bytes: int, location: MemoryLocation = _DEVICE) -> None:
         """Change the budget, evicting parked rows if needed; free memory above it returns at once.
 
+        A host budget is what evicted prefixes and swapped sequences take. Raised after prefixes
+        were kept, it is for sequences: prefixes keep the range of addresses that they reserved.
+
         Raises:
             ConfigError: The budget is below what live sequences hold. It stays unchanged.
         """
@@ -538,10 +541,7 @@ class ExtentPool:
                 return
             self.reclaimer.close_left()
             if self._num_users or self.page_tables:
-                raise ConfigError(
-                    f"{max(self._num_users, len(self.page_tables))} users of this pool are still "
-                    "open; close the caches over it first"
-                )
+                raise ConfigError("this pool is in use; close the caches over it first")
             self.reclaimer.wait()
             self.reclaimer.free_idle_reservations()
             self._release_leaving()

@@ -156,8 +156,8 @@ class SlabFiles:
             os.close(fd)
 
     def remove(self, slab: int) -> None:
-        """Remove the file of a slab, if it is there."""
-        with suppress(FileNotFoundError):
+        """Remove the file of a slab, if it is there; a folder of that name stays."""
+        with suppress(FileNotFoundError, IsADirectoryError):
             self.path(slab).unlink()
 
 
