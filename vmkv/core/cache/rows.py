@@ -151,13 +151,12 @@ class Rows:
         Among parked rows not in `with_prefix` the smallest that is large enough, else the largest;
         without any the first empty row; else the parked one that gives way first.
         """
-        plain = [row for row in self.parked if row not in with_prefix]
-        sizes = {row: self.adoptable_tokens(row) for row in plain}
-        fitting = [row for row in plain if sizes[row] >= max(1, num_tokens)]
+        sizes = {row: self.adoptable_tokens(row) for row in self.parked if row not in with_prefix}
+        fitting = [row for row in sizes if sizes[row] >= max(1, num_tokens)]
         if fitting:
             return min(fitting, key=lambda row: sizes[row])
-        if plain:
-            return max(plain, key=lambda row: sizes[row])
+        if sizes:
+            return max(sizes, key=lambda row: sizes[row])
         return self.choose_unneeded()
 
     def choose_unneeded(self, but: int | None = None) -> int:
