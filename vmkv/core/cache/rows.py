@@ -296,15 +296,14 @@ class Rows:
         """
         kept = {row for row in self.parked if self.kept_until_s(row) > self.now_s}
         rows = sorted(self.parked, key=kept.__contains__) if kept else list(self.parked)
-        tenants = [self._prefixes.tenant(row) for row in rows]
         recorded = self._prefixes.recorded
-        if len({tenant for row, tenant in zip(rows, tenants, strict=True) if row in recorded}) < 2:
+        waiting: defaultdict[bytes, deque[int]] = defaultdict(deque)
+        for row in rows:
+            if row in recorded:
+                waiting[self._prefixes.tenant(row)].append(row)
+        if len(waiting) < 2:
             return rows
         order = [row for row in rows if row not in recorded]
-        waiting: defaultdict[bytes, deque[int]] = defaultdict(deque)
-        for row, tenant in zip(rows, tenants, strict=True):
-            if row in recorded:
-                waiting[tenant].append(row)
         heap = [
             (-sum(map(self._prefixes.num_recorded, its)), self.parked[its[0]], its)
             for its in waiting.values()
