@@ -310,13 +310,11 @@ class Rows:
         ]
         heapq.heapify(heap)
         while heap:
-            missing, _, its = heap[0]
+            missing, _, its = heapq.heappop(heap)
             order.append(row := its.popleft())
             if its:
                 missing += self._prefixes.num_recorded(row)
-                heapq.heapreplace(heap, (missing, self.parked[its[0]], its))
-            else:
-                heapq.heappop(heap)
+                heapq.heappush(heap, (missing, self.parked[its[0]], its))
         return order
 
     def kept_until_s(self, row: int) -> float:
