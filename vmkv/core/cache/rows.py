@@ -242,17 +242,12 @@ class Rows:
     # ---- parked rows ----------------------------------------------------------------------
 
     def park(
-        self,
-        row: int,
-        num_tokens: int,
-        now: int,
-        idle_since: int | None = None,
-        kept_until_s: float = 0.0,
+        self, row: int, num_tokens: int, now: int, idle_since: int | None, kept_until_s: float
     ) -> None:
         """Park the live row of a sequence of `num_tokens` that ends at tick `now`.
 
-        The sequence's work on it ended at tick `idle_since`, by default now. Until `kept_until_s`
-        the row gives way after the tenant's others.
+        The sequence's work on it ended at tick `idle_since`, by default now (None). Until
+        `kept_until_s` the row gives way after the tenant's others.
         """
         if not self._prefixes.num_recorded(row):
             self.begin_anew(row, now)
