@@ -212,7 +212,7 @@ class HostBlocks:
                     memory.make_ready(used_bytes)
         if available_bytes < pool.budget_bytes // _SHORT_DIVISOR:
             with pool.lock:
-                self._keep_some()
+                self.keep_next(pushes=True)
         elif self.files is not None and rows.parked and self.has_room:
             with pool.lock:
                 if rows.parked and self._is_unkept(*next(reversed(rows.parked.items()))):
@@ -220,10 +220,8 @@ class HostBlocks:
 
     def keep_next(self, *, pushes: bool) -> None:
         """Keep some of the next row, if there is room, or by pushing others out. Locked."""
-        if pushes or self.has_room:
-            self._keep_some()
-
-    def _keep_some(self) -> None:
+        if not pushes and not self.has_room:
+            return
         rows = self._cache.rows
         left_bytes = self._cache.pool.budget_bytes // _AHEAD_DIVISOR
         for row in rows.in_order():
