@@ -117,7 +117,12 @@ class HostBlocks:
     @property
     def is_empty(self) -> bool:
         """Whether neither host memory nor files hold blocks."""
-        return not self.places.blocks and (self.files is None or not self.files.places.blocks)
+        return not self.places.blocks and not self._in_files
+
+    @property
+    def _in_files(self) -> Collection[BlockKey]:
+        files = self.files  # Closing sets it to None without the lock.
+        return () if files is None else files.places.blocks
 
     def stats(self) -> dict[str, BelowStats]:
         """Return statistics of host memory, and of files where there are any. Locked."""
@@ -143,7 +148,7 @@ class HostBlocks:
         tick, hashes = cache.rows.parked[row], cache.prefixes.hashes(row)
         ops: list[CopyOp] = []
         made: list[BlockKey] = []
-        places, files = self.places, self.files
+        places, files, in_files = self.places, self.files, self._in_files
         tenant, until_s = cache.prefixes.tenant(row), cache.rows.kept_until_s(row)
         with suppress(CapacityError, DriverError):
             is_all = True
@@ -155,8 +160,7 @@ class HostBlocks:
                     key = (group, hashes[end - 1])
                     if key in places.blocks:
                         if most_bytes is None:
-                            is_written = files is not None and key in files.places.blocks
-                            places.touch(key, is_elsewhere=is_written)
+                            places.touch(key, is_elsewhere=key in in_files)
                     else:
                         size = _block_bytes(group)
                         if most_bytes is not None and (most_bytes := most_bytes - size) < 0:
@@ -168,9 +172,7 @@ class HostBlocks:
                         made.append(key)
                         places.add(key, place, tenant)
                         _add(ops, CopyOp(self._address(place, size), source, size))
-                        if most_bytes is not None or (
-                            files is not None and key in files.places.blocks
-                        ):
+                        if most_bytes is not None or key in in_files:
                             places.note_elsewhere(key)
                     if until_s > cache.rows.now_s:
                         places.keep(key, until_s)
@@ -283,10 +285,7 @@ class HostBlocks:
         At most `most_tokens`. With `with_files` it can once they are read. Whole blocks, without
         the prompt's last token. Changes nothing. Locked.
         """
-        here: Collection[BlockKey] = self.places.blocks
-        below: Collection[BlockKey] = ()
-        if with_files and self.files is not None:
-            below = self.files.places.blocks
+        here, below = self.places.blocks, (self._in_files if with_files else ())
         if not here and not below:
             return num_there
         others: list[LayerGroup] = []
@@ -317,8 +316,7 @@ class HostBlocks:
         """
         groups = [group for group in self._cache.groups if self._sees_all(group)]
         groups = groups or self._cache.groups
-        here: Collection[BlockKey] = self.places.blocks
-        below: Collection[BlockKey] = () if self.files is None else self.files.places.blocks
+        here, below = self.places.blocks, self._in_files
         for each in hashes if here or below else ():
             if all([(group, each) in here or (group, each) in below for group in groups]):
                 yield each
