@@ -136,21 +136,20 @@ class SlabFiles:
         """Return the kind in the header of a file of this size; None if it is damaged."""
         if len(header) < _HEADER.size:
             return None
-        magic, identity, block_bytes, num_places, digest = _HEADER.unpack(header)
-        blank = _HEADER.pack(magic, identity, block_bytes, num_places, b"")
+        _, identity, block_bytes, _, _ = _HEADER.unpack(header)
         kind = Kind(identity, block_bytes)
-        is_whole = magic == _MAGIC and digest == checksum(memoryview(blank)) and num_places
-        return kind if is_whole and num_places == self.num_places(kind) else None
+        return kind if self.num_places(kind) and header == self._header(kind) else None
+
+    def _header(self, kind: Kind) -> bytes:
+        fields = _MAGIC, kind.identity, kind.block_bytes, self.num_places(kind)
+        blank = _HEADER.pack(*fields, b"")
+        return _HEADER.pack(*fields, checksum(memoryview(blank)))
 
     def make(self, slab: int, kind: Kind) -> None:
         """Make the file of a slab, whose places are empty."""
-        fields = _MAGIC, kind.identity, kind.block_bytes, self.num_places(kind)
-        header = _HEADER.pack(*fields, b"")
-        header = _HEADER.pack(*fields, checksum(memoryview(header)))
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-        fd = os.open(self.path(slab), flags, 0o600)
+        fd = os.open(self.path(slab), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            _write(fd, memoryview(header), 0)
+            _write(fd, memoryview(self._header(kind)), 0)
             os.ftruncate(fd, _start(self.num_places(kind)))
         finally:
             os.close(fd)
