@@ -86,8 +86,7 @@ class Shelf:
             raise self._out_of_budget(self._num_bytes(size_classes))
         created: list[Extent] = []
         try:
-            if released:
-                self.release(released)
+            self.release(released)
             for size_class in missing:
                 created.append(self._create(size_class))
         except BaseException as error:
