@@ -95,12 +95,6 @@ class BlockFiles:
         slab_bytes = max(slab_bytes, 2 * largest_bytes + 16 * KiB)
         self._files = SlabFiles(folder, slab_bytes)
         self._num_slabs = budget_bytes // slab_bytes
-        if not self._num_slabs:
-            self._files.close()
-            raise ConfigError(
-                f"disk_budget_bytes={budget_bytes} holds no file of blocks, which take "
-                f"{slab_bytes} bytes; raise it"
-            )
         self.places = BlockPlaces(
             self._make_slab, lambda slab: self._unremoved.append(slab), lambda: cache.rows.now_s
         )
@@ -119,6 +113,11 @@ class BlockFiles:
         self._read_s = 0.0
         self._bytes_per_s: float | None = None  # Of reading, lately.
         try:
+            if not self._num_slabs:
+                raise ConfigError(
+                    f"disk_budget_bytes={budget_bytes} holds no file of blocks, which take "
+                    f"{slab_bytes} bytes; raise it"
+                )
             with without_collections(freezes=False):
                 self._find()
         except BaseException:
