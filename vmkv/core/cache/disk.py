@@ -245,9 +245,8 @@ def _shapes(
 
 def _span(group: LayerGroup, first_token: int, num_tokens: int) -> tuple[int, int]:
     """Return where the bytes of tokens, or of the state after them, start and end in a row."""
-    bytes_for = group.bytes_for
-    end = bytes_for(num_tokens)
-    return min(end, bytes_for(first_token)), end
+    end = group.bytes_for(num_tokens)
+    return min(end, group.bytes_for(first_token)), end
 
 
 def _ranges(
