@@ -460,8 +460,6 @@ class StepLoop:
     def _submit(self, plan: StepPlan, record: StepRecord) -> SubmittedStep | None:
         chunks = plan.chunks
         writes: list[tuple[int, int, int]] = []
-        num_tokens = 0
-        num_drafted = 0
         needs_host = False  # Whether a token depends on the last one through the host.
         try:
             with self._view.begun_checkpoints(chunks) as kept_rows:
@@ -470,7 +468,6 @@ class StepLoop:
                     if chunk.token_ids is not None and not request.is_set:
                         self._set_slot(request)
                     writes.append((chunk.row, past, past + new))
-                    num_tokens += new
                     if request.matcher is not None or request.params.logits_processors:
                         needs_host |= chunk.samples
                 submit: Callable[[Sequence[Piece]], Any] = self.runner.submit
@@ -480,8 +477,6 @@ class StepLoop:
             self._recover(chunks, error)
             return None
         submitted_s = time.perf_counter()
-        if self._scheduler.drafts:
-            num_drafted = sum([chunk.num_drafted for chunk in chunks])
         self._borrower.note_submitted()
         self._view.note_computed(chunks)
         before = self._pending[-1] if self._pending else None
@@ -499,7 +494,8 @@ class StepLoop:
             more = self._token_limit + max(1, self._token_limit // 8)
             self._token_limit = more if more < self._scheduler.max_num_batched_tokens else None
         was_queued = before is not None
-        return SubmittedStep(pending, chunks, num_tokens, submitted_s, num_drafted, was_queued)
+        num_drafted = sum([chunk.num_drafted for chunk in chunks]) if self._scheduler.drafts else 0
+        return SubmittedStep(pending, chunks, plan.num_tokens, submitted_s, num_drafted, was_queued)
 
     def _sample(
         self, launched: LaunchedStep, chunks: Sequence[Piece], record: StepRecord
