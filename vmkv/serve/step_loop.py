@@ -603,28 +603,26 @@ class StepLoop:
             self.num_failed_steps = 0
             if self._drafter is not None:
                 self._note_time(self._drafter, step)
+            sampling = [chunk for chunk in step.chunks if chunk.samples]
+            for chunk in sampling:
+                chunk.request.num_unread -= 1
             if step.num_drafted:
-                self._accept_guesses(step.chunks, result)
-                continue
-            sampled: list[Sampled] = []
-            ended: list[Request] = []
-            sampling = [chunk.request for chunk in step.chunks if chunk.samples]
-            columns = zip(sampling, result.token_ids, result.logprobs, strict=True)
-            for request, token_id, logprobs in columns:
-                # Otherwise it had ended before this token was computed.
-                if request.state is not RequestState.FINISHED:
-                    request.num_unread -= 1
-                    if token_id < 0:
-                        ended.append(request)
-                    else:
-                        sampled.append((request, token_id, logprobs))
+                rounds = self._accept_guesses(sampling, result)
+            else:
+                requests = [chunk.request for chunk in sampling]
+                rounds = [list(zip(requests, result.token_ids, result.logprobs, strict=True))]
             scored = [
                 (step.chunks[at].request, step.chunks[at].num_past_tokens, entries)
                 for at, entries in result.prompt_logprobs.items()
             ]
-            self._fail(ended, ConfigError(_NO_TOKEN))
-            for request, reason, failure in self._accept(sampled, scored):
-                self.end(request, reason, failure)
+            for some in rounds:
+                # Others had ended before this token was computed.
+                live = [each for each in some if each[0].state is not RequestState.FINISHED]
+                self._fail([each[0] for each in live if each[1] < 0], ConfigError(_NO_TOKEN))
+                sampled = [each for each in live if each[1] >= 0]
+                for request, reason, failure in self._accept(sampled, scored):
+                    self.end(request, reason, failure)
+                scored = []
 
     def _note_time(self, drafter: Drafter, step: SubmittedStep) -> None:
         decodes = step.num_tokens - step.num_drafted == len(step.chunks)
@@ -633,16 +631,15 @@ class StepLoop:
         counts = decodes and step.was_queued != drafts
         drafter.times.note(time.perf_counter(), step.num_tokens, drafts=drafts, counts=counts)
 
-    def _accept_guesses(self, chunks: Sequence[Piece], result: StepResult) -> None:
-        """Accept the tokens of a step with guesses, as of one step for each place."""
+    def _accept_guesses(self, sampling: Sequence[Piece], result: StepResult) -> list[list[Sampled]]:
+        """Accept right guesses; return the tokens of a step, as of one step for each place."""
         rounds: list[list[Sampled]] = [[]]
         rows = zip(result.token_ids, result.logprobs, strict=True)
-        for chunk in [each for each in chunks if each.samples]:
+        for chunk in sampling:
             request, count = chunk.request, chunk.num_drafted
             its = [next(rows) for _ in range(count + 1)]
             if request.state is RequestState.FINISHED:
                 continue
-            request.num_unread -= 1
             guesses, num_right = (chunk.token_ids or ())[-count:] if count else (), 0
             while num_right < count and its[num_right][0] == guesses[num_right]:
                 num_right += 1
@@ -654,17 +651,7 @@ class StepLoop:
                 rounds[at].append((request, token_id, logprobs))
             counts = (count > 0, count, num_right)
             self._guessed = [a + b for a, b in zip(self._guessed, counts, strict=True)]
-        scored = [
-            (chunks[at].request, chunks[at].num_past_tokens, entries)
-            for at, entries in result.prompt_logprobs.items()
-        ]
-        for some in rounds:
-            live = [each for each in some if each[0].state is not RequestState.FINISHED]
-            self._fail([each[0] for each in live if each[1] < 0], ConfigError(_NO_TOKEN))
-            sampled = [each for each in live if each[1] >= 0]
-            for request, reason, failure in self._accept(sampled, scored):
-                self.end(request, reason, failure)
-            scored = []
+        return rounds
 
     def _report(self, record: StepRecord, plan: StepPlan, observer: EngineObserver) -> None:
         record.num_decode_tokens = sum([_num_decoded(chunk) for chunk in plan.chunks])
