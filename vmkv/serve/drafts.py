@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -50,14 +51,6 @@ TRIES_MAX, OWN_TRIES_MAX = 256.0, 32.0
 
 #: The continuation of each n-gram, by the n-gram's hash: a text, and a place in it.
 _Places = dict[int, tuple[Sequence[int], int]]
-
-
-#: Classes by the tokens repeated so far, the last one for all beyond.
-_CLASS_OF = [sum(at >= each for each in _CLASSES) for at in range(_CLASSES[-1] + 1)]
-
-
-def _class_of(num_matched: int) -> int:
-    return _CLASS_OF[min(num_matched, _CLASSES[-1])]
 
 
 class Tally:
@@ -291,7 +284,7 @@ class Drafter:
             new = request.output_token_ids[num_known : num_known + left]
             left -= len(new)
             for token_id in new:
-                guess, at = text.guess(), _class_of(text.num_matched)
+                guess, at = text.guess(), bisect_right(_CLASSES, text.num_matched)
                 if guess >= 0:
                     is_right = guess == token_id
                     text.tally.add(at, is_right=is_right, most=OWN_TRIES_MAX)
@@ -341,7 +334,7 @@ class Drafter:
         of_class: dict[int, float] = {}
         probability = 1.0
         for num_matched in range(text.num_matched, text.num_matched + count):
-            at = _class_of(num_matched)
+            at = bisect_right(_CLASSES, num_matched)
             if at not in of_class:
                 right = own.right[at] + ASSUMED_TRIES * everyone.right[at] / everyone.tries[at]
                 of_class[at] = right / (own.tries[at] + ASSUMED_TRIES)
