@@ -469,7 +469,6 @@ class _Planning:
         self._promised_pages = sum(self._lacking.values())  # For requests not planned yet.
         self._decode_tokens = min(num_tokens, len(wanted) - len(begun))
         self._prompt_tokens = scheduler.prompt_tokens_beside(self._decode_tokens, num_tokens, begun)
-        self._is_short = False  # Whether a request must be preempted, or stall.
         self._unready: list[Request] = []  # Requests that wait for their prefix.
         self._plan = StepPlan([], [], [], [], [])
 
@@ -531,7 +530,7 @@ class _Planning:
     def _admit_before(self, rank: Rank) -> None:
         """Admit or resume waiting requests that rank before `rank`, in order."""
         scheduler = self.scheduler
-        while self.max_begun and not self._is_short:
+        while self.max_begun:
             waiting = scheduler.first_waiting
             if waiting is None or waiting.rank > min(rank, self.outranked_by):
                 break
@@ -591,7 +590,7 @@ class _Planning:
         if num_pages and request.rank > self.outranked_by:
             return False
         while not self._take_pages(num_pages):
-            self._is_short = True
+            self.max_begun = 0  # A request must be preempted, or stall: no other may begin.
             victim = self.scheduler.running[-1]
             if victim is request:
                 return False
