@@ -492,11 +492,7 @@ def test_other_files_in_the_folder_stay(open_cache: MakeCache, tmp_path: Path) -
     (tmp_path / "files").mkdir(0o700)
     letter = tmp_path / "files" / "letter.txt"
     letter.write_text("dear reader")
-    (tmp_path / "files" / "slab-1.vmkv").mkdir()
-    cache = open_cache()
-    _say(cache, LONG)
-    cache.close()
-    assert 96 == _back(open_cache(), LONG)
+    _say(open_cache(), LONG)
     assert "dear reader" == letter.read_text()
 
 
@@ -705,6 +701,24 @@ def test_blocks_that_are_kept_leave_files_last(
         _say(cache, range(10_000 + 200 * at, 10_000 + 200 * at + 96))
     _forget_above(cache)
     assert [0 if time_passes else 96, 0] == [_found(cache, each) for each in (kept, other)]
+
+
+def test_a_file_whose_table_cannot_be_read_is_a_miss(
+    open_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = open_cache()
+    _say(cache, LONG)
+    cache.close()
+
+    def fail(*_: object) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "pread", fail)
+        again = open_cache()
+    assert 0 == _found(again, LONG)
+    _say(again, LONG)
+    assert 96 == _back(again, LONG)
 
 
 def test_a_folder_that_cannot_be_looked_up_is_left_to_others(

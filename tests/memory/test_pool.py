@@ -173,7 +173,7 @@ def test_pool_with_users_cannot_be_closed(host: HostBackend) -> None:
     """Caches over the pool must be closed first."""
     pool = ExtentPool(host, 4 * PAGE)
     pool.attach()
-    with pytest.raises(ConfigError, match="1 users"):
+    with pytest.raises(ConfigError, match="this pool is in use"):
         pool.close()
     pool.detach()
     pool.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -146,6 +147,7 @@ def test_models_with_states_guess_nothing(
     """Their engines say so, and serve."""
     if "qwen3_next" not in HYBRIDS:
         pytest.skip("this release has no such model")
+    caplog.set_level(logging.INFO)
     engine = make_engine("qwen3_next", speculative_config=SUFFIX)
     assert engine.loop._drafter is None
     assert "layers keep states" in caplog.text

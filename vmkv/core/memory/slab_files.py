@@ -122,14 +122,14 @@ class SlabFiles:
         """
         slabs = [_NAME.fullmatch(each.name) for each in self.folder.iterdir()]
         for slab in sorted((int(each[1]) for each in slabs if each), reverse=True):
-            kind, table = None, b""
+            kind, entries = None, list[tuple[Any, ...]]()
             with suppress(OSError), open(self.path(slab), "rb", buffering=0, opener=_open) as file:
-                kind = self.kind_of(file.read(_HEADER.size) or b"")
-                if kind is not None:
-                    num_bytes = self.num_places(kind) * _ENTRY.size
+                told = self.kind_of(file.read(_HEADER.size) or b"")
+                if told is not None:
+                    num_bytes = self.num_places(told) * _ENTRY.size
                     table = os.pread(file.fileno(), num_bytes, _HEADER_BYTES)
-                    kind = kind if len(table) == num_bytes else None
-            entries = [] if kind is None else [*_ENTRY.iter_unpack(table)]
+                    if len(table) == num_bytes:
+                        kind, entries = told, [*_ENTRY.iter_unpack(table)]
             yield slab, kind, [each if each[3] < _TICK_END else _NO_ENTRY for each in entries]
 
     def kind_of(self, header: bytes) -> Kind | None:
@@ -155,8 +155,8 @@ class SlabFiles:
             os.close(fd)
 
     def remove(self, slab: int) -> None:
-        """Remove the file of a slab, if it is there; a folder of that name stays."""
-        with suppress(FileNotFoundError, IsADirectoryError):
+        """Remove the file of a slab, if it is there."""
+        with suppress(FileNotFoundError):
             self.path(slab).unlink()
 
 
