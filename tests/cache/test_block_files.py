@@ -708,6 +708,7 @@ def test_a_file_whose_table_cannot_be_read_is_a_miss(
 ) -> None:
     cache = open_cache()
     _say(cache, LONG)
+    [path] = _slabs(cache)
     cache.close()
 
     def fail(*_: object) -> bytes:
@@ -716,6 +717,7 @@ def test_a_file_whose_table_cannot_be_read_is_a_miss(
     with monkeypatch.context() as failing:
         failing.setattr(os, "pread", fail)
         again = open_cache()
+    assert not path.exists()
     assert 0 == _found(again, LONG)
     _say(again, LONG)
     assert 96 == _back(again, LONG)
