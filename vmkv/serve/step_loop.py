@@ -654,7 +654,9 @@ class StepLoop:
         return rounds
 
     def _report(self, record: StepRecord, plan: StepPlan, observer: EngineObserver) -> None:
-        record.num_decode_tokens = sum([_num_decoded(chunk) for chunk in plan.chunks])
+        record.num_decode_tokens = sum(
+            [chunk.token_ids is None or _num_decoded(chunk) for chunk in plan.chunks]
+        )
         record.num_prefill_tokens = plan.num_tokens - record.num_decode_tokens
         record.num_running = self._scheduler.num_running
         record.num_waiting = self._scheduler.num_waiting
@@ -666,10 +668,10 @@ class StepLoop:
 
 
 def _num_decoded(chunk: Piece) -> int:
-    """Return how many tokens of a chunk follow a prompt: the last one read, and guesses."""
+    """Return how many tokens of a chunk that has them follow its prompt: guesses, and one more."""
     num_past, num_new = chunk.num_past_tokens, chunk.num_new_tokens
     decodes = num_new - chunk.num_drafted == 1 and num_past >= len(chunk.request.prompt_token_ids)
-    return num_new if chunk.token_ids is None or decodes else 0
+    return num_new if decodes else 0
 
 
 def _log_and_release(error: BaseException) -> None:

@@ -211,8 +211,10 @@ class Rows:
     def begin_anew(self, row: int, since: int) -> None:
         """Prepare `row`, unused since a tick, for token 0: retire runs that do not start there."""
         fence = None  # First, because it may fail.
-        if any([group.table.rows[row].first_page for group in self._groups]):
-            fence = self._pool.reclaimer.fence_since(since)
+        for group in self._groups:
+            mappings = group.table.rows[row].mappings
+            if fence is None and mappings and mappings[0].first_page:
+                fence = self._pool.reclaimer.fence_since(since)
         for group in self._groups:
             if fence is not None and group.table.rows[row].first_page:
                 group.retire_from(row, 0, fence)

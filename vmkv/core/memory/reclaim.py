@@ -210,6 +210,8 @@ class Reclaimer:
 
     def has_retired_in(self, ranges: Iterable[tuple[Address, Address]]) -> bool:
         """Whether a retired mapping overlaps one of the ranges `[start, end)`."""
+        if not self.batches:
+            return False
         taken = sorted(self.retired_mappings())
         for start, end in ranges:
             # No two overlap, so of those that begin before `end` the last one ends last.

@@ -86,7 +86,8 @@ class Shelf:
             raise self._out_of_budget(self._num_bytes(size_classes))
         created: list[Extent] = []
         try:
-            self.release(released)
+            if released:
+                self.release(released)
             for size_class in missing:
                 created.append(self._create(size_class))
         except BaseException as error:
