@@ -668,7 +668,7 @@ class StepLoop:
 
 
 def _num_decoded(chunk: Piece) -> int:
-    """Return how many tokens of a chunk that has them follow its prompt: guesses, and one more."""
+    """Return how many known tokens of a chunk follow the prompt: the last one read, and guesses."""
     num_past, num_new = chunk.num_past_tokens, chunk.num_new_tokens
     decodes = num_new - chunk.num_drafted == 1 and num_past >= len(chunk.request.prompt_token_ids)
     return num_new if decodes else 0
