@@ -53,8 +53,8 @@ class Rollouts(contextlib.AbstractContextManager["Rollouts"]):
             distribution that is sampled from; as many requests at once as a batch has completions,
             at most 256, which need half the memory of 512 and 8 % more time (H100, 1B shape);
             cached prefixes for tools' turns alone; few sizes of captured steps, and none with
-            prompts, which come at once; guesses from other samples, where few requests are left;
-            on the CPU, half of the free memory for keys and values.
+            prompts, which come at once; with `keep_graphs`, guesses from other samples where few
+            requests are left; on the CPU, half of the free memory for keys and values.
         keep_graphs: Whether captured steps keep their memory while the model is trained. Otherwise
             each rollout captures them again.
 
@@ -154,7 +154,8 @@ class Rollouts(contextlib.AbstractContextManager["Rollouts"]):
             "prefix_caching": bool(getattr(trainer, "tools", None)),
             "runner_options": RunnerOptions(max_graph_tokens=0, few_sizes=True),
         }
-        if not self._options.get("deterministic"):
+        # Steps with guesses are many to capture again for each rollout.
+        if self._keep_graphs and not self._options.get("deterministic"):
             defaults["speculative_config"] = {"method": "suffix"}
         if model.device.type == "cpu":
             defaults["memory_fraction"] = _HOST_FRACTION / trainer.accelerator.num_processes

@@ -182,7 +182,7 @@ def test_greedy_tokens_are_those_of_the_plain_trainer(
 
 
 def test_samples_are_guessed_from_each_other(trainer_of: Any) -> None:
-    """The tokens stay those of a rollout without guesses; `deterministic` has none."""
+    """The tokens stay those of a rollout without guesses; two options leave these out."""
     long = {"generation_kwargs": GREEDY, "max_completion_length": 100}
     trainer, plain = (
         trainer_of(VMKVGRPOTrainer, engine_options=its, **long)
@@ -193,9 +193,10 @@ def test_samples_are_guessed_from_each_other(trainer_of: Any) -> None:
     assert tokens_of(plain) == tokens_of(trainer)
     values = {each.name: each.value for its in metrics.families() for each in its.samples}
     assert 0 < values["vmkv_spec_decode_num_accepted_tokens_total"]
-    same = trainer_of(VMKVGRPOTrainer, engine_options={"deterministic": True})
-    tokens_of(same)
-    assert same.rollouts.engine.options.speculation is None
+    for its in ({"engine_options": {"deterministic": True}}, {"keep_graphs": False}):
+        same = trainer_of(VMKVGRPOTrainer, **its)
+        tokens_of(same)
+        assert same.rollouts.engine.options.speculation is None
 
 
 @RUNNERS
