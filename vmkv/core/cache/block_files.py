@@ -231,14 +231,12 @@ class BlockFiles:
             if slab in self._unmade:
                 self._unmade.remove(slab)
                 self._files.make(slab, kind)
-        written: list[Future[None]] = []
-        for move in moves:
-            try:
-                written.append(self._threads.submit(self._write_block, move))
-            except RuntimeError:  # The interpreter ends, and threads take nothing new.
-                self._write_block(move)
-        for each in written:
-            each.result()
+        try:
+            written = self._threads.map(self._write_block, moves)
+        except RuntimeError:  # The interpreter ends, and threads take nothing new.
+            written = map(self._write_block, moves)
+        for _ in written:
+            pass
         return True
 
     def _next_writes(self) -> tuple[list[_Move], Fence | None]:
