@@ -509,7 +509,7 @@ def server_rows(
             files = stack.enter_context(tempfile.TemporaryDirectory(dir=options.logs))
             its["told"] = ["--swap", str(below_gib), "--disk", files, "--disk-size", str(below_gib)]
         url, _ = stack.enter_context(serving(kind, folder, options.logs, path, **its))
-        # Warm-up, with other prompts than any load: vLLM compiles kernels for sizes that it meets.
+        # Warm-up, with prompts of no load: vLLM compiles kernels for each size that it meets.
         first = next(iter(loads.values()))
         for rate_per_s, num_requests in ((0, 8), (12, 8 if options.smoke else 60)):
             its = {"rate_per_s": rate_per_s, "num_requests": num_requests}

@@ -110,7 +110,7 @@ def test_outdated_figures_are_marked(report, harness) -> None:
         assert ("**Outdated.** Gone." in page) == bool(outdated)
 
 
-def test_a_share_that_was_not_measured_is_shown(harness, capsys) -> None:
+def test_a_share_that_was_not_measured_is_shown(harness) -> None:
     """A busy machine's small run may have none: it ended by a TypeError."""
     record = harness.make_record("Q", [{"n": 1}], [harness.Figure("a", "one", None, "%", 0.1)])
     assert record["figures"][0]["is_met"] is None

@@ -38,14 +38,19 @@ def test_cache_opens_and_closes_its_own_device() -> None:
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_forked_child_is_not_held_up_by_a_lock(make_cache: MakeCache, closes: bool) -> None:
+@pytest.mark.parametrize("whose", ["pool", "backend"])
+def test_a_forked_child_is_not_held_up_by_a_lock(
+    make_cache: MakeCache, whose: str, closes: bool
+) -> None:
     """The lock's holder is a thread that the child does not have, so it must not wait for it."""
     sequence = make_cache().open()
     sequence.append(4)
+    pool = sequence.cache.pool
+    lock = pool.lock if whose == "pool" else pool.backend._lock
     is_held, may_end = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with sequence.cache.pool.lock:
+        with lock:
             is_held.set()
             may_end.wait()
 

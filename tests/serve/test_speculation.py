@@ -408,8 +408,8 @@ def test_sizes_that_were_slow_are_tried_again() -> None:
         ("{", "must be a JSON object"),
         ('[["method", "ngram"]]', "must be a JSON object"),
         ("[" * 100_000, "must be a JSON object"),
-        ({"method": "draft_model", "model": 7}, "model=7 is no folder"),
-        ({"method": "draft_model", "model": ""}, "model='' is no folder"),
+        ({"method": "draft_model", "model": 7}, "model=7 must be a folder"),
+        ({"method": "draft_model", "model": ""}, "model='' must be a folder"),
     ],
 )
 def test_wrong_configurations_are_refused(config: Any, why: str) -> None:

@@ -469,6 +469,7 @@ class RaggedCache(StoreOwner):
         self._host_budget_bytes = host_budget_bytes
         self._disk = (disk_folder, disk_budget_bytes) if disk_folder is not None else None
 
+    # For `help`: without `self`, `config` and `**options`, which are shown in full.
     __signature__ = signature_for_help(*list(inspect.signature(__init__).parameters.values())[2:-1])
 
     def __getattr__(self, name: str) -> Any:

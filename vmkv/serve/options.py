@@ -68,8 +68,8 @@ class Speculation(NamedTuple):
         is_name = isinstance(found.model, (str, os.PathLike)) and str(found.model)
         if not (found.model is None or is_name or hasattr(found.model, "parameters")):
             raise ConfigError(
-                f"speculative_config: model={shown(found.model)} is no folder, name on the Hub or "
-                "module"
+                f"speculative_config: model={shown(found.model)} must be a folder, a name on the "
+                "Hub or a module"
             )
         count = found.num_speculative_tokens
         if type(count) is not int or not 1 <= count <= _NUM_GUESSES_MAX:

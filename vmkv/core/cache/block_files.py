@@ -28,7 +28,7 @@ from ...errors import ConfigError, DriverError
 from ...phases import without_collections
 from ...units import KiB, MiB
 from ..backend import Fence
-from ..memory.slab_files import Entry, Kind, SlabFile, SlabFiles
+from ..memory.slab_files import TICK_END, Entry, Kind, SlabFile, SlabFiles
 from .block_places import BlockKey, BlockPlaces, Place, Slab
 from .disk import describe_groups
 from .layer_group import LayerGroup
@@ -147,7 +147,7 @@ class BlockFiles:
             used = [
                 (tick, slab, at, group, name, owner)
                 for at, (name, owner, _, tick) in enumerate(entries)
-                if tick
+                if 0 < tick < TICK_END
             ]
             places.add_slab(slab, len(entries), group, {each[2] for each in used})
             found += used
@@ -242,7 +242,6 @@ class BlockFiles:
     def _next_writes(self) -> tuple[list[_Move], Fence | None]:
         """Take places for the blocks that are written next; a fence covers copies to them."""
         if self._has_failed:  # Files of changed weights are removed nevertheless.
-            self._unwritten.clear()
             return [], None
         if not self._unwritten and not self._is_closing:
             self._host.keep_next(pushes=self._is_saving)

@@ -248,7 +248,7 @@ class Rows:
     ) -> None:
         """Park the live row of a sequence of `num_tokens` that ends at tick `now`.
 
-        The sequence's work on it ended at tick `idle_since`, by default now (None). Until
+        The sequence's work on it ended at tick `idle_since`, or at `now` if that is None. Until
         `kept_until_s` the row gives way after the tenant's others.
         """
         if not self._prefixes.num_recorded(row):

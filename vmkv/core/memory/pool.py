@@ -406,8 +406,8 @@ class ExtentPool:
     def set_budget(self, budget_bytes: int, location: MemoryLocation = _DEVICE) -> None:
         """Change the budget, evicting parked rows if needed; free memory above it returns at once.
 
-        A host budget is what evicted prefixes and swapped sequences take. Raised after prefixes
-        were kept, it is for sequences: prefixes keep the range of addresses that they reserved.
+        A host budget bounds evicted prefixes and swapped sequences. If it is raised after prefixes
+        were kept, swapped sequences alone take more: prefixes stay in the addresses reserved then.
 
         Raises:
             ConfigError: The budget is below what live sequences hold. It stays unchanged.

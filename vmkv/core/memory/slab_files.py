@@ -31,11 +31,10 @@ _MAGIC = b"vmkv blocks 1\0\0\0"
 _HEADER = struct.Struct("<16s32sQQ16s")
 _HEADER_BYTES = 4096
 _ENTRY = struct.Struct("<16s16s16sQ8x")
-_NO_ENTRY = _ENTRY.unpack(bytes(_ENTRY.size))
 #: As `SlabFiles.path` writes it, so that no two names are of one slab.
 _NAME = re.compile(r"slab-(0|[1-9][0-9]{0,17})\.vmkv")
-#: No age is beyond; an entry with another one is damaged.
-_TICK_END = 1 << 63
+TICK_END = 1 << 63
+"""No age of a block is beyond; an entry with another one is damaged."""
 #: Words of a row, when the words of a block are added by rows and by columns: a page.
 _ROW_WORDS = 512
 
@@ -130,7 +129,7 @@ class SlabFiles:
                     table = os.pread(file.fileno(), num_bytes, _HEADER_BYTES)
                     if len(table) == num_bytes:
                         kind, entries = told, [*_ENTRY.iter_unpack(table)]
-            yield slab, kind, [each if each[3] < _TICK_END else _NO_ENTRY for each in entries]
+            yield slab, kind, entries
 
     def kind_of(self, header: bytes) -> Kind | None:
         """Return the kind in the header of a file of this size; None if it is damaged."""
